@@ -1,8 +1,8 @@
-"""torchrun's command line, read without importing torch.
+"""Reads torchrun's command line without importing torch.
 
-Every flag can be given as `PET_<FLAG>` in the environment too, as torchrun reads it. Flags that say how torchrun starts
-or watches its processes are taken and mean nothing here: processes are forked from a fork server, and their ends are
-told, not polled. Invariant: a flag is obeyed, or it is named: as refused, or as one that changes nothing.
+As in torchrun, every flag can also be given as `PET_<FLAG>` in the environment. Flags for how torchrun starts or polls
+its processes are accepted and have no effect: here a fork server forks the processes and reports their ends. Invariant:
+a flag is obeyed, or the user is told that it is refused or has no effect.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from everstep.contract import env
 from everstep.version import __version__
 
 OUR_BACKENDS = ("everstep", "etcd-v3")
-# Optimizers import torch._dynamo when they are first used, and that takes longer than torch itself.
+# Optimizers import torch._dynamo at their first use, and that takes longer than importing torch itself.
 MODULES = "torch,torch.distributed,torch._dynamo"
 NUMA = ("node", "socket", "exclusive", "core-complex")
-# What torchrun has no flag for. Modules that the fork server imports once for all processes:
+# The modules that the fork server imports once for all processes; torchrun has no flag for that.
 PRELOAD = "EVERSTEP_PRELOAD"
-GRACE_SHARE = 0.85  # of the grace period is for the processes, as `train.stopping` has it
+GRACE_SHARE = 0.85  # of the grace period is for the processes
 
 
 class UsageError(ValueError):
-    """A flag or its value; the text names it and what is expected."""
+    """A flag or its value is wrong; the message names it and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """One `everstep-run`. `local`: there is one agent, and it needs no round store."""
+    """The arguments of `everstep-run`. `local`: there is one agent, and it needs no round store."""
 
     program: Program
     nodes: tuple[int, int]
-    processes: str  # a number, or what to count
+    processes: str  # a number, or the kind of device to count
     backend: str
     endpoint: str
     run_id: str
@@ -65,14 +65,14 @@ class Arguments:
     preload: tuple[str, ...]
     recovery_seconds: float
     hang_seconds: float
-    grace_seconds: float  # from SIGTERM to when all processes have to be gone
+    grace_seconds: float  # from SIGTERM until all processes must have ended
     hang_factor: float
     numa: str | None = None  # how processes are bound to the CPUs beside their GPU
     unused: tuple[str, ...] = ()  # flags that were given and change nothing
 
     @property
     def ours(self) -> bool:
-        """Whether this rendezvous is ours; every other one is torchrun's to do."""
+        """Whether this rendezvous is ours; every other one is left to torchrun."""
         return self.local or self.backend in OUR_BACKENDS
 
 
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The flags; see `torchrun --help` for what torchrun itself says about each."""
+    """The flags; `torchrun --help` describes torchrun's own ones."""
     p = _Parser(
         prog="everstep-run",
         description="Runs a training script as torchrun does, and goes on when processes, agents or nodes are lost.",
@@ -104,7 +104,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         both = _spellings(names)
         name = names[-1].removeprefix("--").replace("-", "_")
         variable = f"PET_{name.upper()}"
-        if not (given := environ.get(variable, "0")).isdecimal():  # as torchrun reads it: any other number is yes
+        if not (given := environ.get(variable, "0")).isdecimal():  # as in torchrun, any number but 0 means yes
             raise UsageError(f"{variable}={given}: 0 or 1 is expected")
         p.add_argument(*both, dest=name, action="store_true", default=int(given) != 0, help=text)
 
@@ -146,7 +146,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _spellings(names: tuple[str, ...]) -> list[str]:
-    """With underscores too, as torchrun takes them."""
+    """The names, also with underscores, which torchrun accepts too."""
     return [*names, *("--" + n[2:].replace("-", "_") for n in names if "-" in n[2:])]
 
 
@@ -190,7 +190,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
 
 
 def _preload(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What the environment says, and no more; else ours, and the slow ones of the script's imports."""
+    """The modules that the environment names, or else ours and the slow ones among the script's imports."""
     if (said := environ.get(PRELOAD)) is not None:
         return tuple(m.strip() for m in said.split(",") if m.strip())
     return (*MODULES.split(","), *(() if a.module or a.no_python else preloaded(a.training_script)))
@@ -209,8 +209,8 @@ def _refuse(a: argparse.Namespace) -> None:
 
 
 def _unused(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Flags and variables that say something else than torchrun's default, and mean nothing to us."""
-    # The processes always find their round's store, which is in no training process.
+    """Flags and variables that differ from torchrun's default and have no effect here."""
+    # This variable has no effect: a round's store is never in a training process, and processes always find it.
     shared = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     variables = (shared,) if environ.get(shared, "0") == "1" else ()
     defaults = {"monitor_interval": "0.1", "start_method": "spawn", "node_rank": "0", "run_path": False}
@@ -275,7 +275,7 @@ def _streams(flag: str, text: str) -> str:
 
 
 def streams(text: str, local_rank: int) -> tuple[bool, bool]:
-    """Whether stdout and stderr are meant for this local rank, by a value that `read` has checked."""
+    """Whether the value, which `read` has checked, selects stdout and stderr of this local rank."""
     if ":" in text:
         text = dict(part.split(":") for part in text.split(",")).get(str(local_rank), "0")
     return bool(int(text) & 1), bool(int(text) & 2)

@@ -1,7 +1,7 @@
-"""Carries out what `decide` decides: one asyncio loop, in which nothing waits but tasks.
+"""Carries out the decisions of `decide` in one asyncio loop, in which only tasks wait.
 
-Invariant: events are decided one at a time, in the order in which they came; what a process says before its fork is
-known here waits for that.
+Invariant: events are handled one at a time, in the order in which they came. A message of a process whose fork is not
+confirmed yet waits for the confirmation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 10.0  # for what is to be told to the others at the end
+LEAVE_SECONDS = 10.0  # to tell the other agents of the end
 LEAVE_SHARE = 0.3  # of the grace period, at most
 
 
@@ -55,9 +55,9 @@ class Agent:
         self._control_socket = ControlSocket(os.path.join(self._folder, "s"), self._said)
         self._stores_log = Path(self._folder) / "stores.log"
         self._running: dict[int, Running] = {}
-        self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # of processes whose fork is under way
+        self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # messages and ends during a fork
         self._forking = 0
-        self._signals: dict[int, int] = {}  # for slots whose process is under way
+        self._signals: dict[int, int] = {}  # by slot, for processes whose fork is not confirmed yet
         self._tasks = Tasks(self._failed)
         self._stores = 0
         self._memory_kills = memory_kills()
@@ -67,9 +67,9 @@ class Agent:
         self._settling = Settling()
 
     async def run(self) -> int:
-        """The exit code.
+        """Run until the end; returns the exit code.
 
-        Raises UsageError, RendezvousFailed, ForkServerError, StoresUnavailable before anything was started for good.
+        Raises UsageError, RendezvousFailed, ForkServerError, StoresUnavailable before training processes were started.
         """
         a = self._arguments
         try:
@@ -143,7 +143,7 @@ class Agent:
             loop.add_signal_handler(number, self._asked, int(number))
 
     def _asked(self, number: int) -> None:
-        if self._finish is not None and number == signal.SIGINT:  # all processes are gone, the next ends us
+        if self._finish is not None and number == signal.SIGINT:  # all processes have ended, so the next one ends us
             asyncio.get_running_loop().remove_signal_handler(number)
             return
         if said := stopping.advice(self._state, number):
@@ -173,7 +173,7 @@ class Agent:
         try:
             more, mismatch = await self._watcher.crashed(process, code)
             why += more
-        except Exception:  # the end of a process is told whatever becomes of what could be said of it
+        except Exception:  # the end of a process must be handled even if its description fails
             log.exception("how rank %d ended cannot be said", process.rank)
         number = self._state.round.number if self._state.round is not None else 0
         if mismatch is not None:
@@ -210,7 +210,7 @@ class Agent:
                 self._watcher.heard(process, message)
                 self._post(e.Hurt(slot, pid, int(message["round"]), f"rank {process.rank}: {message['reason']}"[:180]))
             case _:
-                pass  # of a newer library
+                pass  # a message of a newer library
 
     # --- instructions
 
@@ -255,7 +255,7 @@ class Agent:
                 log.exception("a process cannot be started")
             self._post(e.NotFormed(f"no process could be started: {error}"))
             for slot in slots:
-                if not self._state.slots[slot].pid:  # it never will be there: nobody may wait for its end
+                if not self._state.slots[slot].pid:  # it was never forked, so its end must be reported here
                     self._post(e.Exited(slot, 0, 1, e.Fault.OUTSIDE, "it was not started"))
         finally:
             self._forking -= 1
@@ -314,7 +314,7 @@ class Agent:
         self._post(e.Elapsed(timer))
 
     def _newest_round(self) -> Round | None:
-        """The round that the processes are in, or were last."""
+        """The processes' present round, or the last one."""
         return self._state.round
 
     def _failed(self, error: BaseException) -> None:
@@ -326,13 +326,14 @@ class Agent:
     def _fork_server_environ(self) -> dict[str, str]:
         found = dict(self._environ)
         many = self._arguments.processes != "1"
-        if many:  # what OpenMP reads when it is loaded is the same for all that is forked
+        if many:  # OpenMP reads its settings when it is loaded, which is in the fork server, for all its processes
             found.setdefault("OMP_NUM_THREADS", "1")
         return found
 
     async def _start_stores(self) -> None:
         environ = {**self._environ, env.AGENT_SOCKET: self._control_socket.path}
-        # torch writes dozens of lines for each store of a lost agent that does not answer; what matters of it is told.
+        # torch writes dozens of lines for each store of a lost agent that does not answer. The agent logs the fact
+        # itself, so these lines go to a file.
         path = str(self._stores_log)
         command = {"kind": "stores", "environment": environ, "stdout": path, "stderr": path}
         self._stores = await self._fork_server.fork(command)

@@ -1,6 +1,6 @@
-"""`everstep-run`: torchrun's command line, our agent.
+"""The command `everstep-run`: our agent with torchrun's command line.
 
-A rendezvous that is torch's own (`c10d`, `static`) is torchrun's to do: then this process becomes torchrun.
+For a rendezvous of torch's own (`c10d`, `static`), this process becomes torchrun.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     try:
         arguments = read(argv, os.environ)
-        if importlib.util.find_spec("torch") is None:  # of which torchrun is a part, and so are a round's stores
+        if importlib.util.find_spec("torch") is None:  # needed for torchrun, and for the rounds' stores
             raise UsageError("the package torch is missing: pip install 'everstep[worker]'")
         for unknown in variables.unknown(os.environ):
             log.warning("%s", unknown)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         code = asyncio.run(_run(arguments))
     except UsageError as e:
         sys.exit(_usage(e))
-    except KeyboardInterrupt:  # Ctrl-C before there are processes to ask, or after their end
+    except KeyboardInterrupt:  # Ctrl-C before the processes start, or after their end
         log.error("interrupted")
         sys.exit(128 + signal.SIGINT)
     except (RendezvousFailed, ForkServerError, StoresUnavailable) as e:

@@ -1,7 +1,7 @@
-"""An agent's place in the rendezvous: which store, which sizes, which member; and its changes, in order.
+"""Connects the agent to the rendezvous: opens its driver, and sends its changes to the store in order.
 
-Invariants: changes reach the store in the order in which they were decided, and each is repeated until the store has
-answered; a join begins when all changes before it are made.
+Invariants: changes reach the store in the order of their decisions; each is repeated until the store has answered; a
+join begins when all changes before it are made.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from everstep.membership.world_state import Round, WorldState
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
-CHARGE_SECONDS = 5.0  # for which the store is asked; then the agent counts for itself
+CHARGE_SECONDS = 5.0  # for the store to count a failure; then the agent uses its own count
 AGAIN_SECONDS = 0.2
 LOCAL = "127.0.0.1"
 
 
 class Membership:
-    """`post` takes events in the loop's thread. `spent`: what to do if the job was over before this agent came; nothing
-    where that is no mistake, because no other job can have its name."""
+    """`post` takes events in the loop's thread. `spent`: advice to the user if the job was over before this agent came.
+    It is empty if that is no mistake, because no other job can have its name."""
 
     def __init__(self, driver: Driver, timeout: float, post: Callable[[Event], None], spent: str = "") -> None:
         self._driver, self._timeout, self._post, self._spent = driver, timeout, post, spent
@@ -53,7 +53,7 @@ class Membership:
         self._tasks.start(self._change_all())
 
     async def keeps(self) -> bool:
-        """Whether the job's processes keep their memory, as far as the store can say now."""
+        """Whether the job's processes keep their memory, as far as the store shows now."""
         try:
             document = await asyncio.to_thread(self._driver.document)
         except RendezvousFailed:
@@ -88,12 +88,12 @@ class Membership:
         self._post(NotFormed(f"the rendezvous failed: {type(error).__name__}: {error}"))
 
     async def leave(self) -> None:
-        """Say goodbye, and end all that is under way."""
+        """Leave the rendezvous, and end all work in progress."""
         await asyncio.to_thread(self._driver.leave)
         await self._tasks.close()
 
     async def flush(self, seconds: float) -> None:
-        """Wait until all changes are made, at most so long."""
+        """Wait until all changes are made, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changes.join(), seconds)
 
@@ -136,7 +136,7 @@ class Membership:
                 self._post(Charged(None))
 
     def _apply(self, command: MemberCommand) -> Document | Rejected | None:
-        """None: the store cannot count this failure."""
+        """Apply the command. None: the store cannot count this failure."""
         done = self._driver.change(command)
         refused = isinstance(done, Rejected) and done is not CROWDED
         if refused and isinstance(command, Charge) and _forgotten(self._driver.seen(), command.round):
@@ -172,12 +172,13 @@ class Membership:
 
 
 def _forgotten(document: Document | None, number: int) -> bool:
-    """Whether the store lost what it had, and nothing newer than round `number` was formed since."""
+    """Whether the store lost its data, and no round newer than `number` was formed since."""
     return document is None or document.round < number
 
 
 def _check(arguments: Arguments) -> None:
-    """An agent that is alone uses none of the settings; one that is misspelt would be found with the second agent."""
+    """Check the rendezvous settings of an agent that is alone. It uses none of them, and a misspelt key would otherwise
+    be found only with a second agent."""
     try:
         configuration.read(arguments.rendezvous, "localhost")
     except ConfigurationInvalid as e:

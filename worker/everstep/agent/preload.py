@@ -1,10 +1,9 @@
-"""What of a script's imports the fork server imports before it, because they take tens of seconds: Hugging Face's and
-Lightning's.
+"""Finds a script's slow imports (Hugging Face's and Lightning's), which the fork server makes before the fork.
 
-The script is read, not run, with the modules beside it that it imports. Invariant: nothing is imported that the script,
-or a library at its call, does not import itself; and nothing at all if the script may set an environment variable,
-because libraries read many of them when they are imported. What cannot be read is left alone: the process itself tells
-of it.
+These imports take tens of seconds. The script is read, not run, together with the modules beside it that it imports.
+Invariants: a module is imported only if the script imports it, or if a library does at the script's call. Nothing is
+imported if the script may set an environment variable, because libraries read many variables at import. A file that
+cannot be read is left alone: the process itself reports it.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-# Imported in the names of what a script takes from them: `transformers` alone imports next to nothing.
+# Libraries that take long to import. `import transformers` alone imports next to nothing, so the names that a script
+# imports from them are imported too.
 SLOW = ("transformers", "accelerate", "datasets", "peft", "trl", "evaluate", "lightning", "pytorch_lightning")
-# What these import in a function that every script calls: `accelerator.prepare(loader)`.
+# Libraries that these import late, in a function that every script calls: `accelerator.prepare(loader)`.
 LATE = {"accelerate": "datasets"}
-OURS = "everstep"  # whose adapters bring them
+OURS = "everstep"  # its adapters import these libraries
 MOST_FILES = 32
 MOST_BYTES = 2**20  # of a file
 MOST_NAMES = 64
 
-# By which a script sets variables; whatever it calls them on.
+# Functions by which a script sets environment variables, on whatever object it calls them.
 _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
 def preloaded(script: str) -> tuple[str, ...]:
-    """Modules, and names in them as "module:name", in the order of the script; none if it is better not to."""
+    """The modules to import, or names in them as "module:name", in the script's order; none if that is not safe."""
     found: list[str] = []
     waiting, seen = [Path(script)], set[Path]()
     while waiting:
@@ -63,12 +63,12 @@ def _read(path: Path) -> ast.Module | None:
 
 
 def _is_users_own(module: str, script: str) -> bool:
-    """Whether a file of the user's is named like the library."""
+    """Whether the user has a file with the library's name."""
     return any(_beside(folder, module) for folder in (Path(script).parent, Path.cwd()))
 
 
 def _is_there(module: str, script: str) -> bool:
-    """Whether it is the library that the script would import, and installed."""
+    """Whether the library is installed, and no file of the user's hides it."""
     return importlib.util.find_spec(module) is not None and not _is_users_own(module, script)
 
 
@@ -82,12 +82,12 @@ def _beside(folder: Path, module: str) -> list[Path]:
 
 
 def _is_opaque(tree: ast.Module) -> bool:
-    """Whether it imports what is not followed here: relative to a package."""
+    """Whether the file has relative imports, which are not followed here."""
     return any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Each module that is imported when the file is, with the name that is taken from it, or without one."""
+    """Each module that the file imports at its own import, with the name that is taken from it, or without one."""
     for node in _at_import(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -96,7 +96,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those in functions, which may never be called."""
+    """All nodes outside of functions; a function may never be called."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -104,7 +104,7 @@ def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _sets_variables(tree: ast.Module) -> bool:
-    """Whether it may: in a function too, which an import may call."""
+    """Whether the file may set environment variables, also in functions, because an import may call them."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _SETTERS:

@@ -1,7 +1,7 @@
-"""Whether the program is there at all, asked before the agent joins a round.
+"""Checks that the program can be started, before the agent joins a round.
 
-An agent that joined and then found no script would form a world, end it, and cost all others a round, again and again.
-Invariant: nothing of the program runs here; what cannot be known without running it is left to its process.
+An agent that joined and then found no script would break the round for all others, again and again. Invariant: no code
+of the program runs here. Problems that show only when it runs are left to its process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 from everstep.agent.arguments import Program
 
-NOT_READABLE, NO_MODULE, NOT_EXECUTABLE, NOT_FOUND = 2, 1, 126, 127  # as Python and shells end
+NOT_READABLE, NO_MODULE, NOT_EXECUTABLE, NOT_FOUND = 2, 1, 126, 127  # the exit codes of Python and shells
 
 
 @dataclass(frozen=True, slots=True)
 class CannotStart:
-    """Why, in the words that Python or a shell would use, and the exit code that goes with them."""
+    """The reason, in the words of Python or a shell, and their exit code for it."""
 
     code: int
     why: str
 
 
 def problem(program: Program) -> CannotStart | None:
-    """What keeps the program from being started in this folder; None if nothing is known to."""
+    """Why the program cannot be started in this folder; None if no reason is known."""
     if program.module:
         return _module(program.target)
     if program.executable:
@@ -42,14 +42,14 @@ def problem(program: Program) -> CannotStart | None:
 
 
 def _module(name: str) -> CannotStart | None:
-    """Only the package is looked for: to find what is in it would be to import it."""
+    """Look for the top package only: a search inside it would import it."""
     package, _, _ = name.partition(".")
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
-        return None  # of a finder that somebody installed, or of a module without a spec: the process will see
+        return None  # an error of an installed finder, or a module without a spec; the process will show it
     finally:
         sys.path[:] = before
     return None if found else CannotStart(NO_MODULE, f"No module named {package!r}")

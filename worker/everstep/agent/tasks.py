@@ -1,4 +1,4 @@
-"""Work that goes on beside an event loop. Invariant: what it fails with is told, and none of it outlives `close`."""
+"""Runs background tasks in an event loop. Invariant: their errors are reported, and none outlives `close`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Tasks:
-    """`failed` is given what a task raised, but for its cancellation."""
+    """`failed` gets the errors of tasks, except cancellation."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
@@ -21,7 +21,7 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel what is under way, and wait until it has ended."""
+        """Cancel all tasks, and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

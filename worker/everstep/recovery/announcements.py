@@ -1,8 +1,8 @@
-"""Which round there is, as the agent of this process says.
+"""Receives announcements of rounds from the agent, and reports this process's state to it.
 
 The agent knows the members first: it supervises the processes and watches the round store. A round reaches the process
-as one message; the process answers when it is ready for one, and when it sees a round break. JSON lines over a Unix
-socket whose path is in the environment. Invariant: round numbers only grow; an older one is never seen again.
+as one message. The process tells the agent when it is ready for a round, and when it sees a round break. Messages are
+JSON lines over a Unix socket whose path is in the environment. Invariant: round numbers only grow.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_LINE = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRound:
-    """A world that was agreed on. `store`: host and port of a TCPStore that is this round's alone. `rendezvous`: what
-    counts the rounds, if no operator does. `environment`: variables by which a script knows its place in it, as a
-    launcher sets them."""
+    """A world on which the agents agreed. `store`: host and port of a TCPStore that only this round uses. `rendezvous`:
+    the document that numbers the rounds, if no operator does. `environment`: the variables for a rank's place in the
+    world, as a launcher sets them."""
 
     number: int
     rank: int
@@ -38,8 +38,8 @@ class AnnouncedRound:
 
 @dataclass(frozen=True, slots=True)
 class StepStatus:
-    """The step that the process is in (None: between two), whether a collective waits for others, and seconds of the
-    slowest recent step. `call`: the collective of the program's that waits; `recent`: its newest, oldest first."""
+    """The step that the process is in (None: between two steps), whether a collective waits for others, and the seconds
+    of the slowest recent step. `call`: the program's collective that waits. `recent`: its newest ones, oldest first."""
 
     step: int | None
     waits: bool
@@ -49,19 +49,19 @@ class StepStatus:
 
 
 class RoundsOver(RuntimeError):
-    """There will be no further round: the agent is gone, or says so, or none came in time."""
+    """No further round will come: the agent is gone, or says so, or none came in time."""
 
 
 class Drained(RuntimeError):
-    """The others go into the next round without this process, whose agent was asked to stop."""
+    """The others go into the next round without this process, because its agent was asked to stop."""
 
 
 class Announcements(Protocol):
-    """Where rounds come from."""
+    """A source of rounds."""
 
     @property
     def drained(self) -> bool:
-        """Whether this process is to end where the others go into the next round."""
+        """Whether this process must end when the others go into the next round."""
         ...
 
     def newest(self) -> AnnouncedRound | None:
@@ -73,29 +73,31 @@ class Announcements(Protocol):
         ...
 
     def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
-        """Call, in another thread, for each round: with whether the members of the one before still work together, so
-        that it can be left at a step boundary."""
+        """Call this, in another thread, for each round. The second argument says whether the members of the round
+        before still work together, so that they can change rounds at the end of a step."""
         ...
 
     def ready(self) -> None:
-        """This process can join a round now."""
+        """Tell the agent that this process can join a round now."""
         ...
 
     def coming(self, number: int) -> None:
-        """This process has left what it did, and waits for the round's other members."""
+        """Tell the agent that this process has stopped training, and waits for the round's other members."""
         ...
 
     def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
-        """A collective of the round failed here; the newest collectives of the program, and where it was."""
+        """Tell the agent that a collective of the round failed here. `recent`: the program's newest collectives. `at`:
+        its place in the script."""
         ...
 
     def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
-        """This process trains in the round, after `step` completed steps. Seconds until its members had met and until
-        they were at one state, and where that state came from, if it was sent."""
+        """Tell the agent that this process trains in the round, after `step` completed steps. `formed` and `settled`:
+        seconds until its members had met, and until they had one state. `how`: where that state came from, if it was
+        sent."""
         ...
 
     def on_step_status(self, call: Callable[[], StepStatus]) -> None:
-        """Ask this, in another thread, when the agent wants to know where the process is."""
+        """Call this, in another thread, when the agent asks where the process is."""
         ...
 
     def on_over(self, call: Callable[[str], None]) -> None:
@@ -122,7 +124,7 @@ class AgentAnnouncements:
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> AgentAnnouncements | None:
-        """By the environment; None without an agent that announces rounds."""
+        """The announcements of the agent that the environment names; None if it names none."""
         path = environ.get(env.AGENT_SOCKET)
         return cls(path) if path else None
 
@@ -210,13 +212,13 @@ class AgentAnnouncements:
                     self._dismissed = True
                     self._changed.notify_all()
             case "stacks":
-                # With the interpreter's lock, so that no thread changes its stack meanwhile.
+                # This holds the interpreter's lock, so no thread changes its stack meanwhile.
                 with open(message["path"], "a") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
             case "over":
                 self._end(str(message.get("reason", "the agent says so")))
             case _:
-                pass  # of a newer agent
+                pass  # a message of a newer agent
 
     def _end(self, reason: str) -> None:
         with self._changed:

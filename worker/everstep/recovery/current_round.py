@@ -1,10 +1,10 @@
-"""The round that this process is in, and the next one. This is the one owner of what that is.
+"""Owns the state of this process's round, and of the next one.
 
-Three kinds of threads come here. The training thread leaves a round and joins the next: `meet`, `leave`. The thread
-that hears of rounds abandons the present one, or has the next formed in the background. One of gloo's threads says that
-a collective has failed. All that they decide by is kept here, and nobody else sets it.
+Three kinds of threads call this module. The training thread leaves a round and joins the next: `leave`, `meet`. The
+thread that hears of rounds abandons the present one, or begins to form the next in the background. One of gloo's
+threads reports that a collective has failed. All state on which they decide is kept here, and no other module sets it.
 
-Invariants: the number of the round only grows; after `leave` no collective of the round before is felt.
+Invariants: the number of the round only grows; after `leave`, no collective of the round before writes into a tensor.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ log = logging.getLogger("everstep.train")
 
 T = TypeVar("T")
 
-# A round that takes newcomers in forms when its members come to the end of their step. A newer round ends it sooner.
+# A round that admits new members forms when its present members come to the end of their step. A newer round ends the
+# wait.
 FORM_SECONDS = 600.0
-JOIN_SECONDS = 2 * 24 * 3600.0  # the agent knows what is waited for, and ends the process if none will come
+JOIN_SECONDS = 2 * 24 * 3600.0  # long, because the agent ends the process if no round will come
 ATTEMPTS = 100
 
 
 class CurrentRound:
-    """`program` has the groups that the script uses, `control` is for our own agreements and transfers."""
+    """`program` has the groups that the script uses. `control` is the group for our own agreements and transfers."""
 
     def __init__(self, announcements: Announcements) -> None:
         self._announcements = announcements
-        self._changing = threading.Lock()  # whoever attaches or abandons groups
+        self._changing = threading.Lock()  # held while groups are attached or abandoned
         self._formed: forming.FormedRound | None = None
         self._number = -1  # of the newest round that this process has begun to join
         self._in_background = BackgroundForming()
         self._heard_at = 0.0  # when this process began to form the round
-        self._stuck: forming.FormingFailed | None = None  # something of a round before may still write into tensors
+        self._stuck: forming.FormingFailed | None = None  # a collective of an older round may still write into tensors
         self._to_settle = False
         self._boundary_wanted = False
         self._mesh: RecoverableMesh | None = None
@@ -58,18 +59,18 @@ class CurrentRound:
 
     @property
     def formed(self) -> forming.FormedRound | None:
-        """The round that this process is in; None between two."""
+        """The round that this process is in; None between two rounds."""
         return self._formed
 
     @property
     def number(self) -> int:
-        """Of the newest round that this process has begun to join."""
+        """The number of the newest round that this process has begun to join."""
         return self._number
 
     @property
     def to_settle(self) -> bool:
-        """The newest round has formed in the middle of a step, for a vote, and its members have yet to agree on one
-        state."""
+        """Whether the newest round has formed in the middle of a step, for a vote, so that its members must still agree
+        on one state."""
         return self._to_settle
 
     @property
@@ -94,16 +95,16 @@ class CurrentRound:
         return (*self.programs, self.control)
 
     def divide(self, mesh: RecoverableMesh) -> None:
-        """The state is sharded over this mesh. Once, before `listen`."""
+        """Declare that the state is sharded over this mesh. Called once, before `listen`."""
         self._mesh = mesh
 
     def listen(self, left: Callable[[], None], step_status: Callable[[], StepStatus]) -> None:
-        """Be told of rounds from now on, and tell the agent of steps. `left` is called in the training thread when it
+        """Begin to hear of rounds, and to report steps to the agent. `left` is called in the training thread when it
         has left a round."""
         self._left = left
         self._announcements.on_round(self._heard)
         self._announcements.on_step_status(step_status)
-        self._announcements.on_over(self.abandon)  # else gloo may never say that those who went on are gone
+        self._announcements.on_over(self.abandon)  # gloo may never report that the members that went on are gone
         self._announcements.ready()
 
     def check(self) -> None:
@@ -112,8 +113,8 @@ class CurrentRound:
             raise PeerLost(reason)
 
     def in_newest(self, step: int, work: Callable[[AnnouncedRound], T]) -> T:
-        """`work` in the newest round, once its members have met; in the next one if a peer is lost in it. Raises what
-        `meet` raises, and `FormingFailed` if none of many rounds comes about."""
+        """Run `work` in the newest round, once its members have met. If a peer is lost in it, run it again in the next
+        one. Raises the errors of `meet`, and `FormingFailed` if many rounds in a row do not form."""
         for _ in range(ATTEMPTS):
             round_ = self.meet(step)
             if round_ is None:
@@ -125,7 +126,7 @@ class CurrentRound:
         raise forming.FormingFailed(f"{ATTEMPTS} rounds in a row did not come about")
 
     def meet(self, step: int) -> AnnouncedRound | None:
-        """Form the newest round, so that its members can agree; None if that failed, or is of no use."""
+        """Form the newest round, so that its members can agree; None if that failed, or if the round does not fit."""
         to_settle, self._to_settle = self._to_settle, False
         if to_settle and self.control.lost is None and self._formed is not None:
             return self._formed.round
@@ -152,24 +153,24 @@ class CurrentRound:
         return round_
 
     def open(self) -> None:
-        """The program's collectives work from now on. Of sharded state not before the members have agreed: one that has
-        voted still ends its step."""
+        """Let the program's collectives run in the new round. With sharded state, this comes after the members have
+        agreed: a member that has voted still has to end its step."""
         with self._changing:
             formed = self._formed
             assert formed is not None
             if self.control.lost is not None:
-                return  # and they fail still: the members are at one state, and must not tell the next round another
+                return  # collectives still fail; the members have one state, and must report it to the next round
             self.program.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
             self.program.place(formed.round.rank, formed.round.world_size)
             for group, (inner, abort) in zip(self.programs[1:], formed.parts, strict=True):
                 group.attach(inner, group.rank(), group.size(), abort)
 
     def settle_later(self) -> None:
-        """The members have met for a vote: the state is settled when the step in hand is over."""
+        """The members have met for a vote: the state is settled when the present step is over."""
         self._to_settle = True
 
     def settled(self, step: int, met_at: float, how: str) -> None:
-        """The members, which had met at `met_at`, are at one state, of `step` completed steps."""
+        """The members have one state, of `step` completed steps; they had met at `met_at`."""
         assert self._formed is not None
         round_, formed, settled = self._formed.round, met_at - self._heard_at, time.monotonic() - met_at
         log.info(
@@ -180,14 +181,14 @@ class CurrentRound:
         self._announcements.joined(round_.number, step, formed, settled, how)
 
     def abandon(self, reason: str) -> None:
-        """End every collective under way. Any thread."""
+        """End every collective in flight. May be called in any thread."""
         with self._changing:
             for group in self.groups if self._formed is not None else ():
                 group.abandon(reason)
 
     def leave(self, reason: str) -> None:
-        """In the training thread: nothing of the round before is felt afterwards. Raises `FormingFailed` if gloo or a
-        device does not let go of it."""
+        """Leave the round, in the training thread. Afterwards none of its collectives writes into a tensor. Raises
+        `FormingFailed` if gloo or a device cannot be stopped."""
         self.abandon(reason)
         with self._changing:
             formed, self._formed = self._formed, None
@@ -199,11 +200,11 @@ class CurrentRound:
         try:
             forming.close(formed, works, on_device)
         except forming.FormingFailed as e:
-            self._stuck = e  # a script that is in its step may keep the error to itself
+            self._stuck = e  # kept, because a script in the middle of a step may suppress the error
             raise
 
     def refuse(self, why: str) -> None:
-        """No member can go on: to join the next round raises `LoopError` on all of them."""
+        """Make the next round fail with `LoopError` on all members, because none of them can go on."""
         self.program.refusal = why
         self._failed(why)
 
@@ -233,10 +234,10 @@ class CurrentRound:
         self._announcements.broken(round_.number, str(why))
 
     def _heard(self, round_: AnnouncedRound, whole: bool) -> None:
-        """In the thread that hears of rounds."""
+        """Handle a new round, in the thread that hears of rounds."""
         with self._changing:
             if self._formed is None or self._formed.round.number >= round_.number:
-                return  # the training thread has heard of it sooner, and leaves, or has left, by itself
+                return  # the training thread knew of it sooner, and leaves by itself
             if not whole or self.lost is not None:
                 for group in self.groups:
                     group.abandon(f"round {round_.number} began")
@@ -252,7 +253,7 @@ class CurrentRound:
             self._boundary_wanted = self._boundary_wanted or self._number < number
 
     def _failed(self, reason: str) -> None:
-        """In one of gloo's threads: a collective failed before we heard of anything."""
+        """Handle a failed collective, in one of gloo's threads, when no newer round is known."""
         formed = self._formed
         self.abandon(reason)
         if formed is not None:

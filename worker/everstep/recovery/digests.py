@@ -1,7 +1,7 @@
-"""Digests of tensors and of a whole tracked state: what says that two are the same.
+"""Digests of tensors and of a whole tracked state, by which two of them are compared.
 
-A tensor of an accelerator is reduced there, and 64 numbers come back. Invariant: a digest says nothing that differs
-between ranks that hold the same state.
+A tensor on an accelerator is reduced there, and 64 numbers come back. Invariant: ranks that hold the same state have
+the same digest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.switches import SWITCHES
 
 COLUMNS = 64
-OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's, which members settle among themselves
+OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's own entries, on which members agree separately
 
 
 def state_digest(state: Mapping[str, Any]) -> int:
-    """63 bits of what is replicated, of the same number on members that agree: parameters, the state of optimizers,
-    values. Not buffers: each rank's BatchNorm has its own until the next forward pass."""
+    """A digest of 63 bits of the replicated state: parameters, optimizer state and values. It is the same on members
+    that agree. Buffers are left out, because each rank's BatchNorm has its own until the next forward pass."""
     captured = capture({k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}, 0)
     buffers = {
         name for key, t in state.items() if isinstance(t, torch.nn.Module)
@@ -41,13 +41,13 @@ def state_digest(state: Mapping[str, Any]) -> int:
 
 
 def settles_itself(target: Any) -> bool:
-    """Whether members may hold a tracked object otherwise than each other, and agree on it by themselves: its class
-    sets `everstep_settles = True`."""
+    """Whether members may hold different values of a tracked object, which agrees on them by itself: its class sets
+    `everstep_settles = True`."""
     return bool(getattr(target, "everstep_settles", False))
 
 
 def content(tensor: torch.Tensor) -> int:
-    """Of what this process holds of a tensor, all of it."""
+    """A digest of the whole part of a tensor that this process holds."""
     found = local(tensor)
     if found.layout is not torch.strided:
         return 0
@@ -57,7 +57,7 @@ def content(tensor: torch.Tensor) -> int:
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """At most 128 numbers that differ if the tensor's bits do, but for rare coincidence. On its device."""
+    """At most 128 numbers, on the tensor's device. They differ if the tensor's bits do, except by rare coincidence."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -68,5 +68,5 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What this process holds of it."""
+    """The part of a tensor that this process holds."""
     return local_of(tensor.detach())

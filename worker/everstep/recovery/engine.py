@@ -2,12 +2,11 @@
 
     start -> the script builds its objects in a world of one -> enter -> step, step -> a peer is lost -> enter -> step
 
-`CurrentRound` has the round itself. This has the step in hand, and what its loss is worth: a lost peer ends the waits
-of the training thread, which then leaves its step and calls `enter`; that brings the members of the new round to one
-state.
+`CurrentRound` owns the round. This module has the present step. When a peer is lost, the training thread's waits end.
+The thread then leaves its step and calls `enter`, which brings the members of the new round to one state.
 
-Invariants: the state that is trained on is the newest that any member holds whole; a step is repeated only
-from a state that is known (`rollback`); two members of a round have the same state when its first step begins.
+Invariants: training goes on from the newest state that any member holds whole; a step is repeated only from a state
+that is known (`rollback`); all members of a round have the same state when its first step begins.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
-RECENT = 64  # steps by which the next ones are judged
+RECENT = 64  # steps whose times are kept, to judge whether the next ones are slow
 
 
 class Recovery:
-    """`main` is the program's default group, for its whole life; `members` are for us."""
+    """`main` is the program's default group, for its whole life. `members` is for our own collectives."""
 
     def __init__(self, announcements: Announcements) -> None:
         self._round = CurrentRound(announcements)
@@ -54,9 +53,9 @@ class Recovery:
         self._reducers: Reducers | None = None
         self.rollback: Rollback | None = None
         self._state: Mapping[str, Any] = {}
-        self._began: tuple[int, float] | None = None  # the step in hand, and when
-        self._failures = 0  # of the program's collectives when it began
-        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds of steps
+        self._began: tuple[int, float] | None = None  # the present step, and when it began
+        self._failures = 0  # how many of the program's collectives had failed when the step began
+        self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the newest steps took
 
     @property
     def round(self) -> AnnouncedRound | None:
@@ -79,11 +78,11 @@ class Recovery:
         return self._round.boundary_wanted
 
     def start(self, most: int) -> None:
-        """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
+        """Make `main` the default group, of a world of one for now. The job may have up to `most` processes."""
         self.program.begin(most)
 
     def mesh(self, shards: int, provisional: int, device: str, kind: str) -> Any:
-        """The `DeviceMesh` of a job whose state is cut into shards. Once, before `track`."""
+        """The `DeviceMesh` of a job with sharded state. Called once, before `track`."""
         assert self._sharded is None
         made = RecoverableMesh(shards, provisional, device, self._round.control, self.program.for_mesh, kind)
         self._sharded = ShardedState(made, self.members)
@@ -91,7 +90,7 @@ class Recovery:
         return made.device_mesh
 
     def track(self, state: Mapping[str, Any], reducers: Reducers) -> None:
-        """What makes up the training state, and the script's DDP objects. Once, before the first `enter`. Raises
+        """Set the training state and the script's DDP objects. Called once, before the first `enter`. Raises
         `NotRecoverable`."""
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         if self._sharded is not None:
@@ -115,8 +114,8 @@ class Recovery:
         self._began = (step, time.monotonic())
 
     def ended(self) -> bool:
-        """The step's block has ended without an error: whether none of its collectives has failed. Raises `LoopError`
-        for what could not be recovered from."""
+        """The step's block has ended without an error. Returns whether none of its collectives failed. Raises
+        `LoopError` if the step did something from which recovery is impossible."""
         assert self.rollback is not None
         if self.failed:
             return False
@@ -126,21 +125,21 @@ class Recovery:
 
     @property
     def failed(self) -> bool:
-        """Whether a collective of the step in hand has failed, or an optimizer was refused its step."""
+        """Whether a collective of the present step has failed, or an optimizer step was refused."""
         return self._failed_by_now() > self._failures
 
     def _failed_by_now(self) -> int:
         return sum((self.rollback.refused if self.rollback else 0, *(group.failures for group in self._round.programs)))
 
     def over(self) -> None:
-        """The step's block has ended, well or not."""
+        """The step's block has ended, with or without an error."""
         self.program.scope.enter(ScriptPhase.BETWEEN)
         if self._began is not None:
             self._recent.append(time.monotonic() - self._began[1])
             self._began = None
 
     def _step_status(self) -> StepStatus:
-        """In the thread that hears of rounds."""
+        """The step's status for the agent. Called in the thread that hears of rounds."""
         began = self._began
         inner = (group.waits_in() for group in self._round.programs[1:])
         call = self.main.waits_in() or next((in_group(call) for call in inner if call is not None), None)
@@ -148,32 +147,34 @@ class Recovery:
         return StepStatus(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 
     def all_meet(self, meet: Callable[..., None], step: int) -> None:
-        """`meet`, of `ending`, raises `LoopError` unless all members come to it after this step."""
+        """Run `meet`, from the end of the training. It raises `LoopError` unless all members come to it after this
+        step."""
         if (formed := self._round.formed) is not None and formed.round.world_size > 1:
             here, slowest = formed.round, max(self._recent, default=0.0)
             meet(formed.store, here.rank, here.world_size, step, slowest, self.check)
 
     def refuse(self, why: str) -> None:
-        """No member can go on: to `enter` the next round raises `LoopError` on all of them."""
+        """Make `enter` raise `LoopError` on all members of the next round, because none of them can go on."""
         self._round.refuse(why)
 
     def end(self) -> None:
-        """No step is taken any more."""
+        """The run is over: no further step follows."""
         self.program.scope.enter(ScriptPhase.OVER)
         if self.rollback is not None:
             self.rollback.end()
 
     def part(self) -> None:
-        """This process does not go on: leave the round, so that nothing of it is waited for."""
+        """Leave the round for good, so that no other member waits for this process."""
         with contextlib.suppress(forming.FormingFailed):
             self._round.leave("this process leaves")
 
     def check(self) -> None:
-        """Raises `PeerLost` if the round is over. Before an optimizer's step: the other members may go without it."""
+        """Raises `PeerLost` if the round is over. Called before an optimizer step, which the other members may not
+        make."""
         self._round.check()
 
     def roll_back(self) -> Validity:
-        """The step in hand failed: what this member's state is worth now."""
+        """Undo the present step, which failed; returns the validity of this member's state."""
         assert self.rollback is not None
         if self._sharded is not None:
             self._sharded.roll_back()
@@ -182,15 +183,16 @@ class Recovery:
         return validity
 
     def enter(self, step: int, validity: Validity, start: Start, moved: Callable[[], None]) -> int:
-        """Leave the present round for the newest, and bring all its members to one state; its completed steps.
+        """Leave the present round for the newest, and bring all its members to one state; returns its completed steps.
 
-        `moved` is called when the round has formed; then `start`, on all members, if none of them has a state. Raises
-        `RoundsOver` if no round comes, `NoState` if the state was lost and nothing is committed, `TransferFailed` if
-        what this member was sent is damaged, `Drained` if this process is to end here.
+        `moved` is called when the round has formed. Then `start` is called on all members, if none of them has a state.
+        Raises `RoundsOver` if no round comes, `NoState` if the state was lost and nothing is committed,
+        `TransferFailed` if the state that was sent to this member is damaged, and `Drained` if this process must end
+        here.
         """
 
         def settle(round_: AnnouncedRound) -> int:
-            os.environ.update(round_.environment)  # before anything of the script's reads where it is
+            os.environ.update(round_.environment)  # before any code of the script reads its place in the world
             moved()
             met_at = time.monotonic()
             found, how = self._settle(step, validity, round_, start)
@@ -209,7 +211,8 @@ class Recovery:
         else:
             found, how = replicated.settle(self._state, self.members, step, validity, start)
         self.rollback.moved()
-        # The state has come: a peer lost from here on must not let this member tell its old step number with it.
+        # The new state has arrived. If a peer is lost from here on, this member must still return the new step number,
+        # so the error is suppressed.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
             self.rollback.gradients.add(self.members.any([*self.rollback.gradients.present], self.program.places))
@@ -217,19 +220,19 @@ class Recovery:
         return found, how
 
     def _vote(self) -> None:
-        """Before an optimizer's step, with sharded state: it is made by all members or by none. Raises `PeerLost`."""
+        """Vote before an optimizer step with sharded state: all members make it, or none. Raises `PeerLost`."""
         assert self._sharded is not None
         assert self.rollback is not None
         step = self.rollback.step
         if self._sharded.may_make(step):
-            return  # as it was for the step's first optimizer
+            return  # decided already for the step's first optimizer
         self._sharded.arrived()
         self.check()
         if not (self.rollback.undoes or self._all_make(step)):
             raise PeerLost("a peer was lost while the members voted for this step, and none of them has made it")
 
     def _all_make(self, step: int) -> bool:
-        """Vote for it, and hear whether it is made."""
+        """Vote for the step; returns whether it is to be made."""
         assert self._sharded is not None
         assert self.rollback is not None
         try:
@@ -241,7 +244,7 @@ class Recovery:
             return made
 
     def _decide(self, step: int) -> bool:
-        """Whether other members of the next round have made the step that this one voted for."""
+        """Whether other members of the next round have made the step for which this one voted."""
         sharded = self._sharded
         assert sharded is not None
         made = self._round.in_newest(step, lambda _: sharded.decided())

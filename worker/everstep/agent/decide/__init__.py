@@ -1,1 +1,1 @@
-"""What the agent does next, decided without clock, chance or I/O: `machine` takes events and gives instructions."""
+"""The agent's decisions, without clock, randomness or I/O: `machine` takes events and gives instructions."""

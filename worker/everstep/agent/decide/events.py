@@ -1,4 +1,4 @@
-"""What happens to an agent, and what it may be told to do: the words between `decide` and `loop`."""
+"""Events and instructions: `loop` gives events to `decide`, which answers with instructions for `loop`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """This agent is in a new round. `history`: the job's newest setbacks; `stopping`: who was asked to stop."""
+    """This agent is in a new round. `history`: the job's newest setbacks. `stopping`: agents that are asked to stop."""
 
     round: Round
     keeps: bool
@@ -39,7 +39,7 @@ class NotFormed:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What is known of the round that this agent is in."""
+    """The world state of this agent's round has changed."""
 
     round: int
     world_state: WorldState
@@ -49,10 +49,10 @@ class Fault(Enum):
     """Whose fault the end of a process was."""
 
     PROGRAM = auto()  # the training program's own
-    PEER = auto()  # it says that it lost a peer: perhaps somebody else's
+    PEER = auto()  # the process says that it lost a peer: perhaps another process's fault
     OUTSIDE = auto()  # killed from outside
-    REFUSED = auto()  # the training program's own, and it would end so again: the session refuses its first steps
-    LEAVER = auto()  # another agent is asked to stop, and its processes took this one along; the others go on
+    REFUSED = auto()  # the training program's own, and a restart would not help: the session refuses its first steps
+    LEAVER = auto()  # another agent is asked to stop, and the end of its processes ended this one; the others go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A process speaks with us: it recovers by itself."""
+    """A process has connected to the agent: it uses the session, so it recovers in process."""
 
     slot: int
     pid: int
@@ -76,7 +76,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A process has built what it trains, and waits for a round."""
+    """A process has built its model and optimizer, and waits for a round."""
 
     slot: int
     pid: int
@@ -84,7 +84,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Comes:
-    """A process has left what it did for round `round`, and waits for the round's other members."""
+    """A process has interrupted its training for round `round`, and waits for the round's other members."""
 
     slot: int
     pid: int
@@ -113,7 +113,7 @@ class Hurt:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """A process is in step `step` for too long, and the others wait for it."""
+    """A process has been in step `step` for too long, and the others wait for it."""
 
     slot: int
     pid: int
@@ -123,7 +123,7 @@ class Hung:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """All processes of the round wait for each other, in the same collective; in step `step`, if in any."""
+    """All processes of the round wait for each other in the same collective. `step`: the step they are in, or 0."""
 
     round: int
     step: int
@@ -132,7 +132,7 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """The processes of the round called collectives that do not fit together: it would come again."""
+    """The processes of the round called collectives that do not match. A retry would fail in the same way."""
 
     round: int
     why: str
@@ -140,7 +140,7 @@ class Mismatched:
 
 @dataclass(frozen=True, slots=True)
 class Charged:
-    """The job's count of charged failures; None: the store did not say."""
+    """The job's count of charged failures; None: the store did not answer."""
 
     restarts: int | None
 
@@ -178,7 +178,7 @@ class JoinNext:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Start a process in each of these slots; in `round`, or to get ready for one."""
+    """Start a process in each of these slots, for `round`; without a round, the process gets ready for one."""
 
     slots: tuple[int, ...]
     round: Round | None
@@ -186,7 +186,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell processes of a round. `whole`: those of the round that they are in still work together."""
+    """Tell processes of a round. `whole`: the members of their present round still work together."""
 
     slots: tuple[int, ...]
     round: Round
@@ -195,7 +195,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The agent is out of the round: tell its processes to end where the others go into the next one."""
+    """The agent has left the round: tell its processes to end at the step after which the others change rounds."""
 
     slots: tuple[int, ...]
 
@@ -208,25 +208,25 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Leave, and end the agent with this exit code."""
+    """Leave the rendezvous, and end the agent with this exit code."""
 
     code: int
     why: str
 
 
 class Purpose(Enum):
-    HURT = auto()  # is the round over, of which a collective failed?
+    HURT = auto()  # has the round ended in which a collective failed?
     COME = auto()  # are all processes in the round?
     GRACE = auto()  # have the processes ended that were asked to?
     NOTICE = auto()  # is it known who stays, when this agent is asked to stop?
     QUIET = auto()  # were others asked to stop meanwhile?
     LINGER = auto()  # have the other agents finished, too?
-    AGAIN = auto()  # from then on another Ctrl-C is a second one
+    AGAIN = auto()  # from now on, another Ctrl-C counts as a second one
 
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Say `Elapsed` after so many seconds."""
+    """Give the event `Elapsed` after so many seconds."""
 
     seconds: float
     purpose: Purpose
@@ -234,6 +234,6 @@ class Timer:
     why: str = ""
 
 
-# A `MemberCommand` goes to the round store as it is: `Changed` answers `Drain`, `Charged` answers `Charge`.
+# A `MemberCommand` goes to the round store unchanged. `Changed` answers a `Drain`, and `Charged` a `Charge`.
 MemberCommand = Stop | Drain | Withdraw | Break | Charge | Done | KeepProcesses | CloseJob
 Instruction = JoinNext | Fork | Announce | Drained | Signal | Timer | Finish | MemberCommand

@@ -1,4 +1,4 @@
-"""What follows for an agent when the members of a round have met. Pure, like `machine`, of which it is a part."""
+"""The agent's reaction to a newly formed round. A part of `machine`, and pure like it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from everstep.membership.world_state import Round
 
 
 def formed(state: State, event: Formed) -> Step:
-    """The state in the new round, and what is told: whose fault the last one's end was, and the round itself to
-    processes that keep their memory."""
+    """The state in the new round, and the instructions: perhaps a charge for the end of the last round, and an
+    announcement of the new one to processes that keep their memory."""
     keeps = state.keeps or event.keeps
     state, charge = _settle(state, event.round)
     state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
-    # What fails from here on is this round's, of whichever process.
+    # From here on every failure counts for this round, whichever process fails.
     state = replace(state, failures=0, slots=tuple(replace(slot, earlier=0) for slot in state.slots))
-    # Who had finished in the last round must repeat what the others lost.
+    # Processes that had finished in the last round must repeat the steps that the others lost.
     state = with_slots(state, which(state, SlotPhase.SUCCEEDED), Slot())
     everyone = tuple(range(len(state.slots)))
-    # Who is asked to stop and not to leave meets the others too: they save together.
+    # An agent that is asked to stop but does not leave is in the new round too: all its members save together.
     if not keeps or not all_ready(state):
         return state, charge
     whole = _is_whole(state, event)
@@ -33,8 +33,10 @@ def formed(state: State, event: Formed) -> Step:
 
 
 def _settle(state: State, new: Round) -> Step:
-    """Whose fault it was when a process said that it lost a peer shows when all meet again, however long a machine
-    takes to count as lost: if every member is still there, and none says that it was it, the fault was here."""
+    """Charge this agent for a process that said it had lost a peer, if no peer was lost.
+
+    That shows in the next round, however long it takes until a machine counts as lost: if every old member is in it,
+    and no other agent reports the fault, it was here."""
     failure, old = state.suspect, state.round
     state = replace(state, suspect=None)
     if failure is None or (old is not None and not {m.agent for m in old.members} <= {m.agent for m in new.members}):
@@ -44,8 +46,8 @@ def _settle(state: State, new: Round) -> Step:
 
 
 def _is_whole(state: State, new: Formed) -> bool:
-    """Whether the members of the round that our processes train in still work together: those that go on, and those
-    that leave at the end of a step."""
+    """Whether the members of the round in which our processes train still work together: members of the new round, and
+    members that leave at the end of a step."""
     old = state.trained
     if old is None or any(slot.trains != old.number for slot in state.slots):
         return False

@@ -1,12 +1,13 @@
-"""What an agent does next. Pure: no clock, no chance, no I/O.
+"""The agent's state machine: decides what an agent does next. Pure: no clock, no randomness, no I/O.
 
-`decide(state, event)` gives the state after the event and what is to be done about it. Two kinds of processes are told
-apart. Those that *speak* (they use the session) keep their memory from round to round: they are told of a new round,
-and only a dead one is replaced, while the others train on. All others are killed when their round is over and forked
-anew in the next: they would wait in a collective for ever.
+`decide(state, event)` gives the state after the event, and the instructions that follow. There are two kinds of
+processes. Those that *speak* with the agent (they use the session) keep their memory from round to round. The agent
+tells them of a new round and replaces only dead ones, while the others train on. All other processes are killed when
+their round is over, because they would wait in a collective for ever. They are forked anew for the next round.
 
-Invariants: a process is forked for a round only when no process of an older one is left in its slot; a round that
-stands is never left for another's sake by a done agent; each failure is charged at most once; after `Finish` nothing.
+Invariants: a process is forked for a round only when no process of an older round is left in its slot; an agent that is
+done never leaves a round that stands in order to let others join; each failure is charged at most once; no instruction
+follows `Finish`.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ from everstep.contract import exit_codes
 from everstep.membership.commands import Break, Charge, CloseJob, Done, KeepProcesses, Withdraw
 from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
 
-HURT_SECONDS = 1.0  # in which a round is over, if a member of it died
+HURT_SECONDS = 1.0  # after a failed collective; if a member died, the round is over within this time
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
-MOST_OUTSIDE = 20  # ends of each process from outside without progress; then they count as the program's fault
-MOST_STALLS = 3  # in a row in one step; then it is not chance
+MOST_OUTSIDE = 20  # kills from outside per process without progress; more count as the program's fault
+MOST_STALLS = 3  # in a row in one step; more are not chance
 FINAL = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED)
 
 
 def decide(state: State, event: Event) -> Step:
-    """Total: every event has an answer in every state."""
+    """The next state and the instructions. Total: every event has an answer in every state."""
     if state.finished:
         return state, ()
     state, first = _take(state, event)
@@ -77,7 +78,7 @@ def decide(state: State, event: Event) -> Step:
 
 
 def _take(state: State, event: Event) -> Step:
-    """What the event itself changes."""
+    """Apply the event itself; `_advance` adds what follows from the new state."""
     match event:
         case Began(keeps):
             return replace(state, keeps=keeps, told=keeps), ()
@@ -152,7 +153,7 @@ def _exited(state: State, event: Exited) -> Step:
     if event.code in FINAL and event.fault is not Fault.LEAVER:
         return end(state, Ending(event.code, event.why), signal.SIGTERM)
     if event.fault is Fault.REFUSED and state.reached <= 0:
-        # Nothing was trained that a restart could save, and the same script is refused in the same way.
+        # A restart could save no training, and the same script would be refused again.
         return _end_job(state, event.code, f"{event.why} (the script is refused, and not restarted)")
     number = state.round.number if state.round is not None else 0
     return _failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
@@ -161,7 +162,7 @@ def _exited(state: State, event: Exited) -> Step:
 def _failed(state: State, failure: Failure, fault: Fault) -> Step:
     told: list[Instruction] = []
     if state.round is not None and not state.over and not state.joining:
-        # Where processes keep their memory the others go on without us; else all begin again together.
+        # If processes keep their memory, the others go on without this agent. Otherwise all begin again together.
         leave = Withdraw if state.keeps else Break
         told.append(leave(state.config.agent, state.round.number, failure.why))
     state = replace(state, over=True)
@@ -169,8 +170,8 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
         state = replace(state, struck=failure.round)
         if state.suspect is not None and state.suspect.round == failure.round:
             state = replace(state, suspect=None)
-    # Two agents that each say that they lost the other are charged neither, and a process that has no peers yet may say
-    # it of something else: so where it is known how far the job has come, all that is not charged is counted.
+    # Some failures of the program look like lost peers: two agents may each say that they lost the other, or a process
+    # may have no peers yet. So where the job's progress is known, uncharged failures count, and too many are charged.
     if fault is Fault.OUTSIDE or (state.keeps and fault not in (Fault.PROGRAM, Fault.REFUSED)):
         state = replace(state, outside=state.outside + 1)
         if state.outside > MOST_OUTSIDE * len(state.slots):
@@ -178,11 +179,12 @@ def _failed(state: State, failure: Failure, fault: Fault) -> Step:
     match fault:
         case Fault.PROGRAM | Fault.REFUSED:
             state = replace(state, failure=failure)
-            if failure.earlier == state.failures:  # else one that was forked with it has failed before it
+            if failure.earlier == state.failures:  # otherwise a process that was forked with it has failed before it
                 told.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
                 state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
         case Fault.PEER:
-            # The peer that is lost may be of this agent, whose members are all there when they meet again.
+            # The lost peer may be a process of this agent. Then no member will be missing in the next round, although a
+            # peer was lost.
             state = replace(state, failure=failure, suspect=failure if state.struck != failure.round else None)
         case Fault.OUTSIDE | Fault.LEAVER:
             pass
@@ -201,13 +203,14 @@ def _charged(state: State, restarts: int | None) -> Step:
 
 
 def _end_job(state: State, code: int, why: str) -> Step:
-    """Here, and at the other agents where nobody else decides about them."""
+    """End the job at this agent, and also at the others if nothing else restarts the job."""
     state, told = end(state, Ending(code, why), signal.SIGKILL)
     return state, ((CloseJob(state.config.agent, why), *told) if state.config.alone else told)
 
 
 def _used_up(restarts: int) -> str:
-    """Nothing where the agent was never to restart: whoever starts it again says how often."""
+    """The end of a message about a used-up restart budget. Empty if the agent makes no restarts: then the limit is set
+    elsewhere."""
     if restarts == 0:
         return ""
     return f"; {'its one restart is' if restarts == 1 else f'all {restarts} restarts are'} used up (--max-restarts)"
@@ -231,7 +234,7 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             state = with_slots(state, (event.slot,), replace(slot, comes=max(slot.comes, number), trains=number))
             everyone = all(s.trains == number for s in state.slots)
             if everyone and state.round is not None and state.round.number == number:
-                # A world that forms and fails at the same step again and again has not come further.
+                # Only a later step counts as progress: a world may form and fail at the same step again and again.
                 outside = 0 if step > state.reached else state.outside
                 state = replace(state, trained=state.round, outside=outside, reached=max(step, state.reached))
             return state, ()
@@ -253,7 +256,7 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
 
 
 def _waiting(state: State, event: Stuck | Mismatched) -> Step:
-    """All processes of the round wait, and none will ever go on."""
+    """All processes of the round wait, and none of them will ever go on."""
     if state.ending is not None or state.round is None or event.round != state.round.number:
         return state, ()
     number, why = event.round, event.why
@@ -308,8 +311,11 @@ def _elapsed(state: State, timer: Timer) -> Step:
 
 
 def _replace_late(state: State, timer: Timer) -> Step:
-    """Who has not come into the round keeps the others waiting. These are patient with it, here and at other agents,
-    once more as long: then somebody is stuck who has come, and nobody knows who."""
+    """Kill processes that keep the new round waiting.
+
+    A process that has not come into the round is killed now. If all have come, here and at other agents, there is one
+    more wait of the same length. After that some process is stuck, and since nobody knows which, all that wait are
+    killed."""
     live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
     absent = tuple(i for i in live if state.slots[i].comes < timer.round)
     waiting = tuple(i for i in live if state.slots[i].trains < timer.round)
@@ -348,7 +354,7 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
         linger = Timer(LINGER_SECONDS, Purpose.LINGER, number)
         return replace(state, done=True), (Done(state.config.agent, number), linger)
     if state.keeps and state.finishing and all(slot.trains < number for slot in state.slots) and not state.done:
-        # A round forms in all processes or in none: the others had finished when they took us in.
+        # A round forms in all processes or in none. The others had finished when this agent was taken into the round.
         if live:
             return kill(state, live, signal.SIGKILL)
         return replace(state, done=True), (Done(state.config.agent, number),)
@@ -367,13 +373,13 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
 def _in_place(slot: Slot, number: int) -> bool:
     if slot.phase is SlotPhase.RUNNING:
         return not slot.killed and (slot.ready or slot.born == number)
-    # One that trained in an older round and succeeded is not there: the others would wait for it. One that never
-    # trained needs no round: its script has no steps.
+    # A process that trained in an older round and succeeded is not in place: the others would wait for it. A process
+    # that never trained needs no round: its script has no steps.
     return slot.phase is SlotPhase.SUCCEEDED and not 0 < max(slot.comes, slot.trains) < number
 
 
 def _between(state: State, live: tuple[int, ...]) -> Step:
-    """No round stands: get processes into the state in which a round can be asked for, then ask."""
+    """No round stands: bring the processes into the state that a join needs, then ask for the next round."""
     after = state.round.number if state.round is not None else 0
     if not state.keeps:
         state, told = kill(state, live, signal.SIGKILL)
@@ -389,6 +395,6 @@ def _between(state: State, live: tuple[int, ...]) -> Step:
 
 
 def _fork(state: State, slots: tuple[int, ...], current: Round | None) -> Step:
-    """Who carries it out says with `started` which processes they are."""
+    """Fork processes into these slots; `started` gives their pids later."""
     born = current.number if current is not None else 0
     return with_slots(state, slots, Slot(SlotPhase.RUNNING, born=born, earlier=state.failures)), (Fork(slots, current),)

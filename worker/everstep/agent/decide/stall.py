@@ -1,12 +1,12 @@
-"""When a process hangs, and when it waits for one that does. Pure.
+"""Tells a process that hangs from one that waits for it. Pure.
 
-The agent asks each process that speaks with it, about once a second, where it is. A process is *stalled* if since then
-it has neither come to another step nor begun or ended a collective, for longer than a factor times its slowest recent
-step, and longer than a floor. In a step where one rank does not arrive all others wait in a collective; so of the
-stalled processes only one that does *not* wait is to blame. One that does not even answer holds the interpreter's lock,
-which nobody does who waits in a collective of ours.
+About once a second, the agent asks each process that speaks with it where it is. A process is *stalled* if it has
+neither reached another step nor begun or ended a collective for longer than a factor times its slowest recent step, and
+longer than a floor. If one rank does not arrive, all others wait in a collective. So of the stalled processes, only one
+that does *not* wait is to blame. A process that does not even answer holds the interpreter's lock, which no process
+does that waits in one of our collectives.
 
-Invariant: a process outside of a step (evaluation between two steps) is never called hung.
+Invariant: a process outside of a step (evaluation between two steps) is never said to hang.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from enum import Enum, auto
 
 from everstep.contract.calls import Call
 
-FACTOR = 10.0  # if nothing else is said
-FIRST_FACTOR = 10.0  # of the floor: the first step of a process compiles, and nothing says how long its steps are
+FACTOR = 10.0  # the default
+FIRST_FACTOR = 10.0  # times the floor: a process's first step may compile, and the length of its steps is not known yet
 ASK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """What a process says: the step that it is in (None: between two), whether a collective of it waits for others, and
-    seconds of its slowest recent step. `call`: the program's collective that waits, None if none or if it is one of
-    ours between two steps; `recent`: the program's newest, oldest first."""
+    """A process's answer: its step (None: between two steps), whether a collective of it waits for others, and the
+    seconds of its slowest recent step. `call`: the program's collective that waits; None if none waits, or one of ours
+    between two steps. `recent`: the program's newest collectives, oldest first."""
 
     step: int | None
     waits: bool
@@ -35,21 +35,20 @@ class ProcessState:
 
     @property
     def place(self) -> object:
-        """What changes when the process goes on."""
+        """A value that changes when the process makes progress."""
         return self.step, self.waits, self.call, self.recent[-1:]
 
 
 class Found(Enum):
     GOES_ON = auto()
-    WAITS = auto()  # for too long, for others
+    WAITS = auto()  # for other processes, for too long
     HANGS = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Of one process. `stalled`: seconds for which it is where it was seen last, as far as it was looked at: an agent
-    that was stopped itself knows nothing of that time. `looked`: when, by any clock. `factor` 0: the floor is the
-    limit."""
+    """The observations of one process. `stalled`: seconds without progress. Time in which the agent itself was stopped
+    does not count. `looked`: when it was last observed, by any clock. `factor` 0: the floor is the limit."""
 
     floor: float
     factor: float = FACTOR
@@ -66,7 +65,7 @@ class Watch:
 
 
 def look(watch: Watch, where: ProcessState | None, now: float) -> tuple[Watch, Found]:
-    """The watch after an answer, or None in place of one; and what it shows."""
+    """The watch after an answer (`where` is None if none came), and the finding."""
     passed = min(now - watch.looked, 2 * ASK_SECONDS)
     watch = replace(watch, looked=now)
     if where is not None and (watch.where is None or where.place != watch.where.place):

@@ -1,6 +1,6 @@
-"""What an agent knows, and the moves on its processes that everything it decides is made of. Pure.
+"""The agent's state, and the basic operations on its slots that all decisions use. Pure.
 
-Invariant: a process that is sent SIGKILL is marked, so that its end is not taken for news.
+Invariant: a process that is sent SIGKILL is marked, so that its end is not judged as a failure.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from everstep.membership.world_state import Round
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`agent`: its name in the round. `alone`: nobody else restarts this job, so a failure for good is told to the
-    other agents. `grace_seconds`: from SIGTERM to when all processes have to be gone."""
+    """`agent`: its id in the round. `alone`: nothing else restarts this job, so the agent tells the others of a final
+    failure. `grace_seconds`: from SIGTERM until all processes must have ended."""
 
     agent: str
     processes: int
@@ -37,8 +37,9 @@ class SlotPhase(Enum):
 class Slot:
     """The place of one local rank.
 
-    `killed`: we ended it, so its end means nothing. `born`: the round that it was forked in; 0: it is to get ready.
-    `earlier`: failures in the present round that were charged before it was forked; it follows from none of them.
+    `killed`: the agent ended it, so its end is no failure. `born`: the round for which it was forked; 0: it was forked
+    to get ready for a later one. `earlier`: how many failures of the present round were charged before it was forked.
+    Its own failure follows from none of these.
     """
 
     phase: SlotPhase = SlotPhase.EMPTY
@@ -47,8 +48,8 @@ class Slot:
     ready: bool = False
     killed: bool = False
     born: int = 0
-    comes: int = 0  # the newest round that it waits in, or is in
-    trains: int = 0  # the round that it is in
+    comes: int = 0  # the newest round in which it waits or trains
+    trains: int = 0  # the round in which it trains
     earlier: int = 0
 
 
@@ -65,15 +66,15 @@ class Failure:
     round: int
     code: int
     why: str
-    earlier: int = 0  # as of the process that failed
+    earlier: int = 0  # `Slot.earlier` of the failed process
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
     """The agent is asked to stop, and it is not decided yet whether the others go on.
 
-    `count`: members that are asked to stop, as the store said last; 0: it has not. `heard`: what it was when the time
-    began in which others might be asked, too.
+    `count`: how many members are asked to stop, as the store last said; 0: it has not said yet. `heard`: the count when
+    the present wait for more requests to stop began.
     """
 
     count: int = 0
@@ -81,33 +82,33 @@ class Notice:
 
 
 class Interrupt(Enum):
-    """What became of a terminal's Ctrl-C (SIGINT)."""
+    """The state of a terminal's Ctrl-C (SIGINT)."""
 
     NONE = auto()  # there was none
-    HEARD = auto()  # just now: another is the same one, which a wrapper has passed on
-    ANSWERED = auto()  # another means: at once
+    HEARD = auto()  # it came just now: another SIGINT is the same Ctrl-C, passed on by a wrapper
+    ANSWERED = auto()  # another Ctrl-C kills all processes at once
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     config: Config
     slots: tuple[Slot, ...]
-    keeps: bool = False  # the job's processes speak
-    told: bool = False  # that they do
+    keeps: bool = False  # the job's processes speak with their agents
+    told: bool = False  # the document says so
     round: Round | None = None
-    over: bool = True  # `round` is not to be trained in any more
+    over: bool = True  # `round` has ended for this agent
     joining: bool = False
     trained: Round | None = None  # the last round that all processes were in
     done: bool = False
     finishing: bool = False  # a member of the round is done
-    charges: int = 0  # made by this agent, if the store does not say
-    failures: int = 0  # charges made by this agent for the present round, and for what was forked to leave it behind
-    outside: int = 0  # ends from outside, since all processes trained from a later step than ever before
-    reached: int = -1  # the latest step from which they did
-    stalls: tuple[int, int] = (0, 0)  # the step in which a process hung last, and how often in a row
-    failure: Failure | None = None  # the last one that was charged
-    struck: int = -1  # the newest round in which a process of this agent was ended from outside
-    suspect: Failure | None = None  # perhaps somebody else's, which shows when the next round is formed
+    charges: int = 0  # made by this agent; used if the store does not give the job's count
+    failures: int = 0  # charges by this agent for the present round, and for processes forked for the next one
+    outside: int = 0  # kills from outside since all processes last trained from a later step than ever before
+    reached: int = -1  # the latest step from which they trained
+    stalls: tuple[int, int] = (0, 0)  # the step in which a process last hung, and how often in a row
+    failure: Failure | None = None  # the last failure that was charged
+    struck: int = -1  # the newest round in which a process of this agent was killed from outside
+    suspect: Failure | None = None  # perhaps another agent's fault; the next round shows whose
     notice: Notice | None = None
     interrupt: Interrupt = Interrupt.NONE
     ending: Ending | None = None
@@ -122,7 +123,7 @@ def begin(config: Config) -> State:
 
 
 def started(state: State, slot: int, pid: int) -> State:
-    """A process that was to be forked has this pid."""
+    """Record the pid of a process that was forked for a slot."""
     return with_slots(state, (slot,), replace(state.slots[slot], pid=pid))
 
 
@@ -131,7 +132,7 @@ def all_ready(state: State) -> bool:
 
 
 def end(state: State, ending: Ending, number: int) -> Step:
-    """The first reason to end is the one that is told."""
+    """Begin to end the agent. Only the first reason is kept."""
     live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
     state = state if state.ending is not None else replace(state, ending=ending)
     state, told = kill(state, live, number)

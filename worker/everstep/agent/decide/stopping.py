@@ -1,17 +1,18 @@
-"""What an agent does that is asked to stop while the others could train on. Pure.
+"""Decides what an agent does that is asked to stop while the others could train on. Pure.
 
     asked: the others are told, training goes on -+-> enough stay: it leaves, at the end of a step if it can
                                                   +-> too few stay: all save together and stop
 
-Who suspends a job asks all its agents, within about a second: so the last word of how many stay is not there at once.
-It costs nobody anything to wait for it, because all train meanwhile. Processes that speak are told to leave; the others
-go on in theirs. All others are sent the signal, which a script may answer in its own way.
+If a job is suspended, all its agents are asked to stop, within about a second. So it is not known at once how many
+stay. Waiting for that costs nothing, because all train meanwhile. Processes that speak with their agent are told to
+leave, and the other agents' processes go on. Processes that do not speak are sent the signal, which a script may
+handle.
 
-A terminal's Ctrl-C is answered as SIGTERM where processes speak, so that they save. All others are sent SIGINT, as by
-torchrun, and have a few seconds. A second Ctrl-C kills all at once.
+Processes that speak answer a terminal's Ctrl-C as SIGTERM: they save. All others are sent SIGINT, as by torchrun, and
+have a few seconds to end. A second Ctrl-C kills all at once.
 
-Invariants: an agent that leaves is charged to nobody; one that was asked ends within its grace period; if the store
-does not answer it stops as if it were alone, because a state that was saved is lost to nobody.
+Invariants: no failure is charged for an agent that leaves. An agent that was asked to stop ends within its grace
+period. If the store does not answer, the agent stops as if it were alone, because a saved state loses nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from everstep.contract.document import LEFT
 from everstep.membership.commands import Done, Drain, Stop, Withdraw
 from everstep.membership.world_state import Stopping
 
-QUIET_SECONDS = 1.0  # in which nobody else was asked to stop; at most a tenth of the grace period
-NOTICE_SHARE = 1 / 3  # of the grace period, in which it must be known who stays
+QUIET_SECONDS = 1.0  # without another agent that is asked to stop; at most a tenth of the grace period
+NOTICE_SHARE = 1 / 3  # of the grace period; by then it must be known who stays
 QUIET_SHARE = 1 / 10
-INTERRUPT_SECONDS = 5.0  # from Ctrl-C until processes are killed that do not speak
-SAME_SECONDS = 0.5  # a terminal interrupts a whole group, and some wrappers in it pass that on besides
+INTERRUPT_SECONDS = 5.0  # from Ctrl-C until processes that do not speak are killed
+SAME_SECONDS = 0.5  # one Ctrl-C may come twice in this time: from the terminal, and passed on by a wrapper
 GONE = Ending(exit_codes.PREEMPTED, "asked to stop: the others go on")
 
 
@@ -45,7 +46,7 @@ def asked(state: State, event: Asked) -> Step:
 
 
 def advice(state: State, number: int) -> str:
-    """What a person is told who has just sent the signal; before it is decided."""
+    """A message for the person who sent the signal; computed before the signal is handled."""
     name = signal.Signals(number).name
     if number != signal.SIGINT:
         return f"asked to stop by {name}"
@@ -70,7 +71,7 @@ def advice(state: State, number: int) -> str:
 
 
 def hears_again(state: State) -> State:
-    """From now on another Ctrl-C is a second one."""
+    """From now on, another SIGINT counts as a second Ctrl-C."""
     return replace(state, interrupt=Interrupt.ANSWERED)
 
 
@@ -92,7 +93,7 @@ def _interrupted(state: State, event: Asked) -> Step:
 def _leave_or_stop(state: State, enough: bool) -> Step:
     if state.ending is not None or not (enough and _is_in_place(state)):
         return _stop_all(state)
-    if state.notice is not None:  # again: there is less time than was said
+    if state.notice is not None:  # asked again: there may be less time than the grace period
         return _go(state) if state.notice.count else (state, ())
     grace = state.config.grace_seconds
     return replace(state, notice=Notice()), (
@@ -103,7 +104,7 @@ def _leave_or_stop(state: State, enough: bool) -> Step:
 
 
 def counted(state: State, world_state: Stopping) -> Step:
-    """The store says how many are asked to stop by now."""
+    """The store says how many members are asked to stop by now."""
     if state.notice is None or state.ending is not None:
         return state, ()
     if not world_state.enough:
@@ -114,28 +115,28 @@ def counted(state: State, world_state: Stopping) -> Step:
 
 
 def is_quiet(state: State) -> Step:
-    """The time is over in which others might have been asked to stop."""
+    """The wait for others that may be asked to stop is over."""
     if state.notice is None or state.ending is not None:
         return state, ()
     if state.round is None or state.over or state.joining:
-        return _uncounted(state), ()  # until the next round is counted
+        return _uncounted(state), ()  # the next round gives a new count
     return _go(state) if state.notice.count == state.notice.heard else _listen(state)
 
 
 def is_late(state: State) -> Step:
-    """It is not known in time who stays."""
+    """The time has passed by which it must be known who stays."""
     return _stop_all(state) if state.notice is not None and state.ending is None else (state, ())
 
 
 def left(state: State) -> Step:
-    """This agent is out of the round, and the others go on."""
+    """This agent has left the round, and the others go on."""
     if state.ending is not None:
         return state, ()
     live = which(state, SlotPhase.RUNNING)
-    # What is not ready yet has nothing to end in order, and would hear of it late.
+    # A process that is not ready yet has nothing to finish, and would receive the message late.
     speaking = tuple(i for i in live if state.slots[i].speaks and state.slots[i].ready)
     told: tuple[Instruction, ...] = (Drained(speaking),) if speaking else ()
-    if state.notice is None:  # or the time is counted from the signal
+    if state.notice is None:  # otherwise the grace period already runs since the signal
         told = (*told, Timer(state.config.grace_seconds, Purpose.GRACE))
     state = replace(state, over=True, ending=GONE)
     state, more = kill(state, tuple(i for i in live if i not in speaking), signal.SIGTERM)
@@ -143,7 +144,7 @@ def left(state: State) -> Step:
 
 
 def advance(state: State) -> Step:
-    """What follows for an agent that was asked to stop, and has not decided yet."""
+    """The instructions of an agent that was asked to stop and has not decided yet."""
     if all(slot.phase is SlotPhase.SUCCEEDED for slot in state.slots):
         before = state
         state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
@@ -154,7 +155,7 @@ def advance(state: State) -> Step:
         return end(state, _stop(_asked_by(state)), signal.SIGKILL)
     if state.keeps or not state.over or state.joining or state.round is None:
         return state, ()
-    # Processes that do not speak end with their round, and none is started for another.
+    # Processes that do not speak end with their round, and no new ones are started.
     state, told = _stop_all(state)
     return state, (Withdraw(state.config.agent, state.round.number, LEFT), *told) if state.round is not None else told
 
@@ -189,6 +190,6 @@ def _uncounted(state: State) -> State:
 
 
 def _is_in_place(state: State) -> bool:
-    """Whether its processes train, or did and wait for the next round."""
+    """Whether the agent's processes train, or have trained and wait for the next round."""
     alive = all(slot.phase is SlotPhase.RUNNING and not slot.killed for slot in state.slots)
     return alive and state.round is not None and (all_ready(state) if state.keeps else not state.over)

@@ -1,1 +1,1 @@
-"""Watching for processes that hang, and for ranks whose collectives do not match."""
+"""Finds processes that hang, and ranks whose collectives do not match."""

@@ -1,8 +1,8 @@
-"""Where agents whose processes wait for each other tell what those wait in: the process-group store of their round.
+"""Shares between agents in which collective each rank waits, through the process-group store of their round.
 
-It is there anyway, every agent reaches it, and it goes with the round. The agent has no torch, so its process that
-hosts stores does the talking. Used only when something has stalled. Invariant: no call here raises; one that cannot be
-made is one that says nothing.
+That store exists anyway, every agent reaches it, and it ends with the round. The agent has no torch, so it sends its
+calls through its process that hosts stores. The board is used only when processes have stalled. Invariant: no call here
+raises; a call that fails gives an empty answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 256  # ranks in one answer, which has to be a line of the agent's socket
+AT_ONCE = 256  # ranks in one answer, which must fit into one line of the agent's socket
 
 
 class Asks(Protocol):
@@ -35,7 +35,7 @@ class Board:
         await self._ask(round_, "withdraw", key=_key(round_, rank))
 
     async def read(self, round_: Round, ranks: Iterable[int], *, some: bool = False) -> dict[int, Seen]:
-        """What these ranks have posted; nothing unless all of them have, or with `some` what there is."""
+        """The posts of these ranks. Empty unless all of them have posted; with `some`, the posts that exist."""
         ranks = list(ranks)
         found: dict[int, Seen] = {}
         for i in range(0, len(ranks), AT_ONCE):

@@ -1,10 +1,10 @@
-"""Whether ranks that wait for each other are in the same collective, and which of them is somewhere else. Pure.
+"""Compares the collectives in which ranks wait for each other, and finds ranks that are in another one. Pure.
 
-If all ranks of a round wait and nobody computes, no time helps. Either their programs have called collectives that do
-not fit together (one skipped one, or they have other shapes), which comes again however often it is repeated; or they
-are in the same collective and its data was lost on the way, which does not.
+If all ranks of a round wait and none computes, they will wait for ever. There are two causes. Either their programs
+have called collectives that do not match (a rank skipped one, or shapes differ); a retry would fail in the same way. Or
+they are in the same collective and its data was lost on the way; a retry helps.
 
-Invariant: what is called a mismatch is a difference in what has to be the same on all ranks.
+Invariant: only properties that must be equal on all ranks are compared, so each reported mismatch is one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from everstep.contract.calls import IN_GROUP, Call, read_row, read_rows, row, ro
 MAX_BYTES = 4096
 MAX_AT = 120
 NO_MATCH = "the ranks' collectives do not match: "
-MAX_GROUPS = 4  # of ranks that are told apart in a text
+MAX_GROUPS = 4  # of ranks that a text lists separately
 MAX_RANGES = 6  # of ranks in one group
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of one rank. `call`: the collective of its program's that waits; None: it has come to the end of
-    its step. `recent`: the newest, oldest first. `at`: where in the script, or nothing. `waits`: it still does."""
+    """What is known of one rank. `call`: its program's collective that waits; None: it has come to the end of its step.
+    `recent`: its newest collectives, oldest first. `at`: its place in the script, or empty. `waits`: whether it still
+    waits."""
 
     call: Call | None
     recent: tuple[Call, ...] = ()
@@ -34,7 +35,7 @@ class Seen:
 
     @property
     def begun(self) -> int:
-        """How many collectives of the program's it has begun in this round."""
+        """How many collectives its program has begun in this round."""
         return self.recent[-1].number if self.recent else 0
 
     def encode(self) -> bytes:
@@ -55,14 +56,14 @@ def decode(data: bytes) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`odd`: the ranks that are not where most are; none if all are in one collective. `why`: one line."""
+    """`odd`: the ranks that are not in the collective of most others; empty if all are in one. `why`: one line."""
 
     odd: tuple[int, ...]
     why: str
 
 
 def compare(seen: Mapping[int, Seen]) -> Verdict:
-    """Of all ranks of a round, each of which waits."""
+    """Compare all ranks of a round, each of which waits."""
     groups: dict[Call | None, list[int]] = {}
     for rank in sorted(seen):
         groups.setdefault(seen[rank].call, []).append(rank)
@@ -72,7 +73,8 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
     verdict = _differ(groups.values(), seen, numbers=_ambiguous(groups))
     if not any(call is not None and call.what.endswith(IN_GROUP) for call in groups):
         return verdict
-    # Each may be in the right one of its own groups, and wait for what was lost on the way to one of them.
+    # Collectives of smaller groups differ between ranks even in a correct program. Each rank may be in the right one,
+    # and data may have been lost on the way.
     return Verdict(
         (),
         f"{verdict.why.removeprefix(NO_MATCH)}; nothing arrives: no rank computes, and they are in groups of their own",
@@ -80,8 +82,8 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
 
 
 def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
-    """If `rank` was ended in its newest collective, whether others were in the same one with something else. None: as
-    far as is known they were not."""
+    """The mismatch between the newest collective of `rank`, in which it was aborted, and the other ranks' collectives
+    of the same number. None if no mismatch is known."""
     if not ended.recent:
         return None
     last = ended.recent[-1]
@@ -99,7 +101,7 @@ def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
 
 
 def _differ(groups: Iterable[list[int]], seen: Mapping[int, Seen], *, numbers: bool) -> Verdict:
-    """The smallest group is told first. Of two that are as large, the one with the lowest rank is last, and not odd."""
+    """The groups, smallest first; the last one is not odd. Of equal groups, the one with the lowest rank comes last."""
     ordered = sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
     odd = tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
     said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]

@@ -1,10 +1,10 @@
-"""Watches processes that speak with the agent: which hangs, which waits for it, and what all of them were doing.
+"""Watches processes that speak with the agent: finds one that hangs, and keeps the stacks of all that do not go on.
 
-Each agent finds by itself that its processes do not go on, at about the same time as the others do, and keeps their
-stacks then: so those of all ranks are there before the one that hangs is replaced. If no rank hangs and all wait, the
-agent of rank 0 compares what they wait in.
+Each agent finds by itself that its processes do not go on, at about the same time as the other agents, and saves their
+stacks then. So the stacks of all ranks are saved before the rank that hangs is replaced. If no rank hangs and all wait,
+the agent of rank 0 compares the collectives in which they wait.
 
-Invariant: a process is blamed only after its stacks were kept, and after the others had time to keep theirs.
+Invariant: a process is blamed only after its stacks were saved, and after the other agents had time to save theirs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 3.0  # between what a process was found to do and its end: the others look as often as we do
-CLASH_SECONDS = 0.7  # in which others tell what they were in when a process was aborted: before the round breaks
+GRACE_SECONDS = 3.0  # from finding a process that hangs to ending it; meanwhile other agents find theirs that wait
+CLASH_SECONDS = 0.7  # to collect the other ranks' collectives after an abort; short, because the round breaks soon
 CLASH_POLL = 0.05
-# What the interpreter's fault handler writes stacks for.
+# The signals for which the interpreter's fault handler writes stacks.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 class Watcher:
-    """`running`: the agent's processes by pid, as they are at any time; `round_`: the round that they are in."""
+    """`running`: the agent's live map of processes by pid. `round_`: gives the round that they are in."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Watcher:
     # --- what processes say
 
     def heard(self, process: Running, message: Mapping[str, Any]) -> None:
-        """`where` and `broken`. Raises KeyError, TypeError, ValueError."""
+        """Handle the messages `where` and `broken`. Raises KeyError, TypeError, ValueError."""
         recent = read_rows(message.get("recent", []))
         if message["kind"] == "where":
             process.said = ProcessState(
@@ -94,8 +94,8 @@ class Watcher:
             self._tasks.start(self._board.post(round_, process.rank, seen))
 
     async def crashed(self, process: Running, code: int) -> tuple[str, Verdict | None]:
-        """What can be said of a process that ended by itself by a signal: where it was, and whether the ranks'
-        collectives did not match, which gloo answers by SIGABRT."""
+        """Describe a process that crashed with a signal: its place in the script, and a mismatch of collectives if
+        there was one, because gloo answers a mismatch with SIGABRT."""
         if -code not in CRASHES:
             return "", None
         text = stacks.tail(process.files.stacks)
@@ -111,7 +111,7 @@ class Watcher:
         return at + (f"; its newest collective was {recent[-1].what}" if recent else ""), verdict
 
     async def _clash(self, round_: Round, rank: int, ended: Seen) -> Verdict | None:
-        """What `rank` was ended in, beside what the others say, who may have been aborted too."""
+        """Compare the collective in which `rank` was aborted with those of the others, which may be aborted too."""
         others = [other for other in range(round_.processes) if other != rank]
         found: dict[int, Seen] = {}
         with contextlib.suppress(TimeoutError):
@@ -137,7 +137,7 @@ class Watcher:
             self._tasks.start(self._blame(pid, process))
 
     async def _note(self, pid: int, process: Running, found: Found) -> None:
-        """Keep what the process is doing, and tell the others that it does not go on."""
+        """Save the process's stacks, and tell the other agents that it does not go on."""
         where, stalled = process.watch.where, process.watch.stalled
         assert where is not None
         round_ = self._round()
@@ -145,7 +145,7 @@ class Watcher:
         if round_ is not None and process.stall[0] is found:
             waits = found is Found.WAITS
             await self._board.post(round_, process.rank, Seen(where.call, where.recent, taken.at, waits))
-            if process.stall[0] is Found.GOES_ON:  # meanwhile
+            if process.stall[0] is Found.GOES_ON:  # it went on during the post
                 await self._board.withdraw(round_, process.rank)
         if found is Found.WAITS:
             what = f"in {where.call.what}" if where.call is not None else "for the others at the end of its step"
@@ -169,8 +169,8 @@ class Watcher:
         self._control_socket.tell(pid, kind="stacks", path=str(process.files.stacks))
         text = await stacks.written(process.files.stacks, since)
         if not text:
-            # It does not come to its interpreter any more. What reads the stacks of a thread that runs may crash (seen
-            # once in some hundred times), so this is for one that hangs.
+            # The process does not answer, so the fault handler reads its stacks on a signal. That can crash a process
+            # whose threads run (seen once in some hundred times), so it is the second choice.
             self._fork_server.signal(pid, STACKS_SIGNAL, group=False)
             text = await stacks.written(process.files.stacks, since)
         where = process.watch.where
@@ -180,7 +180,7 @@ class Watcher:
         return stacks.Stacks(text, stacks.place(text, self._script), path)
 
     async def _judge(self) -> None:
-        """Where all ranks wait: why. Done by the agent of rank 0, when it was twice the same."""
+        """If all ranks wait, find out why. The agent of rank 0 does this, once it has read the same posts twice."""
         round_ = self._round()
         mine = [p for p in self._running.values() if p.speaks]
         all_wait = bool(mine) and all(p.stall[0] is Found.WAITS for p in mine)

@@ -1,1 +1,1 @@
-"""Training processes: how they are forked, what they run in, how the agent speaks with them, and how they ended."""
+"""Training processes: forking them, their environment, the agent's messages to them, and how they ended."""

@@ -1,7 +1,7 @@
-"""The fork server as the agent sees it: processes are forked, sent signals, and their ends are told.
+"""The agent's client of the fork server: it forks processes, sends them signals, and reports their ends.
 
-Invariants: a signal goes only to a process that is known to be there; each end of a process is told once, also when the
-fork server itself dies.
+Invariants: a signal goes only to a process that is known to exist; the end of each process is reported once, even if
+the fork server itself dies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_LINE = 1024 * 1024
-START_SECONDS = 300.0  # for the fork server's imports, on a machine that does much else
+START_SECONDS = 300.0  # for the fork server's imports, on a busy machine
 
 Exit = Callable[[int, int], None]  # pid, code
 
 
 class ForkServerError(RuntimeError):
-    """The fork server could not be started, or could not fork; the text says why."""
+    """The fork server could not be started, or could not fork; the message says why."""
 
 
 class ForkServer:
-    """Forks processes. Restarts itself when it dies, after it has told that all its processes are gone."""
+    """Forks processes. If the fork server dies, the ends of all its processes are reported, and it is restarted."""
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], exited: Exit) -> None:
         self._modules, self._environ, self._exited = ",".join(modules), dict(environ), exited
@@ -43,7 +43,7 @@ class ForkServer:
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start it, if it is not there; forks wait until it has imported its modules."""
+        """Start the fork server, unless it runs; forks wait until it has imported its modules."""
         async with self._starting:
             if self._reading is None or self._reading.done():
                 await self._start()
@@ -75,13 +75,13 @@ class ForkServer:
             raise ForkServerError(f"the fork server did not fork a process in {START_SECONDS:g} s") from None
 
     def signal(self, pid: int, number: int, *, group: bool = True) -> None:
-        """To the process and what it started in its group. One that has ended is left alone."""
+        """Send a signal to the process, and with `group` to its process group. Does nothing if it has ended."""
         if pid in self._alive:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(pid, number)
 
     async def close(self) -> None:
-        """End it, and with it whatever is left of its processes."""
+        """End the fork server and all its remaining processes."""
         for pid in list(self._alive):
             self.signal(pid, signal.SIGKILL)
         if self._reading is not None:

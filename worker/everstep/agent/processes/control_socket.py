@@ -1,7 +1,6 @@
-"""The Unix socket on which training processes say who they are, and are told of rounds.
+"""The control socket: the Unix socket on which training processes identify themselves and hear of rounds.
 
-The process that hosts the process-group stores is spoken with over it too. Invariant: a process that connects and is
-none of ours is told nothing.
+The process that hosts the process-group stores uses it too. Invariant: a foreign process that connects is told nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ log = logging.getLogger(__name__)
 STORE_SECONDS = 120.0
 SEND_AGAIN_SECONDS = 0.1
 BACKLOG = 1024
-KEPT = 3  # stores: a process that leaves a round late still finds it
+KEPT = 3  # stores of the newest rounds: a process that leaves a round late still finds its store
 
-Message = Callable[[int, Mapping[str, Any]], None]  # pid, what it said
+Message = Callable[[int, Mapping[str, Any]], None]  # pid, message
 
 
 class StoresUnavailable(RuntimeError):
@@ -32,7 +31,7 @@ class StoresUnavailable(RuntimeError):
 
 
 class ControlSocket:
-    """Listens at `path`; `heard` is told what processes say."""
+    """Listens at `path`; `heard` gets the messages of processes."""
 
     def __init__(self, path: str, heard: Message) -> None:
         self.path = path
@@ -42,21 +41,21 @@ class ControlSocket:
         self._stores: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._there = asyncio.Event()
-        self._listeners: list[socket.socket] = []  # of the newest stores: who hosts them next gets them, too
+        self._listeners: list[socket.socket] = []  # of the newest stores; a new hosting process gets them, too
         self._next = 0
 
     async def start(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, self.path, limit=MAX_LINE)
 
     def tell(self, pid: int, **message: Any) -> None:
-        """To a process that said hello; another hears nothing."""
+        """Send a message to a process that said hello; to no other one."""
         writer = self._writers.get(pid)
         if writer is not None and not writer.is_closing():
             writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def open_store(self) -> int:
-        """The port of a new process-group store. It is bound here, so that it is known at once: whoever connects before
-        the store is there waits for it."""
+        """The port of a new process-group store. The port is bound here, so that it is known at once. A client that
+        connects before the store is there waits for it."""
         if socket.has_dualstack_ipv6():
             listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
         else:
@@ -70,19 +69,19 @@ class ControlSocket:
         return port
 
     def _send(self, listener: socket.socket) -> None:
-        """To the process that hosts stores, if it is there. One that has ended, or is about to, has a successor."""
+        """Send the listener to the process that hosts stores, if it is there. If it has ended, the next one gets it."""
         if self._stores is None or listener not in self._listeners:
             return
         try:
             with socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
                 socket.send_fds(raw, [b'{"kind":"store"}\n'], [listener.fileno()])
-        except BlockingIOError:  # it does not read for now
+        except BlockingIOError:  # it does not read at the moment
             asyncio.get_running_loop().call_later(SEND_AGAIN_SECONDS, self._send, listener)
         except OSError as e:
             log.info("a store is given to the next process that hosts them: %s", e)
 
     async def ask_stores(self, **message: Any) -> Mapping[str, Any]:
-        """What the process says that hosts stores. Raises StoresUnavailable if it does not answer."""
+        """Ask the process that hosts stores. Raises StoresUnavailable if it does not answer."""
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 await self._there.wait()
@@ -128,7 +127,7 @@ class ControlSocket:
                 if pid:
                     self._heard(pid, message)
         except ConnectionError:
-            pass  # it has ended
+            pass  # the process has ended
         except (ValueError, KeyError, TypeError) as e:
             log.warning("process %d said what cannot be read: %s", pid, e)
         finally:

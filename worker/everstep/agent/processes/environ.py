@@ -1,4 +1,4 @@
-"""The environment of a training process: what torchrun sets, and what ours needs. Pure."""
+"""The environment of a training process: torchrun's variables and ours. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.membership.world_state import Round
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all processes of an agent have in common. `least`, `most`: processes that the whole job may come to
+    """The settings that all processes of an agent share. `least`, `most`: how many processes the whole job may
     have."""
 
     inherited: Mapping[str, str]
@@ -34,12 +34,12 @@ def environment(
     calls_file: str = "",
     last: Round | None = None,
 ) -> dict[str, str]:
-    """Of local rank `slot`. Without a round it is a world of one, until the session brings it into a round. `last`: the
-    newest one that the agent was in."""
+    """The environment of local rank `slot`. Without a round, the process is a world of one until the session brings it
+    into a round. `last`: the agent's newest round."""
     found = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in found and setting.processes > 1:
         found["OMP_NUM_THREADS"] = "1"
-    for name in (env.ROUND, env.RENDEZVOUS, env.LAST_RANK):  # of whatever started the agent
+    for name in (env.ROUND, env.RENDEZVOUS, env.LAST_RANK):  # the agent may have inherited them
         found.pop(name, None)
     found |= of_round(slot, round_)
     found |= {
@@ -67,7 +67,7 @@ def environment(
 
 
 def of_round(slot: int, round_: Round | None) -> dict[str, str]:
-    """What changes with the round: a process that goes on in the next one sets these anew."""
+    """The variables that change with the round; a process that goes on in the next round sets them anew."""
     if round_ is None:
         rank, size, group_rank, group_size, address, port, before = 0, 1, 0, 1, "127.0.0.1", 0, 0
     else:

@@ -1,5 +1,6 @@
-"""Whose fault the end of a process was, and which error came first. Reads the error files and the kernel's count of
-processes ended for memory."""
+"""Judges whose fault the end of a process was, and finds the first error.
+
+It reads the error files, and the kernel's count of processes that it killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from everstep.contract import exit_codes, termination
 log = logging.getLogger(__name__)
 
 MAX_ERROR_FILE = 1024 * 1024
-MAX_WHY = 1500  # characters: a refusal whole, with the line to write instead
+MAX_WHY = 1500  # characters: enough for a whole refusal, with the line to write instead
 
-# What torch, gloo and NCCL say when a peer is gone. A program can print the same for another reason, so such an end is
-# charged after all if nobody else was lost.
+# The messages of torch, gloo and NCCL when a peer is gone. A program can fail with the same words for another reason.
+# So such an end is charged later if no peer was lost.
 _PEER = re.compile(
     r"Connection (?:closed|reset|refused|timed out)|[Bb]roken pipe|PeerLost|RoundsOver|remote process (?:exited|has)|"
     r"DistNetworkError|DistStoreError|DistBackendError|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|"
@@ -31,7 +32,7 @@ _KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.
 
 
 def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]:
-    """The fault, and one line that says what happened. `code`: 0 to 255, or minus the signal."""
+    """The fault, and one line of explanation. `code`: 0 to 255, or minus the signal."""
     if code < 0:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         if out_of_memory and code == -signal.SIGKILL:
@@ -56,7 +57,7 @@ def _refused_early(content: Mapping[str, Any]) -> bool:
 
 
 def _error(content: Mapping[str, Any]) -> str:
-    """The message of an error file that torch's `record` or our program wrote, in one line."""
+    """The message of an error file, in one line. torch's `record` or our `program` module wrote the file."""
     message = content.get("message", "")
     if isinstance(message, dict):
         message = message.get("message", "")
@@ -73,8 +74,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class FirstError:
-    """Of the processes that failed in the newest round, the one that did first: whoever started the agent gets its
-    error file, as from torchrun."""
+    """The first process that failed in the newest round. The agent's parent gets its error file, as with torchrun."""
 
     def __init__(self) -> None:
         self._first: tuple[int, int, int, dict[str, Any]] | None = None
@@ -87,7 +87,7 @@ class FirstError:
             self._first = (round_, when, code, content)
 
     def write(self, path: str, code: int, why: str) -> None:
-        """Leave the first error at `path`; what ended the agent, if no process failed."""
+        """Write the first error to `path`; if no process failed, the reason for the agent's end."""
         content = _content(why)
         if self._first is not None:
             _, _, code, content = self._first
@@ -100,12 +100,12 @@ class FirstError:
 
 
 def _content(why: str) -> dict[str, Any]:
-    """What an error file would hold, for a process that left none."""
+    """The content of an error file for a process that wrote none."""
     return {"message": {"message": why, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
 
 
 def _when(content: dict[str, Any]) -> int:
-    """Seconds since the epoch, as the process said; now, if it said nothing."""
+    """The time of the error in seconds since the epoch; now, if the file does not say."""
     try:
         return int(content["message"]["extraInfo"]["timestamp"])
     except (KeyError, TypeError, ValueError):
@@ -113,7 +113,7 @@ def _when(content: dict[str, Any]) -> int:
 
 
 def memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes of this container the kernel has ended for want of memory (cgroup v2, else v1)."""
+    """How many processes of this container the kernel has killed for lack of memory (cgroup v2, else v1)."""
     for path in (root / "memory.events", root / "memory" / "memory.oom_control"):
         try:
             for line in path.read_text().splitlines():

@@ -2,9 +2,9 @@
 
     python -m everstep.agent.processes.forkserver FD PARENT MODULE,MODULE
 
-Commands and answers are JSON lines on the socket FD. Invariants: it has one thread and no context of a GPU, so a fork
-is whole (a module that brings one is imported in the processes instead, and named); it dies with the agent, and what it
-forked dies with it; every end of a child is told once.
+Commands and answers are JSON lines on the socket FD. Invariants: the fork server has one thread and no GPU context, so
+a forked process is complete. A module that starts a thread or a context is named in the log, and each process imports
+it instead. The fork server dies with the agent, and its children die with it. The end of each child is reported once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 MAX_LINE = 1024 * 1024
 PR_SET_PDEATHSIG = 1
-# Sent to the whole group of the agent by a terminal or a supervisor: the agent decides what they mean.
+# A terminal or a supervisor sends these to the agent's whole process group. Only the agent handles them.
 FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# jemalloc's, which pyarrow brings, and with it Hugging Face's datasets: jemalloc holds its locks while a process is
-# forked, and does without the thread in the child.
+# Threads that survive a fork well. This one is jemalloc's, which pyarrow loads, and so Hugging Face's datasets.
+# jemalloc holds its locks during a fork, and works without the thread in the child.
 FORKS_WELL = ("jemalloc_bg_thd",)
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     for number in FOR_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
     commands = socket.socket(fileno=descriptor)
-    gc.disable()  # of 3.4 s of a processor for torch's modules the collector takes 0.8, and frees 6 MB
+    gc.disable()  # importing torch takes 3.4 s of processor time, of which the collector takes 0.8 s, to free 6 MB
     for module in modules:
         _import(module)
         if (why := unfit_to_fork()) is not None:
@@ -55,25 +55,26 @@ def main(argv: list[str]) -> None:
             left = ",".join(m for m in modules if m != module)
             again = ["-m", "everstep.agent.processes.forkserver", argv[1], argv[2], left]
             os.execv(sys.executable, [sys.executable, *again])  # noqa: S606
-    # Else a child walks, and so copies, all that was imported here: when it collects garbage, and when it ends.
+    # Otherwise a child's garbage collector would touch, and so copy, all imported objects.
     gc.freeze()
     gc.enable()
     program = Parent(commands).serve()
     if program is not None:
-        # In a child, and outside of all that the parent had on its stack.
+        # This runs in a child, after it has left the parent's stack frames.
         from everstep.agent.processes import program as run  # noqa: PLC0415 - the parent has no use for it
 
         run.main(program)
 
 
 class Parent:
-    """Serves until the agent is gone; in a child, returns what it is to run."""
+    """Serves until the agent is gone. In a child, `serve` returns the command that the child must run."""
 
     def __init__(self, commands: socket.socket) -> None:
         self._commands = commands
         self._pid = os.getpid()
-        # A handler in Python runs between two of its instructions: one whose signal comes just before a system call
-        # that waits would run when that call is over. What the kernel's own handler writes here ends the wait.
+        # Python runs a signal handler between two of its instructions. If a signal comes just before a blocking system
+        # call, the handler would run only after that call. So the C-level handler writes to this pipe, which ends the
+        # wait.
         self._woken, self._wake = os.pipe()
 
     def serve(self) -> Mapping[str, Any] | None:
@@ -106,7 +107,8 @@ class Parent:
                 raise ValueError(f"a command of more than {MAX_LINE} bytes")
 
     def _fork(self, command: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Told before its end is, however soon that comes: ends are looked for between two commands."""
+        """Fork a child and report it. Ends are collected between two commands, so a child's end is reported after its
+        fork, however soon it ends."""
         try:
             pid = os.fork()
             if pid == 0:
@@ -121,8 +123,9 @@ class Parent:
                 os.setpgid(0, 0)
                 die_with(self._pid)
                 return command
-            # Here too: a signal to its group may come before it runs.
-            with contextlib.suppress(OSError):  # it has ended, or become another program
+            # The child sets its group itself; the parent does it too, because a signal to the group may come before the
+            # child runs.
+            with contextlib.suppress(OSError):  # the child has ended, or has become another program
                 os.setpgid(pid, pid)
             self._tell(forked=command["id"], pid=pid)
         except OSError as e:
@@ -147,7 +150,7 @@ class Parent:
 
 
 def unfit_to_fork(root: str = "/proc/self") -> str | None:
-    """Why this process cannot be forked, if so: what it has done, as a verb and its object."""
+    """Why this process cannot be forked, as a verb and its object; None if it can."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "makes a CUDA context"
@@ -155,10 +158,11 @@ def unfit_to_fork(root: str = "/proc/self") -> str | None:
         try:
             opened = os.readlink(f"{root}/fd/{name}")
         except OSError:
-            continue  # the one with which the folder was listed
+            continue  # the descriptor with which the folder was listed
         if opened.startswith("/dev/nvidia"):
             return f"opens {opened}"
-    # A library's pool of threads ends before a fork, and comes back when it is used (OpenBLAS, which numpy brings).
+    # A library's thread pool may end before a fork and come back at its next use (OpenBLAS in numpy). So the threads
+    # are counted after a trial fork.
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -168,34 +172,33 @@ def unfit_to_fork(root: str = "/proc/self") -> str | None:
 
 
 def _threads(root: str) -> list[str]:
-    """The names of this process's threads, the main one's too."""
+    """The names of this process's threads, including the main one."""
     found: list[str] = []
     for number in os.listdir(f"{root}/task") if os.path.isdir(f"{root}/task") else ():
-        with contextlib.suppress(OSError), open(f"{root}/task/{number}/comm") as file:  # it may have ended
+        with contextlib.suppress(OSError), open(f"{root}/task/{number}/comm") as file:  # the thread may have ended
             found.append(file.read().strip())
     return found
 
 
 def die_with(parent: int) -> None:
-    """End this process when its parent ends, as the kernel sees to it. Where there is no such call (not Linux), it
-    lives on."""
+    """Let the kernel end this process when its parent ends. Does nothing on systems without that call (not Linux)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
 def _import(module: str) -> None:
-    """Or, as "module:name", what a library of slow parts imports when it is asked for the name."""
+    """Import a module. For "module:name", also load the name, because some libraries import their slow parts then."""
     module, _, name = module.partition(":")
     try:
         found = importlib.import_module(module)
         if name and not hasattr(found, name):
             importlib.import_module(f"{module}.{name}")
-    except Exception as e:  # the program says it again, if it needs the module
+    except Exception as e:  # the program raises it again if it needs the module
         sys.stderr.write(f"everstep-run: EVERSTEP_PRELOAD {module}: {type(e).__name__}: {e}\n")
 
 

@@ -1,10 +1,10 @@
-"""Where the output of training processes goes: the console, log files, or both.
+"""Directs the output of training processes to the console, log files, or both.
 
     <log dir>/<run id>_<random>/attempt_<n>/<local rank>/stdout.log, stderr.log, error.json, stacks.txt, calls
     <log dir>/<run id>_<random>/stacks/round-<n>-step-<n>-rank-<n>.txt    of ranks that hung or waited for one that did
 
-A process writes its log file itself; what is also wanted on the console is read from the file. So a slow console stops
-nobody, and a killed process loses no line.
+A process writes its log file itself. Output that the console shows too is read from the file. So a slow console stops
+no process, and a killed process loses no line.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Files:
     stdout: str | None
     stderr: str | None
     error: Path
-    stacks: Path  # where it writes what its threads are doing, when asked by a signal, or when it crashes
-    calls: Path  # where it keeps its newest collectives
+    stacks: Path  # of its threads, written when a signal asks for it, or when it crashes
+    calls: Path  # its newest collectives
 
 
 class Output:
-    """`close` takes away what nobody asked to keep."""
+    """The log files of an agent's processes. `close` removes them unless the user asked for a log folder."""
 
     def __init__(self, arguments: Arguments, environ: Mapping[str, str]) -> None:
         self._arguments = arguments
@@ -60,11 +60,11 @@ class Output:
         self._ended: dict[int, asyncio.Event] = {}
 
     def stacks(self) -> Path:
-        """Where the stacks of processes that do not go on are kept; they stay."""
+        """The folder for the stacks of processes that do not go on; `close` does not remove it."""
         return folder_of(self._arguments.run_id, self.folder if self._kept else None)
 
     def open(self, slot: int, rank: int) -> Files:
-        """Where the next process of a local rank is to write. What it tees is shown from now on."""
+        """The files for the next process of a local rank. The console shows its teed output from now on."""
         attempt = self._attempts.get(slot, -1) + 1
         self._attempts[slot] = attempt
         folder = self.folder / f"attempt_{attempt}" / str(slot)
@@ -89,11 +89,11 @@ class Output:
         return Files(paths[0], paths[1], folder / "error.json", folder / "stacks.txt", folder / "calls")
 
     async def ended(self, slot: int) -> None:
-        """The process has ended: show the rest of what it said."""
+        """The process has ended: show the rest of its output."""
         if slot in self._ended:
             self._ended.pop(slot).set()
             for error in await asyncio.gather(*self._tails.pop(slot), return_exceptions=True):
-                if error is not None:  # the console is gone; that the process has ended is to be told all the same
+                if error is not None:  # the console is gone, but the process's end must be reported all the same
                     log.warning("local rank %d: what it said is not shown: %s", slot, error)
 
     async def close(self) -> None:
@@ -120,8 +120,8 @@ async def _tail(path: Path, console: TextIO, prefix: str, ended: asyncio.Event) 
 
 
 def _give_up(console: TextIO) -> None:
-    """Send what is still buffered, and what comes, to nowhere: Python would try it again at its end, and exit with 120
-    in place of the agent's code."""
+    """Discard buffered and further output. Otherwise Python would try to write it at its end, and exit with 120 in
+    place of the agent's code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, console.fileno())
     os.close(nowhere)

@@ -1,8 +1,8 @@
-"""The first thing in a forked process: become the training program.
+"""Turns a forked process into the training program; it is the first module to run there.
 
-Its surroundings are those of `python script.py`: its own environment, arguments, `sys.path`, `__main__` and random
-numbers. Invariant: an error that ends it is in the error file, with its traceback, and in
-the pod's termination message.
+The program runs as with `python script.py`: with its own environment, arguments, `sys.path`, `__main__` and random
+numbers. Invariant: an error that ends it is written to the error file, with its traceback, and to the pod's termination
+message.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from everstep.contract import termination
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STACKS_SIGNAL = signal.SIGUSR2
-MORE_LIKELY = 100  # added to oom_score_adj: of agent and process, the process goes
+MORE_LIKELY = 100  # added to oom_score_adj, so that the kernel kills the process rather than the agent
 
 
 def main(command: Mapping[str, Any]) -> None:
-    """Run what the command says, in this process. Raises what the program raises, SystemExit included."""
+    """Run the command's program in this process. Raises the program's errors, and SystemExit."""
     for descriptor, path in ((1, command["stdout"]), (2, command["stderr"])):
         if path is not None:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(opened, descriptor)
             os.close(opened)
-    for stream in (sys.stdout, sys.stderr):  # torchrun's `python -u` mixes the lines of processes
+    for stream in (sys.stdout, sys.stderr):  # whole lines: with torchrun's `python -u`, lines of processes mix
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     os.environ.clear()
@@ -56,7 +56,7 @@ def main(command: Mapping[str, Any]) -> None:
     target, arguments = command["target"], list(command["arguments"])
     if command["executable"]:
         _execute(target, arguments)
-    # All threads, in C, so also of a process that holds the interpreter's lock for ever.
+    # The fault handler is C code, so it also works in a process that holds the interpreter's lock for ever.
     stacks = open(command["stacks"], "a")  # noqa: SIM115 - as long as the process
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
@@ -78,7 +78,7 @@ def main(command: Mapping[str, Any]) -> None:
 
 
 def _prefer_for_oom() -> None:
-    """When memory runs out, this process is to go, not the agent."""
+    """When memory runs out, the kernel should kill this process, not the agent."""
     try:
         with open("/proc/self/oom_score_adj", "r+") as file:
             now = int(file.read())
@@ -89,7 +89,7 @@ def _prefer_for_oom() -> None:
 
 
 def _draw_others() -> None:
-    """Else all processes would begin with the random numbers of their parent."""
+    """Seed the random numbers. Otherwise all processes would begin with those of their parent."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -98,7 +98,7 @@ def _draw_others() -> None:
 
 
 def _run(path: str) -> None:
-    """As the interpreter does: `__main__` stays what it is until the process ends."""
+    """Run the script as the interpreter does: `__main__` stays in place until the process ends."""
     main_module = ModuleType("__main__")
     path = str(Path(path).absolute())
     loader = SourceFileLoader("__main__", path)
@@ -110,15 +110,15 @@ def _run(path: str) -> None:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as e:
-        # The agent has seen it (see `startable`): it was taken away since.
+        # The agent has seen the file (see `startable`), so it was removed since.
         cannot_start(f"can't open file {path!r}: {e.strerror}", NOT_READABLE)
-    # By itself `compile` would give the script this file's `from __future__ import annotations`.
+    # Without `dont_inherit`, the script would inherit this file's `from __future__ import annotations`.
     code = compile(source, path, "exec", dont_inherit=True)
-    exec(code, main_module.__dict__)  # noqa: S102 - this is what we are for
+    exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is this module's purpose
 
 
 def cannot_start(why: str, code: int) -> NoReturn:
-    """End this process, which has no program to run, with this termination message."""
+    """End this process with this termination message, because its program cannot be started."""
     sys.stderr.write(f"everstep-run: {why}\n")
     termination.write(why, code, [])
     sys.exit(code)
@@ -133,7 +133,7 @@ def _execute(target: str, arguments: list[str]) -> NoReturn:
 
 
 def _said(end: SystemExit) -> str:
-    """What a program said that ends without an error: `sys.exit("words")`, or argparse with a wrong argument."""
+    """The message of a program that ends without an error: `sys.exit("words")`, or argparse with a wrong argument."""
     if not isinstance(end.code, int):
         return str(end.code)
     trace = end.__traceback__
@@ -159,7 +159,7 @@ def _report_error(hook: Any, kind: type[BaseException], error: BaseException, tr
 
 
 def _write_error(error: BaseException) -> None:
-    """What torch's `record` writes, unless it did."""
+    """Write the error file as torch's `record` does, unless `record` has written it."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return

@@ -1,4 +1,4 @@
-"""A training process, as the agent that forked it keeps it in mind; and what its processes say of a new round."""
+"""The agent's record of a training process, and a summary of its processes' reports on a new round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.agent.processes.output import Files
 
 @dataclass(slots=True)
 class Running:
-    """`said`: where it is, since it was asked last. `stall`: what it was found to do, and since when."""
+    """`said`: its answer to the last question where it is. `stall`: the last finding, and its time."""
 
     slot: int
     rank: int
@@ -24,7 +24,7 @@ class Running:
 
 
 class Settling:
-    """Puts what all local processes say of a round into one line."""
+    """Combines the reports of all local processes on a round into one line."""
 
     def __init__(self) -> None:
         self._round = 0

@@ -1,9 +1,9 @@
-"""What the threads of processes were doing, kept in files that outlive the processes and the agent.
+"""Keeps the stacks of processes' threads in files that outlive the processes and the agent.
 
     <log dir>/<run id>_<random>/stacks/round-3-step-17-rank-1.txt
 
-Without a log dir they are below the machine's temporary folder, where they stay, and where others may write too.
-Invariants: at most `KEPT` files of at most `MAX_BYTES` each, the newest; no link that somebody put there is followed.
+Without a log dir they are below the machine's temporary folder. They stay there, and other users may write there too.
+Invariants: at most the newest `KEPT` files stay, of at most `MAX_BYTES` each; foreign links are not followed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = logging.getLogger("everstep.agent")
 
 MAX_BYTES = 64 * 1024
 KEPT = 256
-SECONDS = 1.0  # in which a process writes what its threads do
+SECONDS = 1.0  # for a process to write its stacks
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """`at`: ` at train.py:31 in forward`, or nothing. `path`: where the text is; None if it could not be kept."""
+    """`at`: ` at train.py:31 in forward`, or empty. `path`: the file with the text; None if it could not be written."""
 
     text: str
     at: str
@@ -36,7 +36,7 @@ class Stacks:
 
 
 def folder_of(run: str, log_folder: Path | None) -> Path:
-    """Where the stacks of a run go. `log_folder`: the run's own, below the log dir that was asked for."""
+    """The folder for the stacks of a run. `log_folder`: the run's own folder in the log dir, if the user gave one."""
     if log_folder is not None:
         return log_folder / "stacks"
     try:
@@ -44,12 +44,12 @@ def folder_of(run: str, log_folder: Path | None) -> Path:
     except OSError as e:
         shared = Path(tempfile.mkdtemp(prefix="everstep-stacks-"))
         log.warning("stacks are kept in %s: %s", shared, e)
-    # Never `.` or `..`, which an id may be.
+    # The prefix matters: an id may be `.` or `..`.
     return shared / ("run-" + re.sub(r"[^A-Za-z0-9._-]", "_", run)[:100])
 
 
 async def written(path: Path, since: int, seconds: float = SECONDS) -> str:
-    """What was added to a file after its first `since` bytes, once nothing more is."""
+    """The text added to a file after its first `since` bytes, once it no longer grows."""
     clock = asyncio.get_running_loop().time
     until = clock() + seconds
     size = since
@@ -70,7 +70,7 @@ def size_of(path: Path) -> int:
 
 
 def tail(path: Path, since: int = 0) -> str:
-    """The last of what was added after `since` bytes."""
+    """The end of the text added after `since` bytes."""
     try:
         with path.open("rb") as file:
             file.seek(max(since, size_of(path) - MAX_BYTES))
@@ -80,13 +80,13 @@ def tail(path: Path, since: int = 0) -> str:
 
 
 def place(text: str, script: str) -> str:
-    """Where in the script a process is: ` at train.py:31 in forward`; nothing if it is not in it."""
+    """The process's place in the script: ` at train.py:31 in forward`; empty if it is not in the script."""
     found = re.search(rf'File "([^"]*{re.escape(Path(script).name)})", line (\d+) in (\S+)', text)
     return f" at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
 
 
 def keep(folder: Path, name: str, text: str) -> Path | None:
-    """Write a text into the folder, and take the oldest away if there are too many."""
+    """Write a text into the folder, and remove the oldest files if there are too many."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / name

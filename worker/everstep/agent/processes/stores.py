@@ -1,8 +1,9 @@
-"""A process that hosts the process-group stores of an agent's rounds, and does what else of an agent needs torch.
+"""A process that hosts the process-group stores of an agent's rounds, and does the agent's other work that needs torch.
 
-Each round has a store of its own: keys of an old round poison no new one, and when its host dies only that round is
-over. It is a process of its own because torch's store has threads, which the fork server may not have, and because the
-agent does not import torch. Invariant: a store elsewhere that does not answer delays no store that is hosted here.
+Each round has a store of its own. So keys of an old round cannot disturb a new one, and if the host dies, only that
+round is over. It is a separate process because torch's store has threads, which the fork server may not have, and
+because the agent does not import torch. Invariant: a remote store that does not answer delays no store that is hosted
+here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torch._C._distributed_c10d import TCPStore
 from everstep.agent.processes.control_socket import KEPT
 from everstep.contract import env
 
-TIMEOUT = timedelta(minutes=5)  # of a call, as torch has by default
+TIMEOUT = timedelta(minutes=5)  # of a call; torch's default
 BOARD_TIMEOUT = timedelta(seconds=5)
-MOST_ABSENT = 64  # ranks that are looked for one by one where some say nothing
-MOST_CALLS = 8  # of boards, at a time
-MAX_LOG = 256 * 1024  # bytes of what torch writes to our own log
+MOST_ABSENT = 64  # ranks that are read one by one if some have posted nothing
+MOST_CALLS = 8  # to remote stores at a time
+MAX_LOG = 256 * 1024  # bytes of torch's output that are kept
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _devices() -> dict[str, int]:
-    """What torchrun would count."""
+    """How many devices torchrun would count."""
     accelerated = torch.accelerator.is_available()
     return {
         "accelerators": torch.accelerator.device_count() if accelerated else 0,
@@ -76,7 +77,7 @@ def _devices() -> dict[str, int]:
 
 
 def _cpus(mode: str, processes: int) -> dict[str, Any]:
-    """The CPUs that torchrun would bind each local rank to. Asks the GPUs, so not where processes are forked."""
+    """The CPUs to which torchrun would bind each local rank. It asks the GPUs, so the fork server may not do it."""
     from torch.numa import binding  # noqa: PLC0415 - for few
 
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
@@ -100,7 +101,7 @@ def _host(listener: int) -> Any:
 
 
 class _Boards:
-    """Calls of stores of rounds, wherever they are hosted; each in a thread."""
+    """Calls to the rounds' stores, wherever they are hosted; each in a thread."""
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
@@ -136,7 +137,7 @@ def _call(message: Mapping[str, Any]) -> dict[str, Any]:
             store.delete_key(message["key"])
         case "read":
             keys = message["keys"]
-            # `multi_get` waits for a key that is not there.
+            # `multi_get` would wait for a missing key.
             if store.check(keys):
                 return {"values": [value.decode() for value in store.multi_get(keys)]}
             if message["some"]:

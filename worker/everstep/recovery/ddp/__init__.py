@@ -1,1 +1,1 @@
-"""DistributedDataParallel: its reducers in each round, and what of it cannot be recovered."""
+"""DistributedDataParallel: its reducers in each round, and the uses of it that cannot be recovered."""

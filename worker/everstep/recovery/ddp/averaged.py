@@ -1,7 +1,7 @@
-"""Which parameters a DDP object averages: those that required gradients when it was made, whatever they do now.
+"""Finds the parameters that a DDP object averages: those that required gradients when it was made.
 
-A script may freeze and thaw parameters at any time, and torch's reducer keeps those that it was made with. One that is
-made anew must be made with the same, on each rank, whether they require gradients in this moment or not.
+A script may freeze and unfreeze parameters at any time, and torch's reducer keeps the parameters that it was made with.
+A new reducer must be made with the same ones on each rank, whether they require gradients at that moment or not.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 def parameters_of(ddp: Any) -> list[torch.nn.Parameter]:
-    """Those that its present reducer has, in the order of the module. A large one costs memory for its gradients for a
-    moment where the script has frozen or thawed parameters since."""
+    """The parameters of the DDP object's present reducer, in the order of the module. If the script has frozen or
+    unfrozen parameters since, finding them allocates memory for gradients for a moment."""
     if not hasattr(ddp, "reducer"):
-        return []  # all of them are left to other hooks
+        return []  # other hooks average all of them
     now, _ = ddp._build_params_for_reducer()
     told = ddp._get_ddp_logging_data()
     count, size = told.get("num_parameter_tensors"), told.get("total_parameter_size_bytes")
@@ -29,13 +29,13 @@ def parameters_of(ddp: Any) -> list[torch.nn.Parameter]:
     try:
         made = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
     except RuntimeError:
-        return list(now)  # it does not tell of sparse gradients
+        return list(now)  # the reducer does not give sparse gradients
     return [p for p in every if id(p) in made]
 
 
 def lists_for_reducer(ddp: Any, reduced: Sequence[torch.nn.Parameter]) -> tuple[list[torch.nn.Parameter], list[bool]]:
-    """What DDP's constructor passes on: these parameters, and whether each has a sparse gradient. While they require
-    gradients."""
+    """The arguments that DDP's constructor gives its reducer: these parameters, and whether each has a sparse gradient.
+    The parameters must require gradients during the call."""
     wanted = set(map(id, reduced))
     parameters, sparse = ddp._build_params_for_reducer()
     listed = [(p, is_sparse) for p, is_sparse in zip(parameters, sparse, strict=True) if id(p) in wanted]
@@ -44,7 +44,7 @@ def lists_for_reducer(ddp: Any, reduced: Sequence[torch.nn.Parameter]) -> tuple[
 
 @contextmanager
 def requiring_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """For as long as a reducer is made: it asks each for the node of its graph that gathers its gradient."""
+    """Let the parameters require gradients while a reducer is made: it needs the graph node of each one's gradient."""
     frozen = [p for p in parameters if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)

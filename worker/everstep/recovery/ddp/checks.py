@@ -1,4 +1,4 @@
-"""DDP objects that cannot go on when a peer is lost, named before the first step."""
+"""Refuses, before the first step, DDP objects that could not go on after the loss of a peer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 
-# What says how a hook does its work, and does not change.
+# Types of a hook's settings, which do not change.
 _WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
 _HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
 
 
 def check(parallel: Collection[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
-    """Raises `LoopError` for the first of these that would be wrong, or end, in another round. `places`, `is_across`:
+    """Raises `LoopError` for the first of these that would be wrong, or fail, in another round. `places`, `is_across`:
     see `check_places`."""
     check_places(parallel, places, is_across)
     optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
@@ -44,8 +44,9 @@ def check(parallel: Collection[DistributedDataParallel], places: int, is_across:
 
 
 def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
-    """With replicas of `places` ranks that hold other parameters than each other. `is_across`: whether a group has one
-    place of all replicas. Raises `LoopError` for the first that would average other parameters than its own."""
+    """Check DDP objects in replicas of `places` ranks, of which each holds different parameters. `is_across`: whether a
+    group consists of one place of all replicas. Raises `LoopError` for the first object that would average parameters
+    of different places."""
     for ddp in parallel:
         if places > 1 and not is_across(ddp.process_group):
             raise LoopError(
@@ -57,9 +58,9 @@ def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_ac
 
 
 def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:
-    """In a world that lasts, with commits. Raises `LoopError` for the first hook with a state, which no commit has, and
-    for a module that DDP takes parameters out of.
-    `is_free`: whether the script has said of this name that it may be lost."""
+    """Check hooks in a world that does not change, with commits. Raises `LoopError` for the first hook with a state,
+    because no commit holds it, and for a module of which DDP removes parameters.
+    `is_free`: whether the script has declared that the state of this name may be lost."""
     for ddp in parallel:
         _check_cut(ddp)
         _check_hooks(ddp, is_free)
@@ -81,8 +82,8 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
 
 
 def _check_cut(ddp: Any) -> None:
-    """With `device_mesh=` torch 2.13 puts local tensors in the place of a cut module's parameters, and attributes that
-    are no parameters in place of those in the first forward pass: neither `state_dict` nor `parameters` has them."""
+    """Refuse `device_mesh=`. With it, torch 2.13 replaces a sharded module's parameters by local tensors, and in the
+    first forward pass by plain attributes. So neither `state_dict` nor `parameters` has them."""
     found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or hasattr(p, "_st_info")), None)
     if found is not None:
         raise LoopError(

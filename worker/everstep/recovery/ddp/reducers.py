@@ -1,15 +1,15 @@
-"""DistributedDataParallel's reducers: made anew for each round, with buckets that add up as those before them did.
+"""Rebuilds DistributedDataParallel's reducers for each round, with the same buckets as before.
 
-A reducer knows the number of ranks, and buckets that it ordered by the gradients' arrival in its first backward pass.
-A member that keeps old buckets beside a new one that has others adds up gradients of different parameters, without any
-error. So every member makes its reducer anew, as DDP's constructor does, without that constructor's broadcast: who
-gives its state to whom is agreed on elsewhere.
+A reducer holds the number of ranks, and its buckets. It ordered these by the arrival of gradients in its first backward
+pass. If an old member kept its buckets and a new member had other ones, they would sum gradients of different
+parameters without any error. So every member makes its reducer anew, as DDP's constructor does. The constructor's
+broadcast is left out, because the transfer of state is decided elsewhere.
 
-How gradients share buckets decides, with three ranks or more, in which order the ranks' values are summed, and so the
-last bits of each sum. So the order of arrival is part of the training state: `Reducers` learns it once, after the first
-step that DDP orders its buckets by, commits and peers carry it, and reducers that are made later begin with it.
+With three ranks or more, the buckets decide in which order the ranks' values are summed, and so the last bits of each
+sum. So the order of arrival is part of the training state. `Reducers` learns it once, after the first step with ordered
+buckets. It is saved in commits and sent to peers, and later reducers begin with it.
 
-Invariant: all members of a round make their reducers with the same order. Uses names of torch's that are not public;
+Invariant: all members of a round make their reducers with the same order. The module uses private names of torch;
 `tests/recovery/test_recovery_reducers.py` watches them.
 """
 
@@ -43,24 +43,24 @@ SAMPLE_RATE = 100  # torch's default, of passes
 
 @dataclass(eq=False, slots=True)
 class _Orderly:
-    """A DDP object of a tracked module that orders its buckets, by its name and a digest of its parameters."""
+    """A DDP object that orders its buckets, known by the name of its tracked module and a digest of its parameters."""
 
     reference: weakref.ref[DistributedDataParallel]
     name: str
     parameters: str
     count: int  # of its parameters
     order: tuple[int, ...] | None = None  # of its parameters, by their gradients' first arrival; None: not known yet
-    made: tuple[int, ...] | None = None  # the order that its present reducer was made with
+    made: tuple[int, ...] | None = None  # the order with which its present reducer was made
 
 
 class Reducers:
-    """The DDP objects of this process, found once: after the script has built them. A tracked object of the session."""
+    """The DDP objects of this process, found once, after the script has built them. A tracked object of the session."""
 
-    everstep_optional = True  # commits of before this was saved
+    everstep_optional = True  # older commits do not hold it
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found = parallel() if dist.is_available() and dist.is_initialized() else []
-        if len(found) > 1:  # what the script dropped may be gone on one rank, and not yet on another
+        if len(found) > 1:  # an object that the script dropped may be collected on one rank and not yet on another
             del found
             gc.collect()
             found = parallel()
@@ -70,22 +70,23 @@ class Reducers:
         orderly = [
             _orderly(ddp, name, self._reduced[ddp]) for ddp in found if _orders(ddp) and (name := _name(ddp, names))
         ]
-        # Ranks order theirs in turn, so two that nobody can tell apart are left to torch.
+        # Ranks order their objects one after the other. Two that cannot be told apart are left to torch.
         count = Counter((o.name, o.parameters) for o in orderly)
         self._orderly = sorted(
             (o for o in orderly if count[o.name, o.parameters] == 1), key=lambda o: (o.name, o.parameters)
         )
-        # Held until they are known: one that the script drops goes at another moment on each rank.
+        # Held until their orders are known: an object that the script drops is collected at a different moment on each
+        # rank.
         self._unknown: list[tuple[_Orderly, DistributedDataParallel]] = []
-        self._had: list[DistributedDataParallel] = []  # whose buckets were laid out, by the others too
-        self._syncs: list[tuple[DistributedDataParallel, bool]] = []  # whose next forward pass takes rank 0's buffers
+        self._had: list[DistributedDataParallel] = []  # those whose buckets all members had laid out
+        self._syncs: list[tuple[DistributedDataParallel, bool]] = []  # whether the next forward pass syncs buffers
         self._settle()
 
     def __len__(self) -> int:
         return len(self.alive())
 
     def alive(self) -> list[DistributedDataParallel]:
-        """Those that the script still holds."""
+        """The DDP objects that the script still holds."""
         return [ddp for reference in self._found if (ddp := reference()) is not None]
 
     def broadcast(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -103,12 +104,12 @@ class Reducers:
         }
 
     def reduced(self, ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-        """The parameters whose gradients it averages."""
+        """The parameters whose gradients this DDP object averages."""
         return self._reduced[ddp]
 
     def learn(self) -> None:
-        """A step is complete: order the buckets now if the next forward pass would, and note how. Collective, until the
-        order is known, which is after the first step (the second of a static graph)."""
+        """Learn the order after a completed step: order the buckets now if the next forward pass would. Collective
+        until the order is known, which is after the first step (with a static graph, after the second)."""
         if not self._unknown:
             return
         for orderly, ddp in self._unknown:
@@ -116,7 +117,7 @@ class Reducers:
         self._settle()
 
     def agree(self, members: Members) -> None:
-        """All members know what the one that knows most does, and nothing else: a peer may have been lost while they
+        """Give all members exactly the orders of the member that knows most: a peer may have been lost while they
         learned. Collective."""
         mine = json.dumps(self.state_dict()).encode()
         known = sum(o.order is not None for o in self._orderly)
@@ -130,7 +131,7 @@ class Reducers:
         self._settle()
 
     def rebuild(self) -> None:
-        """For the round that has begun. On every member, after `agree`."""
+        """Make all reducers anew for the round that has begun. On every member, after `agree`."""
         orderly = {o.reference(): o for o in self._orderly}
         for ddp in self.alive():
             known = orderly.get(ddp)
@@ -139,30 +140,30 @@ class Reducers:
                 known.made = made
 
     def can_renew(self) -> bool:
-        """Before a pass that `renew` is to follow: whether it knows how."""
+        """Whether `renew` can follow the next backward pass."""
         known = {o.reference() for o in self._orderly if o.made is not None}
         self._had = [ddp for ddp in self.alive() if ddp._has_rebuilt_buckets]
         self._syncs = buffer_syncs(self.alive())
         return all(not ddp._has_rebuilt_buckets or (ddp in known and not ddp.static_graph) for ddp in self.alive())
 
     def renew(self) -> None:
-        """In this process alone, whose backward pass the others have not made: reducers that do as those do that are
-        there, from the beginning of a pass. With collectives stood in for."""
+        """Make reducers anew in this process alone, after a backward pass that the other ranks have not made. They
+        behave as the others' reducers do at the beginning of a pass. Collectives must be stood in for meanwhile."""
         self.rebuild()
-        for ddp in self._had:  # as their first forward pass of this world has done
+        for ddp in self._had:  # their first forward pass of this world has done so, too
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
         restore_buffer_syncs(self._syncs)
         self._had, self._syncs = [], []
 
     def resume(self) -> None:
-        """The state was restored, in a world that stays: make those anew whose order is another. On every rank."""
+        """After a restore in a world that stays, make the reducers anew whose order has changed. On every rank."""
         for orderly in self._orderly:
             ddp = orderly.reference()
             if ddp is not None and orderly.order is not None and orderly.order != orderly.made:
                 orderly.made = rebuild(ddp, orderly.order, self._reduced[ddp])
 
     def state_dict(self) -> dict[str, Any]:
-        # An order is one text: thousands of numbers would each cost a save something.
+        # An order is saved as one string, because thousands of single numbers would slow down a save.
         return {
             "orders": [
                 {"name": o.name, "parameters": o.parameters, "order": " ".join(map(str, o.order))}
@@ -172,7 +173,8 @@ class Reducers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what fits: a module of other parameters finds its own order. Raises `ValueError` for what is none."""
+        """Take the orders that fit; a module with other parameters finds its own. Raises `ValueError` for an invalid
+        order."""
         said = _said(state)
         found = {id(o): _order(said.get((o.name, o.parameters)), o.count) for o in self._orderly}
         for orderly in self._orderly:
@@ -180,7 +182,7 @@ class Reducers:
         self._settle()
 
     def _settle(self) -> None:
-        """What is known has changed."""
+        """Update the fields that depend on the known orders."""
         self._unknown = [(o, ddp) for o in self._orderly if o.order is None and (ddp := o.reference()) is not None]
 
 
@@ -190,13 +192,13 @@ def parallel() -> list[DistributedDataParallel]:
 
 
 def buffer_syncs(ddps: Iterable[DistributedDataParallel]) -> list[tuple[DistributedDataParallel, bool]]:
-    """Whether the next forward pass of each begins with a broadcast of rank 0's buffers. A forward pass without
-    gradients, or in `no_sync`, leaves that broadcast out of the one behind it."""
+    """Whether the next forward pass of each begins with a broadcast of rank 0's buffers. After a forward pass without
+    gradients, or in `no_sync`, the next one leaves it out."""
     return [(ddp, ddp.require_forward_param_sync) for ddp in ddps]
 
 
 def restore_buffer_syncs(syncs: Iterable[tuple[DistributedDataParallel, bool]]) -> None:
-    """As `buffer_syncs` found it. A rank that begins a broadcast which the others leave out is waited for by nobody."""
+    """Restore the result of `buffer_syncs`. Otherwise a rank could begin a broadcast that the others leave out."""
     for ddp, syncs_next in syncs:
         ddp.require_forward_param_sync = syncs_next
 
@@ -204,11 +206,12 @@ def restore_buffer_syncs(syncs: Iterable[tuple[DistributedDataParallel, bool]]) 
 def rebuild(
     ddp: Any, order: Sequence[int] | None = None, reduced: Sequence[torch.nn.Parameter] | None = None
 ) -> tuple[int, ...] | None:
-    """Make the reducer of a DDP object anew, of the parameters that it has, which are `reduced` if that is passed. With
-    `order`, a permutation of them, its next forward pass makes the buckets that gradients arriving in that order would
-    have made, and they stay so. What it was made with is returned: not `order` if it is of others. No collective."""
+    """Make the reducer of a DDP object anew, with its present parameters, or with `reduced` if that is given. `order`
+    is a permutation of them. With it, the next forward pass makes the same buckets as gradients that arrive in that
+    order, and keeps them. Returns the order that was used, which is not `order` if that is of other parameters. No
+    collective."""
     if not hasattr(ddp, "reducer"):
-        return None  # all of its parameters are left to other hooks
+        return None  # other hooks average all of its parameters
     reduced = parameters_of(ddp) if reduced is None else reduced
     with requiring_gradients(reduced):
         return _rebuild(ddp, order, reduced)
@@ -219,12 +222,12 @@ def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.P
     ddp.reducer._remove_autograd_hooks()
     parameters, expect_sparse = lists_for_reducer(ddp, reduced)
     if ddp.static_graph and hooks:
-        order = None  # torch tells a hook in the first pass of a static graph that each bucket is number 0: have one
+        order = None  # in the first pass of a static graph, torch gives each bucket the number 0, so there must be one
     if order is not None and len(order) != len(parameters):
         order = None
     if order is not None:
-        # The reducer's numbers are then those of arrival. Nothing keeps the old ones: all that knows numbers is made
-        # below, of these lists.
+        # The reducer then numbers parameters by arrival. Old numbers are used nowhere: everything that uses numbers is
+        # made below from these lists.
         parameters, expect_sparse = [parameters[i] for i in order], [expect_sparse[i] for i in order]
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
@@ -233,7 +236,7 @@ def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.P
     ddp._has_rebuilt_buckets = False
     ddp.require_forward_param_sync = True
     if ddp.static_graph:
-        ddp.static_graph = False  # or the next call takes it for done
+        ddp.static_graph = False  # otherwise the next call would return early
         ddp._set_static_graph()
     ddp._comm_hooks.clear()
     for hook, state in hooks:
@@ -247,7 +250,7 @@ def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.P
 
 
 def _names(state: Mapping[str, Any]) -> dict[int, str]:
-    """Of the tracked modules and of their parts, by identity."""
+    """The names of the tracked modules and of their parts, by identity."""
     names: dict[int, str] = {}
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -257,12 +260,12 @@ def _names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _name(ddp: Any, names: Mapping[int, str]) -> str:
-    """Of its module, or of the first part of it that has one; empty for what nobody tracks and nothing restores."""
+    """The name of the object's module, or of the first part of it that has one; empty if none is tracked."""
     return next((names[id(part)] for part in bare(ddp).modules() if id(part) in names), "")
 
 
 def _orders(ddp: Any) -> bool:
-    """Whether this one orders its buckets by arrival, over all ranks."""
+    """Whether this DDP object orders its buckets by arrival, over all ranks."""
     return (
         hasattr(ddp, "reducer")
         and (ddp.static_graph or not ddp.find_unused_parameters)
@@ -293,8 +296,8 @@ def _learn(ddp: Any, count: int) -> tuple[int, ...] | None:
 
 
 def _told(ddp: Any, *, each: bool = False) -> str:
-    """What torch notes of the buckets that a reducer has ordered: in its first ten passes and in each 100th. `each`: in
-    this one."""
+    """torch's log of the buckets that a reducer has ordered. torch writes it in the first ten passes and in each 100th.
+    `each`: also in this one."""
     if each:
         ddp._set_ddp_runtime_logging_sample_rate(1)
     ddp.logger.set_runtime_stats_and_log()
@@ -308,7 +311,7 @@ def _said(state: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def _order(text: str | None, count: int) -> tuple[int, ...] | None:
-    """None if nothing is said. Raises `ValueError` if what is said is no order of so many parameters."""
+    """Parse an order of `count` parameters; None if there is no text. Raises `ValueError` if it is not an order."""
     if not text:
         return None
     words = text.split()
@@ -318,7 +321,7 @@ def _order(text: str | None, count: int) -> tuple[int, ...] | None:
 
 
 def _builtin_hook(ddp: Any) -> Any:
-    """The communication hook of C++ that was registered with it, if any."""
+    """The C++ communication hook that was registered with the DDP object, if any."""
     name = ddp._get_ddp_logging_data().get("comm_hook", "")
     return (
         getattr(_distributed_c10d.BuiltinCommHookType, name.removeprefix(BUILTIN)) if name.startswith(BUILTIN) else None

@@ -1,1 +1,1 @@
-"""The gloo groups of one round: how they are made, and how they are closed."""
+"""Makes and closes the gloo groups of one round."""

@@ -1,8 +1,8 @@
-"""A round that forms while the one before is still trained in, so that nobody waits for a member that comes new.
+"""Forms a round while members still train in the round before, so that training does not wait for a new member.
 
-All members begin to form when they hear of the round, each in a thread of its own; they leave for it at the end of a
-step, when it has formed. If the round before breaks meanwhile, what is under way is waited for, like any other.
-Invariant: a round is formed once in a process, because its members know each other by what was told in its store.
+All members begin to form the round when they hear of it, each in a background thread. They change over at the end of a
+step, when it has formed. If the round before breaks meanwhile, the members wait for the forming that has begun.
+Invariant: a process forms a round once, because the members find each other by the entries in the round's store.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from everstep.recovery.forming.forming import FormedRound
 
 
 class BackgroundForming:
-    """Of one process. Thread-safe."""
+    """The background forming of one process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: tuple[int, Future[FormedRound]] | None = None
 
     def start(self, number: int, form: Callable[[], FormedRound], then: Callable[[], None]) -> None:
-        """Begin to form the round. `then` is called in that thread, whether it formed or not."""
+        """Begin to form the round. `then` is called in the background thread, whether the round formed or not."""
         found: Future[FormedRound] = Future()
         self._replace((number, found))
 
@@ -38,7 +38,7 @@ class BackgroundForming:
         threading.Thread(target=run, name=f"everstep-ahead-{number}", daemon=True).start()
 
     def take(self, number: int) -> FormedRound | None:
-        """The round, once it has formed; None if it was not begun. Raises what `form` did."""
+        """Wait for the round and return it; None if it was not begun. Raises the error of `form`."""
         newest = self._replace(None, keep=number)
         return newest[1].result() if newest is not None else None
 
@@ -50,14 +50,14 @@ class BackgroundForming:
         if before is not None and before[0] == keep:
             return before
         if before is not None:
-            # Not here: to close its connections may take seconds, and whoever leaves a round holds locks.
+            # In a thread of its own: closing its connections may take seconds, and the caller holds locks.
             name = f"everstep-discard-{before[0]}"
             threading.Thread(target=_discard, args=(before[1],), name=name, daemon=True).start()
         return None
 
 
 def _discard(found: Future[FormedRound]) -> None:
-    """Once it has formed. Nothing was begun in it."""
+    """Close the round once it has formed. No collective was begun in it."""
     if found.exception() is None:
         with contextlib.suppress(forming.FormingFailed):
             forming.close(found.result(), [], [])

@@ -1,8 +1,8 @@
-"""Makes the process groups of a round, and takes them down so that nothing of them is left to be felt.
+"""Makes the process groups of a round, and closes them so that their collectives have no further effect.
 
-Forming waits for the other members, any of whom may die, and gloo's waits cannot be ended. So it happens in a thread
-that is left behind when a newer round comes. Invariant: after `close` no collective of the round writes into the
-program's tensors.
+Forming waits for the other members, any of which may die, and gloo's waits cannot be ended. So it runs in a thread that
+is abandoned when a newer round comes. Invariant: after `close` no collective of the round writes into the program's
+tensors.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import gloo_sockets, same_calls
 
-# torch's default, and how long a rank may lag behind the others. It ends nothing that we wait for, but a thread that
-# gloo lost a transfer of lives so long.
+# torch's default, and how long a rank may lag behind the others. None of our waits depends on it. But if gloo lost a
+# transfer, its thread lives for this long.
 LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
-COMPUTE_SECONDS = 0.1  # the longest that a reduction of what has arrived takes
+COMPUTE_SECONDS = 0.1  # longer than gloo takes to reduce data that has arrived
 REFUSED = "refused: "
 ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
 
 
 class FormingFailed(RuntimeError):
-    """The round did not come about here; the next one may."""
+    """The round did not form in this process; the next one may."""
 
 
 @dataclass(slots=True)
 class FormedRound:
-    """The groups of one round: `main` for the program, `control` for our own agreements and transfers, and those that a
-    mesh has. `abort` ends the collectives of an accelerator."""
+    """The groups of one round: `main` for the program, `control` for our own agreements and transfers, and those of a
+    mesh. `abort` ends the collectives of an accelerator."""
 
     round: AnnouncedRound
     main: Any
@@ -50,14 +50,14 @@ class FormedRound:
     addresses: frozenset[gloo_sockets.Address]
     store: Any
     abort: Callable[[], None] | None = None
-    # A mesh's groups, each with its `abort`, in the order of `form`'s.
+    # A mesh's groups, each with its `abort`, in the order of `form`'s `parts`.
     parts: list[tuple[Any, Callable[[], None] | None]] = field(default_factory=list)
     keep: list[Any] = field(default_factory=list)  # gloo's devices
 
 
 @dataclass(frozen=True, slots=True)
 class Subgroup:
-    """A group of some of a round's members. Each of them knows it by the same name, which no other has."""
+    """A group of some of a round's members. They all use the same name for it, and no other group has that name."""
 
     name: str
     rank: int
@@ -74,8 +74,8 @@ def alone() -> Any:
 def form(
     round_: AnnouncedRound, newer: Callable[[], bool], seconds: float, parts: Sequence[Subgroup] = (), made: str = ""
 ) -> FormedRound:
-    """Meet the members of a round. Raises `FormingFailed` once `newer()` holds, after `seconds`, or if it cannot be;
-    and `LoopError` on all members if their scripts have `made` different things, told in words."""
+    """Meet the members of a round. Raises `FormingFailed` once `newer()` holds, after `seconds`, or on an error. Raises
+    `LoopError` on all members if their scripts have `made` different groups; `made` describes them in words."""
     result: list[FormedRound | BaseException] = []
     done = threading.Event()
 
@@ -87,7 +87,7 @@ def form(
         done.set()
 
     until = time.monotonic() + seconds
-    with warnings_off():  # members may die now, and the error says so
+    with warnings_off():  # members may die now, and the error reports that
         threading.Thread(target=run, name=f"everstep-form-{round_.number}", daemon=True).start()
         while not done.wait(0.002):
             if newer():
@@ -104,17 +104,18 @@ def form(
 
 
 def close(formed: FormedRound, works: list[Any], on_device: list[Any]) -> None:
-    """Close the connections of an abandoned round, whose unfinished `works` are then over or never will be. Raises
-    `FormingFailed` if gloo keeps both, or a device goes on with its own: what they may still write makes a repeated
-    step unsafe."""
+    """Close the connections of an abandoned round. Its unfinished `works` then end, or hang without any effect. Raises
+    `FormingFailed` if gloo keeps both the works and the connections, or if a device goes on with its own works: they
+    could still write, which makes a repeated step unsafe."""
 
     def over() -> bool:
-        # gloo lets go of the tensors with the work. It may leave a connection open whose receiver is gone.
+        # gloo releases the tensors with the work, even if it leaves a connection open whose receiver is gone.
         return all(work.is_completed() for work in works)
 
     if not gloo_sockets.shut(formed.addresses, over, CLOSE_SECONDS):
         raise FormingFailed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
-    # A thread of gloo's may be adding up what had arrived. One that lost a transfer never ends, and writes nothing.
+    # A gloo thread may still be reducing data that had arrived. A thread that lost a transfer never ends, but it writes
+    # nothing.
     until = time.monotonic() + COMPUTE_SECONDS
     while not over() and time.monotonic() < until:
         time.sleep(gloo_sockets.POLL_SECONDS)
@@ -125,7 +126,7 @@ def close(formed: FormedRound, works: list[Any], on_device: list[Any]) -> None:
                 f"round {formed.round.number}: the device did not end its collectives in {ABORT_SECONDS:g} s"
             )
         time.sleep(gloo_sockets.POLL_SECONDS)
-    # Destroying a group waits for its threads, and those that lost a transfer end with gloo's own timeout.
+    # Destroying a group waits for its threads, and a thread that lost a transfer ends only with gloo's own timeout.
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
 
 
@@ -160,8 +161,8 @@ def _form(round_: AnnouncedRound, seconds: float, parts: Sequence[Subgroup], mad
 
 
 def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
-    """Groups that one member has and another has not would wait for each other. And what one member has found wrong
-    with the script, all raise."""
+    """Check that all members have made the same groups: a group that a member lacks would wait for it for ever. If one
+    member has found an error in the script, all raise it."""
     store.set(f"made/{round_.rank}", made)
     found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
     told = [one.decode() for one in found]
@@ -172,10 +173,10 @@ def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:
-    """Together with NCCL where there are GPUs, and what aborts that. UNPROVEN: nobody has run it on a GPU."""
+    """Add NCCL if there are GPUs, and return the function that aborts it. UNPROVEN: untested on GPUs."""
     if not torch.cuda.is_available():
         return gloo, None
-    # Clean up after an error, and do not end the process for it, as torchrun's setting (1) asks: we recover.
+    # 2: clean up after an error, but keep the process. torchrun sets 1, which ends it; here it recovers.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=LOST_SECONDS)
@@ -195,8 +196,8 @@ def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:
 
 
 def gloo_device(host: str, port: int) -> Any:
-    """Listens where torch is told to (GLOO_SOCKET_IFNAME), else at this machine's address on the way to the round's
-    store. torch's default is the address of the machine's name, and many machines give themselves one that is local."""
+    """A gloo device that listens on GLOO_SOCKET_IFNAME, or else at this machine's address on its route to the round's
+    store. torch's default is the address of the host name, which on many machines is a local one."""
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo.create_device(interface=names.split(",")[0])
     try:

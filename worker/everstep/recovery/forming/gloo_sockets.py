@@ -1,10 +1,11 @@
-"""The TCP connections of one round's gloo groups: which they are, and closing them.
+"""Finds and shuts down the TCP connections of one round's gloo groups.
 
-A group that was abandoned must not write into the program's tensors any more when the step is repeated. gloo writes
-only what a connection brings, so its connections are shut down, and then gloo closes them itself. They are known by
-address: each end is a listener of the round, whose addresses its members have told each other. Linux only (/proc).
+An abandoned group must not write into the program's tensors when the step is repeated. gloo writes only data that a
+connection brings. So its connections are shut down here, and then gloo closes them itself. They are found by address:
+one end of each is a listener of the round, and the members have told each other their listeners' addresses. Linux only
+(/proc).
 
-Invariant: no socket is touched whose address is not of the round.
+Invariant: a socket is touched only if its address belongs to the round.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ POLL_SECONDS = 0.0005
 
 
 class LinksUnknown(RuntimeError):
-    """Which connections are the round's cannot be told."""
+    """The connections of the round cannot be identified."""
 
 
 def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]:
-    """What `make` returns, and the address that it listens at. Raises `LinksUnknown` if another thread of this process
-    opens listening sockets all the time."""
+    """The result of `make`, and the address at which it listens. Raises `LinksUnknown` if another thread of this
+    process keeps opening listening sockets."""
     for _ in range(attempts):
         before = set(_listeners())
         made = make()
@@ -40,8 +41,8 @@ def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]
 
 
 def shut(addresses: Collection[Address], enough: Callable[[], bool], seconds: float) -> bool:
-    """Shut down this process's connections that begin or end at one of the addresses; whether within `seconds` their
-    owner closed them all, or `enough` held."""
+    """Shut down this process's connections that begin or end at one of the addresses. Returns whether gloo closed them
+    all within `seconds`, or `enough` held."""
     held: list[tuple[int, int]] = []
     for descriptor, inode, copy in _connections():
         with copy:
@@ -51,7 +52,7 @@ def shut(addresses: Collection[Address], enough: Callable[[], bool], seconds: fl
                     copy.shutdown(socket.SHUT_RDWR)
                     held.append((descriptor, inode))
             except OSError:
-                continue  # not connected (any more)
+                continue  # not connected, or no longer
     until = time.monotonic() + seconds
     while any(_inode(descriptor) == inode for descriptor, inode in held) and not enough():
         if time.monotonic() > until:
@@ -85,7 +86,7 @@ def _connections() -> Iterator[tuple[int, int, socket.socket]]:
 
 
 def _inode(descriptor: int) -> int | None:
-    """Of the socket behind a descriptor; None if it is none."""
+    """The inode of the socket behind a descriptor; None if it is no socket."""
     try:
         found = os.fstat(descriptor)
     except OSError:
@@ -94,7 +95,7 @@ def _inode(descriptor: int) -> int | None:
 
 
 def _plain(address: Any) -> Address:
-    """IPv4 in IPv6 as IPv4."""
+    """The address, with IPv4-mapped IPv6 as IPv4."""
     host, port = address[0].partition("%")[0], address[1]
     ip = ipaddress.ip_address(host)
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None

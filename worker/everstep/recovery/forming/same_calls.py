@@ -1,8 +1,8 @@
-"""All ranks ask the same of their run before its first step, in the same order.
+"""Checks that all ranks make the same calls on their run before its first step, in the same order.
 
-A rank that asks for an evaluation, a function of `run.once`, saves or steps that another does not ask for would wait
-for it in a collective that never ends. So what they ask for is compared in words, before any other collective of the
-run. Knows no process group. Invariant: lines of the script are told with the words, and not compared.
+If one rank asks for an evaluation, a function of `run.once`, saves or steps, and another does not, it would wait in a
+collective that never ends. So the calls are compared as text, before any other collective of the run. This module knows
+no process group. Invariant: line numbers of the script are part of the message, but are not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from everstep.recovery.errors import LoopError
 
-AT_PLACE = "at place {} "  # begins what only the ranks of this place in a replica ask for
+AT_PLACE = "at place {} "  # prefix of calls that only the ranks of this place in a replica make
 _LINE = re.compile(r" \([^()]*:\d+\)$")
 _PLACE = re.compile(AT_PLACE.format(r"\d+"))
 _BYTES = 7  # of text in each number of at most 63 bits
@@ -25,7 +25,7 @@ _OF_PLACES = (
 
 
 def check(told: Sequence[str]) -> None:
-    """`told`: by rank, a line for each. Raises `LoopError` for the first that is not the same on all ranks."""
+    """`told`: by rank, one line for each call. Raises `LoopError` for the first call that differs between ranks."""
     peers: dict[str, int] = {}  # the first rank of each place
     for rank, said in enumerate(told):
         place = next((at[0] for one in said.splitlines() if (at := _PLACE.match(one))), "")
@@ -40,7 +40,7 @@ def check(told: Sequence[str]) -> None:
 
 
 def meet(mine: str, gather: Callable[[Sequence[int]], list[tuple[int, ...]]]) -> None:
-    """`check` what each rank has to tell. `gather`: what each says, as many numbers; collective."""
+    """`check` the calls of all ranks. `gather`: collects the numbers of each rank; collective."""
     data = mine.encode()
     sizes = [size for (size,) in gather((len(data),))]
     length = -(-max(sizes) // _BYTES) * _BYTES

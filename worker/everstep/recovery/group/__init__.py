@@ -1,1 +1,1 @@
-"""What a script sees of torch.distributed: groups that it keeps while their members change."""
+"""The process groups that a script uses: it keeps them while their members change."""

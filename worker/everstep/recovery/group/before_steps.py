@@ -1,7 +1,7 @@
-"""Refuses to train before `steps`: until then a process is alone, and DDP averages its gradients with nobody's.
+"""Refuses to train before `steps`: until then a process is alone, so DDP would not average its gradients.
 
-A forward or backward pass may come before (to compile, to measure memory), and an optimizer of a module that is not in
-DDP: what a process computes by itself is the same on all of them.
+A forward or backward pass is allowed before (to compile, to measure memory). A step of an optimizer is allowed too if
+its module is not in DDP, because each process computes the same by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everstep.recovery.group.script_location import script_call_site
 
 
 def refuse_training(alone: Callable[[], bool]) -> None:
-    """While `alone()`. Once in a process."""
+    """Refuse to train while `alone()` holds. Called once in a process."""
     free: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of no module in DDP
 
     def hook(optimizer: Optimizer, *_: Any) -> None:

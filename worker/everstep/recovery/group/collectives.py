@@ -1,4 +1,4 @@
-"""Collectives of a few numbers, over a group that c10d's functions need not know of."""
+"""Collectives of a few numbers, over a group that need not be registered with c10d."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
 
 
 def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
-    """Every rank's values, by rank; as many of each, of at most 63 bits."""
+    """Every rank's values, by rank. Each rank gives the same number of values, of at most 63 bits."""
     mine = torch.tensor(values, dtype=torch.int64)
     found = [torch.zeros_like(mine) for _ in range(group.size())]
     group.allgather([found], [mine]).wait()

@@ -1,7 +1,7 @@
-"""The collectives of one group that are under way, and the answers that the program waits for in place of gloo's.
+"""The in-flight collectives of one group, and the answers for which the program waits in place of gloo's.
 
-gloo may lose one without a word (`group`), so each has an answer of our own. Invariant: an answer ends once, with the
-collective's result or with `PeerLost`.
+gloo may lose a collective without an error (see `recoverable`), so each one has an answer of our own. Invariant: an
+answer ends once, with the collective's result or with `PeerLost`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch._C import _distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Calls, line_of_script
 
-DEVICE_WORKS = 256  # that are kept before those that are over are dropped
+DEVICE_WORKS = 256  # kept at most before finished ones are dropped
 
 
 class PeerLost(RuntimeError):
-    """A collective cannot end because a member of the round is gone. `run.steps` takes it and repeats the step."""
+    """A collective cannot end because a member of the round is gone. `run.steps` catches it and repeats the step."""
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
@@ -33,12 +33,12 @@ def is_of_lost_peer(error: BaseException) -> bool:
 
 
 def _says_so(error: BaseException) -> bool:
-    """Through C++, where DDP waits, only the text of an error comes."""
+    """Whether the error's text is that of a `PeerLost`: an error that passes through C++ (DDP) keeps only its text."""
     return isinstance(error, RuntimeError) and PeerLost.__name__ in str(error)
 
 
 class CollectiveWork(c10d.Work):
-    """What a collective returns: ends when gloo's work does, or when the round is abandoned."""
+    """The work object that a collective returns. It ends when gloo's work does, or when the round is abandoned."""
 
     def __init__(self, value: Any, check: Callable[[str], None] | None = None) -> None:
         super().__init__()
@@ -48,17 +48,17 @@ class CollectiveWork(c10d.Work):
         self.work: Any = None  # gloo's
         self._error: PeerLost | None = None
         self._trigger: torch.futures.Future[None] = torch.futures.Future()
-        # An error reaches C++ (DDP's reducer waits there) only by a callback that raises.
+        # An error reaches waiters in C++ (DDP's reducer) only through a callback that raises.
         self._future = self._trigger.then(self._end)
 
     def finish(self, error: PeerLost | None) -> None:
-        """Called once."""
+        """End the answer, with an error or without. Called once."""
         self._error = error
         self._trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the collective is over; `timeout` is the group's, not the caller's. Raises `PeerLost`; `check` raises
-        if it is no longer to be waited for."""
+        """Wait until the collective is over; `timeout` is ignored. Raises `PeerLost`. `check` raises if the collective
+        may no longer be waited for."""
         if self._check is not None:
             self._check(self.call.what)
         try:
@@ -86,7 +86,7 @@ class CollectiveWork(c10d.Work):
         return self._value
 
     def _source_rank(self) -> int:
-        """Of a receipt from any member, once it is over."""
+        """The sender of a message received from any member, once it is over."""
         return int(self.work._source_rank())
 
     def synchronize(self) -> None:
@@ -106,7 +106,7 @@ class CombinedWork(c10d.Work):
         self._answers = answers
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are over. Raises `PeerLost`."""
+        """Wait until all are over. Raises `PeerLost`."""
         return all(answer.wait(timeout) for answer in self._answers)
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -129,7 +129,7 @@ class CombinedWork(c10d.Work):
 
 
 class WaitingTime:
-    """How long collectives are under way, of all groups that share this: those of a mesh overlap."""
+    """The time in which collectives were in flight, of all groups that share this object. Those of a mesh overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class WaitingTime:
 
     @property
     def seconds(self) -> float:
-        """In which at least one was. Not those of an accelerator."""
+        """Seconds in which at least one collective was in flight, not counting those of an accelerator."""
         with self._lock:
             return self._seconds + (time.monotonic() - self._since if self._under_way else 0.0)
 
@@ -155,23 +155,23 @@ class WaitingTime:
 
 
 class InFlightCollectives:
-    """The collectives under way of one group. Apart from the group, because gloo's threads hold on to it: a gloo group
-    that goes with its last reference in one of its own threads ends the process."""
+    """The collectives in flight of one group. It is separate from the group because gloo's threads hold references to
+    it: a gloo group whose last reference is dropped in one of its own threads ends the process."""
 
     def __init__(self, on_lost: Callable[[str], None] | None, waiting: WaitingTime) -> None:
         self.lock = threading.Lock()
         self.lost: str | None = "no round has begun"
-        self.lost_at = ""  # where the script was then, if a collective failed
+        self.lost_at = ""  # the script's place when a collective failed
         self.left: list[Any] = []
         self.failures = 0  # collectives that have ended with `PeerLost`
         self.calls = Calls()
-        self._device: list[tuple[Call, Any]] = []  # NCCL's works, those that are over among them
-        self._pending: dict[CollectiveWork, None] = {}  # in the order in which they were begun
+        self._device: list[tuple[Call, Any]] = []  # NCCL's works, including finished ones
+        self._pending: dict[CollectiveWork, None] = {}  # in the order of their beginning
         self._on_lost = on_lost
         self._waiting = waiting
 
     def waits_in(self) -> Call | None:
-        """The oldest collective under way."""
+        """The oldest collective in flight."""
         device = self._on_device()
         with self.lock:
             calls = [call for call, _ in device] + [answer.call for answer in self._pending]
@@ -194,30 +194,30 @@ class InFlightCollectives:
             self._on_device()
 
     def restart(self) -> None:
-        """A round begins. Under the lock."""
+        """A round begins. Called under the lock."""
         self.lost, self.left = None, []
         self.calls.restart()
 
     def begin(self, answer: CollectiveWork) -> None:
-        """Under the lock."""
+        """Register an answer before gloo begins its collective. Called under the lock."""
         self._pending[answer] = None
         self._waiting.begun()
 
     def begun(self, answer: CollectiveWork) -> None:
-        """gloo has the collective. It may have been given up in between."""
+        """gloo has begun the collective, which may have been given up in between."""
         with self.lock:
             if answer not in self._pending:
                 self.left.append(answer.work)
 
     def give_up(self, reason: str) -> None:
-        """End every collective under way."""
+        """End every collective in flight."""
         with self.lock:
             pending = self._take(reason)
         for answer in pending:
             answer.finish(PeerLost(reason))
 
     def ended(self, answer: CollectiveWork, outcome: Callable[[], Any]) -> None:
-        """In gloo's thread, or one that waits for it."""
+        """Called in gloo's thread, or in one that waits for it, when gloo's work is over."""
         try:
             outcome()
         except RuntimeError as e:
@@ -231,7 +231,8 @@ class InFlightCollectives:
             answer.finish(None)
 
     def failed(self, answer: CollectiveWork, error: RuntimeError) -> None:
-        """gloo's connections are of no use after an error, and what else is under way may never be told of it."""
+        """Give up all collectives: after an error gloo's connections are unusable, and other collectives may never
+        end."""
         reason = str(error).split("\n", 1)[0][:300]
         with self.lock:
             if answer not in self._pending:

@@ -1,9 +1,9 @@
-"""Which ranks of each world a group of the script's has, where a replica is `places` neighbours in rank.
+"""Maps a group of the script to its ranks in each world, where a replica is `places` neighbours in rank. Pure.
 
-A script names ranks of the largest world that the job may have, and each later world has other members. So a group is
-kept by what it means: some places of its replica, or all replicas of one place. Pure.
+A script names ranks of the largest world that the job may have, but later worlds have other sizes. So a group is kept
+by its meaning: some places of one replica, or one place of all replicas.
 
-Invariant: the ranks of a meaning in a world that is whole replicas are those that torch would be given there.
+Invariant: in a world of whole replicas, a meaning has the ranks that the script would give torch in that world.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ GroupMeaning = AllRanks | WithinReplica | AcrossReplicas
 
 
 def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[GroupMeaning, int] | None:
-    """What these ranks of a world of `most` mean, and of which replica (0 for what all replicas have part in). None if
-    no other world has ranks that mean the same."""
+    """The meaning of these ranks in a world of `most`, and the number of their replica (0 if all replicas take part).
+    None if these ranks have no meaning in another world."""
     found = sorted(ranks)
     if not found or found[0] < 0 or found[-1] >= most or len(set(found)) < len(found) or most % places:
         return None
-    # First, because in a job of one replica it says more: each process knows its place.
+    # Checked first, because it is more precise in a job of one replica: each process knows its place.
     if most > 1 and found[0] // places == found[-1] // places:
         return WithinReplica(tuple(rank % places for rank in found)), found[0] // places
     if found == list(range(most)):
@@ -52,7 +52,7 @@ def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[GroupMeaning,
 
 
 def ranks_of(what: GroupMeaning, rank: int, size: int, places: int) -> list[int]:
-    """In a world of `size`, of the group that rank `rank` is in."""
+    """The ranks, in a world of `size`, of the group that contains rank `rank`."""
     match what:
         case AllRanks():
             return list(range(size))
@@ -64,7 +64,8 @@ def ranks_of(what: GroupMeaning, rank: int, size: int, places: int) -> list[int]
 
 
 def name_of(what: GroupMeaning, nth: int, rank: int, places: int) -> str:
-    """Of the group of this meaning that rank `rank` is in, which its members share and no other group has."""
+    """The name of the group of this meaning that contains rank `rank`. Its members use the same name, and no other
+    group has it."""
     match what:
         case AllRanks():
             return f"own-{nth}"
@@ -75,7 +76,7 @@ def name_of(what: GroupMeaning, nth: int, rank: int, places: int) -> str:
 
 
 def order_of(what: GroupMeaning, nth: int) -> tuple[int, tuple[int, ...], int]:
-    """In which order groups are formed: the same for all members of each, so that none waits in a circle."""
+    """The sort key by which groups are formed. All members of a group have the same, so no circular wait arises."""
     match what:
         case AllRanks():
             return 0, (), nth
@@ -86,7 +87,8 @@ def order_of(what: GroupMeaning, nth: int) -> tuple[int, tuple[int, ...], int]:
 
 
 def words(made: Counter[tuple[GroupMeaning, int]]) -> str:
-    """How many of each meaning, for people, and for the comparison with another process's. `made`: see `lacking`."""
+    """The number of groups of each meaning as text, for messages and for comparison with other processes. `made`: see
+    `lacking`."""
     counts: dict[str, int] = {}
     for (what, _), count in made.items():
         match what:
@@ -101,8 +103,8 @@ def words(made: Counter[tuple[GroupMeaning, int]]) -> str:
 
 
 def lacking(made: Counter[tuple[GroupMeaning, int]], replicas: int, places: int) -> list[int] | None:
-    """The ranks of a group that the script has made for some replicas, and not for all; None if there is none. `made`:
-    how many of each meaning, by replica."""
+    """The ranks of a group that the script has made for some replicas but not for all; None if there is none. `made`:
+    the number of groups by meaning and replica."""
     for what, _ in made:
         counts = {replica: made[what, replica] for replica in range(replicas if isinstance(what, WithinReplica) else 1)}
         fewest = min(counts, key=lambda replica: counts[replica])

@@ -1,4 +1,4 @@
-"""The members of the present round, as the checkpoint engine and we ourselves talk to them."""
+"""Collectives among the members of the present round, for the checkpoint engine and for recovery."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep.recovery.group.recoverable import RecoverableGroup
 
 
 class Members(Broadcasting):
-    """A `checkpoint.Ranks` over a `RecoverableGroup` that c10d does not know of. Raises `PeerLost` where a member is
+    """A `checkpoint.Ranks` over a `RecoverableGroup` that is not registered with c10d. Raises `PeerLost` if a member is
     gone."""
 
     def __init__(self, group: RecoverableGroup) -> None:
@@ -34,14 +34,14 @@ class Members(Broadcasting):
         return int(tensor.item())
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's values, by rank; as many of each, of at most 63 bits."""
+        """Every rank's values, by rank. Each rank gives the same number of values, of at most 63 bits."""
         return gather_over(values, self.group)
 
     def any(self, values: Sequence[bool], places: int = 1) -> list[bool]:
-        """Of each of them, whether it is so on any rank; as many on each. With `places` above 1: on any rank that has
-        this one's place, `rank % places`; as many on each of these."""
+        """For each value, whether it is true on any rank; all ranks give the same number of values. With `places` above
+        1, only ranks with this rank's place, `rank % places`, count, and only these must give the same number."""
         if places > 1:
-            # One more, because there may be none at all, and gloo gathers no tensors without elements.
+            # One more than needed, because gloo cannot gather empty tensors.
             padded = [*values, *[False] * (self.maximum(len(values)) + 1 - len(values))]
             told = self.gather([int(value) for value in padded])[self.rank % places :: places]
             return [any(column) for column in list(zip(*told, strict=True))[: len(values)]]

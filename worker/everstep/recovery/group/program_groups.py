@@ -1,10 +1,9 @@
-"""The process groups that the program uses: the default one, and those that the script makes itself with
-`dist.new_group()`: of all ranks, for DDP or for figures of its own; of some, where `run.mesh(model=N)` says what a
-replica is.
+"""The process groups that the program uses: the default group, and those that the script makes.
 
-Each is made anew in each round, behind a handle that the script keeps. Invariants: such a group has the members of the
-present round, or none of its collectives succeeds; a group of some ranks means the same in each round (`patterns`), and
-what has no such meaning is refused by name.
+A script makes groups with `dist.new_group()`: of all ranks, for DDP or for its own metrics; or of some ranks, if
+`run.mesh(model=N)` has declared the size of a replica. Each group is made anew in each round, behind a handle that the
+script keeps. Invariants: a group has the members of the present round, or none of its collectives succeeds; a group of
+some ranks has the same meaning in each round (`meanings`); a group without such a meaning is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MOST = 16  # each has connections of its own in each round
 
 @dataclass(frozen=True, slots=True)
 class ScriptGroup:
-    """A group of the script's: the `nth` that means this."""
+    """A group of the script: the `nth` one with this meaning."""
 
     what: GroupMeaning
     nth: int
@@ -46,22 +45,22 @@ class ProgramGroups:
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._waiting = WaitingTime()  # in the program's collectives
-        self._asked: RecoverableGroup | None = None  # that c10d makes a group of just now
+        self._asked: RecoverableGroup | None = None  # the group that is being registered with c10d now
         self.scope = ScriptLocation()
         self.main = self._make()
         self.main.on_point = self._check_peer
         self._own: list[ScriptGroup] = []
-        # Ranks of a replica that hold other things than each other, and the rank that this process takes itself for.
+        # Whether the script divides its model, the ranks of a replica, and the rank that this process assumes.
         self._divided, self.places, self._here = False, 1, 0
         self._told: Counter[tuple[GroupMeaning, int]] = (
             Counter()
         )  # groups that the script has asked for, of any replica
         self._most = 1
-        self.asks: Sequence[str] = ()  # what else the script has asked for, in words
-        self.refusal = ""  # why no member can go on
+        self.asks: Sequence[str] = ()  # the script's other calls, as text
+        self.refusal = ""  # the reason why no member can go on
 
     def begin(self, most: int) -> None:
-        """Make `main` the default group, of a world of one for now. The job may come to have `most` processes."""
+        """Make `main` the default group, of a world of one for now. The job may have up to `most` processes."""
         torch_functions.check_first()
         self._most = most
         self.scope.others = most > 1
@@ -72,18 +71,18 @@ class ProgramGroups:
         before_steps.refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
 
     def divide(self, kind: str, places: int, rank: int) -> None:
-        """Of a mesh that was made: if it is of a model that the script divides itself, over so many neighbours in rank,
-        this process keeps the place that `rank` has."""
+        """Take over the mesh's shape. If the script itself divides its model, over `places` neighbours in rank, this
+        process keeps the place of `rank`."""
         if kind == MODEL:
             self._divided, self.places, self._here = True, places, rank % self._most
 
     @property
     def own(self) -> tuple[RecoverableGroup, ...]:
-        """Those of the script in which this process is, as `parts`."""
+        """The script's groups that contain this process, in the order of `parts`."""
         return tuple(one.group for one in self._own)
 
     def is_across(self, group: object) -> bool:
-        """Whether it is one of the script's that has one place of all replicas: in a job of one replica that place."""
+        """Whether this is a group of the script that consists of one place of all replicas."""
         across = (AcrossReplicas, WithinReplica) if self._most == self.places else (AcrossReplicas,)
         found = next((one.what for one in self._own if one.group is group), None)
         return isinstance(found, across) and len(meanings.ranks_of(found, 0, self.places, self.places)) == 1
@@ -92,11 +91,11 @@ class ProgramGroups:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
 
     def for_mesh(self, description: str) -> RecoverableGroup:
-        """A group of a mesh, known to c10d. Its members are the mesh's business."""
+        """A group of a mesh, registered with c10d. The mesh sets its members."""
         return self._register(self._make(), description)
 
     def _register(self, group: RecoverableGroup, description: str | None) -> RecoverableGroup:
-        """Make it known to c10d."""
+        """Register the group with c10d."""
         self._asked = group
         try:
             dist.new_group([0], backend=BACKEND, group_desc=description)
@@ -105,8 +104,8 @@ class ProgramGroups:
             self._asked = None
 
     def _new(self, ranks: Sequence[int] | None, description: str | None) -> Any:
-        """A group for the script: of all ranks without `ranks`. What torch gives to those that are not in it, if this
-        process is not."""
+        """A group for the script; without `ranks`, of all ranks. If this process is not in it, torch's placeholder for
+        non-members."""
         asked = script_call_site(sys._getframe(1))
         at = asked.at if asked is not None else ""
         if self.scope.where is not ScriptPhase.BUILDING:
@@ -139,7 +138,7 @@ class ProgramGroups:
         return group
 
     def parts(self, rank: int, world_size: int) -> tuple[forming.Subgroup, ...]:
-        """As `forming.form` makes them for a round."""
+        """The subgroups that `forming.form` makes for a round."""
         found = []
         for one in self._own:
             ranks = meanings.ranks_of(one.what, rank, world_size, self.places)
@@ -159,8 +158,8 @@ class ProgramGroups:
         distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
 
     def _check_peer(self, name: str, rank: int) -> None:
-        """The script sends to a rank of the world, or receives from it. Raises `LoopError` if the world has no such
-        rank: gloo would wait for it."""
+        """Check the rank to which the script sends, or from which it receives. Raises `LoopError` if the world has no
+        such rank, because gloo would wait for it."""
         size = self.main._size
         if rank < size or self.scope.where is not ScriptPhase.STEP or not self.scope.others:
             return
@@ -174,7 +173,7 @@ class ProgramGroups:
         )
 
     def stand_in(self, stands_in: Callable[[str], bool] | None, on_rank: Callable[[], None] | None) -> None:
-        """Ask `stands_in` for each collective from now on, and call `on_rank` when the rank is asked for."""
+        """From now on, call `stands_in` for each collective, and `on_rank` when the script reads the rank."""
         for group in (self.main, *self.own):
             group.stands_in, group.on_rank = stands_in, on_rank
 
@@ -185,7 +184,8 @@ class ProgramGroups:
 
     @property
     def made(self) -> str:
-        """What all members have to have made alike, in words; empty if nothing. Or why none of them can go on."""
+        """A text of the groups and calls that must be the same on all members; empty if there are none. If no member
+        can go on, the reason for that."""
         if self.refusal:
             return f"{forming.REFUSED}{self.refusal}"
         if (ranks := meanings.lacking(self._told, self._most // self.places, self.places)) is not None:

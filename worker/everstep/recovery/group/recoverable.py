@@ -1,15 +1,15 @@
 """A process group whose waits can be given up, and whose members change while the program keeps its handle.
 
-gloo loses a transfer that is under way when its connection breaks: whoever waits for it is not told, and waits for the
-group's timeout (measured on torch 2.13 with sockets shut at a random moment: 5 of 120 waits). So nobody waits
-for gloo here. Each collective gets an answer of our own, which gloo's completes, or `abandon` does, within a
-millisecond. The program holds one group for its life; `attach` puts the group of another round behind it.
+gloo may lose a transfer when its connection breaks: a waiter gets no error and waits until the group's timeout
+(measured on torch 2.13 with sockets shut at a random moment: 5 of 120 waits). So the program never waits for gloo.
+Each collective gets an answer of our own, which gloo's work completes, or `abandon` ends within a millisecond. The
+program holds one group for its whole life; `attach` puts the group of another round behind it.
 
-Invariant: a collective ends once, with its result or with `PeerLost`; after `abandon` no collective of the round that
-was abandoned succeeds, and none begins before `attach`.
+Invariant: a collective ends once, with its result or with `PeerLost`; after `abandon` no collective of the abandoned
+round succeeds, and none begins before `attach`.
 
-Collectives of an accelerator's tensors are NCCL's own: they are watched, and aborted with the round. What they leave in
-their tensors is garbage, and no optimizer takes it, because the round is over. UNPROVEN: nobody has run it on a GPU.
+Collectives on an accelerator's tensors stay NCCL's own: they are watched, and aborted with the round. Their tensors
+then hold garbage, but no optimizer uses it, because the round is over. UNPROVEN: untested on GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from everstep.recovery.group.in_flight import CollectiveWork, CombinedWork, InFl
 from everstep.recovery.group.script_location import ScriptLocation
 
 BACKEND = "everstep"
-# From one member to another: how it is told.
+# Point-to-point operations: how messages describe them.
 _POINT: dict[str, Callable[[Any], tuple[str, str]]] = {
     "send": lambda arguments: ("send", f"to rank {arguments[1]}"),
     "recv": lambda arguments: ("recv", f"from rank {arguments[1]}"),
@@ -39,7 +39,7 @@ class RecoverableGroup(dist.ProcessGroup):
     """torch's collectives over the group of the present round; between two rounds each of them fails at once.
 
     `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`. `waiting`: shared
-    by groups of one program. `scope`: where the script may use it; everywhere without one.
+    by groups of one program. `scope`: where the script may use the group; without it, everywhere.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class RecoverableGroup(dist.ProcessGroup):
         self._in_flight = InFlightCollectives(on_lost, self._waiting)
         self._inner: Any = None
         self._abort: Callable[[], None] | None = None
-        self.on_begin: Callable[[str, Any], None] | None = None  # its name, and the tensors that it writes into
-        self.on_point: Callable[[str, int], None] | None = None  # "send" or "recv", and to or from which rank
-        # Whether a collective is to end as if all members had what this one has. May raise `PeerLost`.
+        self.on_begin: Callable[[str, Any], None] | None = None  # gets a collective's name and its output tensors
+        self.on_point: Callable[[str, int], None] | None = None  # gets "send" or "recv", and the other rank
+        # Whether a collective must end as if all members had this one's values. May raise `PeerLost`.
         self.stands_in: Callable[[str], bool] | None = None
         self.on_rank: Callable[[], None] | None = None  # called when this member's rank is asked for
         self._rank, self._size = 0, 1
         self._name = ""
-        self.knows_place = False  # this member's rank and the size are what they will be, also before its first round
+        self.knows_place = False  # whether rank and size are final, although the first round has not begun
 
     @property
     def lost(self) -> str | None:
@@ -75,7 +75,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
     @property
     def lost_at(self) -> str:
-        """Where the script was when a collective failed: ` at train.py:31 in main`, or nothing."""
+        """The script's place when a collective failed: ` at train.py:31 in main`, or empty."""
         return self._in_flight.lost_at
 
     @property
@@ -90,31 +90,31 @@ class RecoverableGroup(dist.ProcessGroup):
             return self._in_flight.calls.recent
 
     def waits_in(self) -> Call | None:
-        """The oldest collective under way: this member has begun it, and another may not have."""
+        """The oldest collective in flight: this member has begun it, and another may not have."""
         return self._in_flight.waits_in()
 
     @property
     def waits(self) -> bool:
-        """Whether a collective is under way."""
+        """Whether a collective is in flight."""
         return self._in_flight.waits_in() is not None
 
     @property
     def waited(self) -> float:
-        """Seconds in which a collective was under way, in all rounds. Not those of an accelerator."""
+        """Seconds in which a collective was in flight, in all rounds, not counting those of an accelerator."""
         return self._waiting.seconds
 
     def write_calls(self, path: str) -> None:
-        """Keep the newest in a file."""
+        """Keep the newest calls in a file."""
         self._in_flight.calls.write_to(Page(path))
 
     @property
     def left(self) -> list[Any]:
-        """gloo's works that were given up in this round, and may not be over."""
+        """gloo's works that were given up in this round, and may still run."""
         return list(self._in_flight.left)
 
     @property
     def left_on_device(self) -> list[Any]:
-        """Works of an accelerator that are not over."""
+        """Works of an accelerator that still run."""
         return self._in_flight.on_device()
 
     def attach(self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None) -> None:
@@ -130,22 +130,23 @@ class RecoverableGroup(dist.ProcessGroup):
             in_flight.restart()
 
     def place(self, rank: int, size: int) -> None:
-        """Be of this rank and size from now on, also while no round is attached."""
+        """Set rank and size, also while no round is attached."""
         self._rank, self._size = rank, size
 
     def abandon(self, reason: str) -> None:
-        """End every collective under way with `PeerLost(reason)`; none begins any more. Any thread."""
+        """End every collective in flight with `PeerLost(reason)`, and let no new one begin. Any thread may call it."""
         on_device = self._in_flight.on_device()
         self._in_flight.give_up(reason)
         with self._in_flight.lock:
-            self._in_flight.failures += len(on_device)  # what they leave is garbage
+            self._in_flight.failures += len(on_device)  # their tensors hold garbage
             self._inner = None
             abort, self._abort = self._abort, None
-        if abort is not None:  # it may wait for the device, and nobody here does
+        if abort is not None:  # in a thread of its own, because it may wait for the device
             threading.Thread(target=abort, name="everstep-abort", daemon=True).start()
 
     def _run(self, name: str, value: Any, same: Sequence[Any], *arguments: Any) -> Any:
-        """`same`: the tensors that have to be alike on all members; the last argument is the options."""
+        """Begin a collective. `same`: the tensors whose shapes must be equal on all members. The last argument is the
+        options."""
         if self._scope is not None and not self._scope.free:
             self._scope.collective(name)
         if self.on_begin is not None:
@@ -181,7 +182,7 @@ class RecoverableGroup(dist.ProcessGroup):
         in_flight.begun(answer)
         try:
             future = answer.work.get_future()
-        except RuntimeError:  # some of gloo's works have none
+        except RuntimeError:  # some of gloo's works have no future
             threading.Thread(target=in_flight.ended, args=(answer, answer.work.wait), daemon=True).start()
         else:
             future.add_done_callback(lambda done: in_flight.ended(answer, done.value))
@@ -195,7 +196,8 @@ class RecoverableGroup(dist.ProcessGroup):
         return lambda what: scope.waits(begun, what or name)
 
     def _run_on_device(self, answer: CollectiveWork, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """NCCL orders its work by streams and has an abort of its own: its answers need none of ours."""
+        """Run a collective on NCCL. It orders its work by streams and has its own abort, so it needs no answer of
+        ours."""
         in_flight = self._in_flight
         try:
             work = collective(*arguments)
@@ -212,7 +214,7 @@ class RecoverableGroup(dist.ProcessGroup):
         in_flight.begun_on_device(answer.call, work)
         return work
 
-    # What c10d calls, from Python and (by the names that begin with `get`) from C++.
+    # The methods that c10d calls, from Python, and those whose names begin with `get` also from C++.
 
     def rank(self) -> int:
         if self._scope is not None and not self.knows_place:
@@ -227,7 +229,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._size
 
     def ask_ranks(self, what: str) -> None:
-        """`what` is asked which ranks there are. Raises `LoopError` if the script asks, and nobody knows."""
+        """Called when `what` reads the ranks. Raises `LoopError` if the script reads them before they are known."""
         if self._scope is not None:
             self._scope.unknown(what)
 
@@ -301,11 +303,11 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._in_turn(self._reduce_scatter_base, outputs, inputs, opts)
 
     def _in_turn(self, collective: Callable[..., Any], outputs: Any, inputs: Any, opts: Any) -> Any:
-        """What DTensors ask for, of one tensor mostly, and gloo's Python group does not have: one for each tensor."""
+        """Run a coalesced collective that DTensor needs and gloo's Python group lacks: one collective per tensor."""
         answers = [collective(output, input, opts) for output, input in zip(outputs, inputs, strict=True)]
         return answers[0] if len(answers) == 1 else CombinedWork(answers)
 
-    # How much goes from whom to whom may differ between members.
+    # The amounts that members send to each other may differ.
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._run("alltoall", outputs, (), outputs, inputs, opts or c10d.AllToAllOptions())
@@ -317,7 +319,7 @@ class RecoverableGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._run("barrier", None, (), opts or c10d.BarrierOptions())
 
-    # From one member to another: the rest of the world runs no such call.
+    # Point-to-point operations: the other members run no such call.
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         if self.on_point is not None:
@@ -334,7 +336,7 @@ class RecoverableGroup(dist.ProcessGroup):
 
 
 def _copy_own(name: str, arguments: Sequence[Any]) -> None:
-    """Into what a gathering collective writes, what this member gives to it."""
+    """Copy this member's input of a gathering collective into its place in the output."""
     if "gather" not in name:
         return
     outputs, inputs = arguments[0], arguments[1]
@@ -347,7 +349,7 @@ def _copy_own(name: str, arguments: Sequence[Any]) -> None:
 
 
 def _on_device(tensors: Any) -> bool:
-    """Whether the collective moves tensors of an accelerator."""
+    """Whether the collective uses tensors on an accelerator."""
     while isinstance(tensors, list | tuple):
         if not tensors:
             return False

@@ -1,10 +1,10 @@
-"""Where in its loop the script is, and what it may ask of its process groups there.
+"""Tracks where in its loop the script is, and refuses calls on its process groups that are wrong there.
 
-Before the first round a process builds its objects alone: what it asks of the world then has an answer that is wrong
-(rank 0 of 1, sums of one) and looks right. Between two steps nobody would repeat a collective whose peer was lost. Both
-are refused where the script asks, on every rank, because every rank runs the same script.
+Before the first round, a process builds its objects alone. A call that reads the world then gets an answer that looks
+right and is wrong (rank 0 of 1, sums of one). Between two steps, a collective whose peer was lost would not be
+repeated. Both are refused at the script's call, on every rank, because every rank runs the same script.
 
-Invariant: in a step nothing is looked at but one attribute.
+Invariant: in a step, the check reads one attribute only.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from types import FrameType
 from everstep.contract.library_files import is_library
 from everstep.recovery.errors import LoopError
 
-# Where torch's functions for a script's own collectives are. DDP and FSDP reach their groups in other ways.
+# The modules with torch's functions for a script's own collectives. DDP and FSDP use their groups in other ways.
 _OWN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.nn.functional",
     "torch.distributed._functional_collectives",
 )
-# Our modules that lie between a script and torch: the script is above them. What our other modules ask, we ask.
+# Our modules whose frames are skipped in search of the script's call. A call by another module of ours is our own.
 _BETWEEN = ("everstep.recovery.", "everstep.train.guards.comparison.")
 _OF_STATE = "everstep.recovery.state."
 
 
 class ScriptPhase(Enum):
     BUILDING = auto()  # alone, before the first round
-    STEP = auto()  # in a step or an evaluation: what a lost peer breaks comes again
-    BODY = auto()  # in a step, in the body of a loop of the script's, whose errors nobody can catch
+    STEP = auto()  # in a step or an evaluation, which is repeated if a peer is lost
+    BODY = auto()  # in a step, in the body of the script's own loop, whose errors the session cannot catch
     BETWEEN = auto()
     OVER = auto()  # after the last step
 
 
 class ScriptLocation:
-    """Shared by the groups of one program. Without `others` there is one process for ever, and nothing is refused."""
+    """The script's phase, shared by the groups of one program. Without `others`, the world has one process for ever,
+    and nothing is refused."""
 
     def __init__(self) -> None:
         self.where = ScriptPhase.BUILDING
         self.others = True
-        self.entered = 0  # steps and evaluations, those that come again among them
-        self.refused: LoopError | None = None  # the newest collective's, in the loop: a script may catch it
+        self.entered = 0  # steps and evaluations, including repeated ones
+        self.refused: LoopError | None = None  # of the newest collective in the loop; kept, as a script may catch it
         self._thread = threading.get_ident()
 
     @property
     def free(self) -> bool:
-        """Whether collectives of this thread are as they should be."""
+        """Whether this thread may run collectives without a further check."""
         return self.where is ScriptPhase.STEP and threading.get_ident() == self._thread
 
     def enter(self, where: ScriptPhase) -> None:
@@ -60,7 +61,7 @@ class ScriptLocation:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What is called in it is called again if a peer is lost."""
+        """A context for code that is called again if a peer is lost."""
         self.enter(ScriptPhase.STEP)
         try:
             yield
@@ -68,7 +69,7 @@ class ScriptLocation:
             self.enter(ScriptPhase.BETWEEN)
 
     def collective(self, name: str) -> None:
-        """One begins that is not `free`. Raises `LoopError` if it cannot be right."""
+        """Check a collective that begins when `free` is false. Raises `LoopError` if it is wrong there."""
         try:
             self._check(name)
         except LoopError as e:
@@ -77,8 +78,8 @@ class ScriptLocation:
             raise
 
     def waits(self, begun: int, name: str) -> None:
-        """The script waits for a collective that it began when `begun` steps were entered. Raises `LoopError` unless
-        that is the step in hand: were a peer lost in between, the collective would not be repeated."""
+        """Check a wait for a collective that began when `begun` steps were entered. Raises `LoopError` unless that is
+        the present step: if a peer were lost in between, the collective would not be repeated."""
         if begun == self.entered or not self.others:
             return
         asked = script_call_site(sys._getframe(2))
@@ -94,7 +95,7 @@ class ScriptLocation:
         if self.where in (ScriptPhase.STEP, ScriptPhase.BODY) and isinstance(
             threading.current_thread(), threading._DummyThread
         ):
-            return  # one of autograd's
+            return  # a thread of autograd
         asked = script_call_site(sys._getframe(2))
         if asked is None:
             return
@@ -128,7 +129,8 @@ class ScriptLocation:
                 return
 
     def place(self, name: str) -> None:
-        """A group is asked for its `name`, rank or size. Raises `LoopError` if the script asks, and nobody knows."""
+        """Check a read of a group's rank or size (`name`). Raises `LoopError` if the script reads it before it is
+        known."""
         if self.where is not ScriptPhase.BUILDING or not self.others:
             return
         asked = script_call_site(sys._getframe(1))
@@ -140,7 +142,7 @@ class ScriptLocation:
             raise LoopError(f"group.{name}(){asked.at}: {UNKNOWN}")
 
     def unknown(self, what: str) -> None:
-        """The script asks `what`, as it is written, which ranks there are. Raises `LoopError` while nobody knows."""
+        """Check a call `what` by which the script reads the ranks. Raises `LoopError` while they are not known."""
         if self.where is not ScriptPhase.BUILDING or not self.others:
             return
         asked = script_call_site(sys._getframe(1))
@@ -169,8 +171,8 @@ NO_SUBGROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """The line of the script that is being run, and the function of torch's that it calls. `own`: one by which scripts
-    run collectives; else a module's, as DDP. `library`: the line is in an installed package."""
+    """The script's present line, and the torch function that it calls. `own`: scripts run collectives by this function;
+    otherwise it belongs to a module such as DDP. `library`: the line is in an installed package."""
 
     function: str
     own: bool
@@ -179,7 +181,7 @@ class CallSite:
 
 
 def script_call_site(frame: FrameType | None) -> CallSite | None:
-    """Who of the script is behind a call, up from `frame`; None if we are."""
+    """The line of the script that made a call, searched upwards from `frame`; None if our own code made it."""
     entry: FrameType | None = None
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

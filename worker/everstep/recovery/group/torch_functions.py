@@ -1,9 +1,9 @@
-"""The functions of torch.distributed by which a script would make a world of its own, while Everstep makes the worlds.
+"""Replaces the functions of torch.distributed by which a script would make its own groups and meshes.
 
-Before its first round a process is alone, so torch's own functions would give it groups and meshes of one, without a
-word. Each is refused by name here, or made one that follows the world. Uses names of torch's that are not public;
-`tests/agent/test_agent_scope.py` watches them. What is put in their place asks first whether the default group is
-ours, so it changes nothing elsewhere.
+Before its first round a process is alone, so torch's own functions would silently give it groups and meshes of one
+rank. Each such function is refused here, or replaced by one that follows the world. The module uses private names of
+torch; `tests/agent/test_agent_scope.py` watches them. A replacement first checks that the default group is ours, so it
+changes nothing in other programs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _making: list[bool] = []  # a schedule that lasts as long as its round
 
 @contextmanager
 def making_schedule() -> Iterator[None]:
-    """Stages of torch's pipelines may be made in it: whoever makes them makes them anew in each round."""
+    """A context in which stages of torch's pipelines may be made, because they are made anew in each round."""
     _making.append(True)
     try:
         yield
@@ -67,7 +67,7 @@ def making_schedule() -> Iterator[None]:
 
 
 def check_first() -> None:
-    """Before `everstep.start` makes the default group: the script has not. Raises `LoopError`."""
+    """Check that the script has not made the default group before `everstep.start` does. Raises `LoopError`."""
     if dist.is_initialized():
         raise LoopError(
             f"dist.init_process_group(){_line_of('init_process_group')} came before everstep.start(), which makes the "
@@ -77,8 +77,9 @@ def check_first() -> None:
 
 
 def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | None, str | None], Any]) -> None:
-    """Once, with our default group in place. `most`: processes that the job may come to have; `ours`: whether we ask
-    c10d for a group just now; `make`: a group of these ranks, None for all, with a description."""
+    """Put the replacements in place; called once, when our default group exists. `most`: the largest number of
+    processes. `ours`: whether our own code asks c10d for a group now. `make`: makes a group of these ranks (None: all),
+    with a description."""
     world = dist.group.WORLD
     new_group = distributed_c10d._new_group_with_tag
     barrier = distributed_c10d.monitored_barrier
@@ -93,14 +94,14 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         return new_group(ranks, *arguments, **named)
 
     def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:
-        """torch has it for gloo's own groups alone. Whom it waits for in vain, the agent names."""
+        """torch has this function for gloo's own groups only. Here the agent names a rank that does not arrive."""
         if isinstance(group or dist.group.WORLD, RecoverableGroup):
             return dist.barrier(group)
         return barrier(group, *arguments, **named)
 
     @functools.wraps(rank_in)
     def get_rank(group: Any = None) -> int:
-        """torch looks the default group's rank up in a table, which does not know a place before the first round."""
+        """Ask the default group: torch would read its rank from a table that is not valid before the first round."""
         asking = sys._getframe(1)
         if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
             _check_stage(asking)
@@ -133,7 +134,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
 
 
 def _check_stage(asking: FrameType) -> None:
-    """`asking` makes a stage."""
+    """Check the frame `asking`, which makes a pipeline stage."""
     name = type(asking.f_locals.get("self")).__name__
     if not _making:
         _refuse(name, NO_PIPELINE)
@@ -143,7 +144,7 @@ def _check_stage(asking: FrameType) -> None:
 
 
 def _of_table(torchs: Any) -> Any:
-    """What torch answers from a table of each group's ranks in the world, and asks no group."""
+    """Wrap a torch function that reads a table of each group's ranks and asks no group."""
 
     @functools.wraps(torchs)
     def asking(group: Any = None, *arguments: Any, **named: Any) -> Any:
@@ -155,7 +156,7 @@ def _of_table(torchs: Any) -> Any:
 
 
 def _new_subgroups(torchs: Any, here: Callable[[], bool], most: int) -> Any:
-    """torch's asks for this process's rank, to say which group is its own."""
+    """Replace torch's function, which reads this process's rank to find its own group."""
 
     @functools.wraps(torchs)
     def new_subgroups(group_size: int | None = None, group: Any = None, *arguments: Any, **named: Any) -> Any:
@@ -198,7 +199,8 @@ def _meshes(here: Callable[[], bool]) -> None:
 
 
 def _of_rpc() -> list[tuple[Any, str]]:
-    """What a script calls, and what that calls, because a script may have imported the function before."""
+    """The functions of torch's RPC that a script calls, and the inner function: a script may have imported them
+    before."""
     if not dist.rpc.is_available():
         return []
     return [(dist.rpc, "init_rpc"), (dist.rpc.backend_registry, "construct_rpc_backend_options"),
@@ -206,7 +208,7 @@ def _of_rpc() -> list[tuple[Any, str]]:
 
 
 def _not_by_hand(kind: Any, here: Callable[[], bool]) -> None:
-    """torch makes some, and so do we: whoever else does is refused."""
+    """Refuse a script that makes objects of this class itself; torch and our own code may."""
     make = kind.__init__
 
     @functools.wraps(make)
@@ -241,7 +243,7 @@ def _replace(holder: Any, name: str, function: Any) -> None:
 
 
 def _line_of(function: str) -> str:
-    """` (train.py:31)`: where the script calls it, as far as its text says."""
+    """` (train.py:31)`: the line where the script calls the function, if its text shows it."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         lines = Path(script).read_text().splitlines() if script else []

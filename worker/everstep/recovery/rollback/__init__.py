@@ -1,1 +1,1 @@
-"""Puts back what a failed step has moved, so that the step can begin again."""
+"""Undoes the changes of a failed step, so that the step can begin again."""

@@ -1,9 +1,9 @@
-"""What a survivor's state is worth after a step that failed, and how the step is begun anew.
+"""Rolls a failed step back, and judges the validity of the state.
 
-`WHOLE`: nothing tracked has moved since the step began but what was copied then and is put back. Else `TORN`. So a step
-is repeated only from a state that is known (ADR 0016).
+The state is `WHOLE` if every tracked object that has changed since the step began was copied then, so that it can be
+restored. Otherwise it is `TORN`. So a step is repeated only from a state that is known (ADR 0016).
 
-The 1st, 2nd, 4th, 8th, … step of a world is watched: digests find what moves without torch's count of changes.
+The 1st, 2nd, 4th, 8th, … step of a world is watched: digests find tensors that change without torch's counting it.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from everstep.recovery.state.randomness import generators_to_put_back
 from everstep.recovery.state.scalers import hear_skips
 from everstep.recovery.validity import Validity
 
-EARLY = 4  # steps of a world after which the parts of what is tracked are looked for in watched steps alone
+EARLY = 4  # in the first steps of a world, the parts of tracked objects are found anew; later only in watched steps
 
-# What of a tensor can be told apart: its bits, and what torch counts.
+# Identifies the state of a tensor: a digest of its bits, and torch's counts of changes.
 Print = tuple[int, int, int]
 
 
 class Listener(Protocol):
-    """Is told what happens in a step."""
+    """Receives the events of a step."""
 
     def collective(self, name: str) -> None:
-        """One of the program's begins."""
+        """A collective of the program begins."""
         ...
 
     def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Before an optimizer's step; `closure`: it is given one. May raise `PeerLost`."""
+        """An optimizer step is about to begin; `closure`: whether it gets one. May raise `PeerLost`."""
         ...
 
 
 class Rollback:
-    """The tracked objects of a run. `begin` at a step's start; then `ended`, or if it failed `roll_back`.
+    """The tracked objects of a run. Call `begin` at a step's start, and then `ended`, or `roll_back` if it failed.
 
-    `refuse` is called before each optimizer's step, and raises if the round is over by then; with `hears_skips` also
-    where a gradient scaler leaves one out. `collective` is to be called when a collective of the program's begins.
-    `agreed`: whether what is large may be copied.
+    `refuse` is called before each optimizer step, and raises if the round is over by then. With `hears_skips` it is
+    also called when a gradient scaler skips one. `collective` must be called when a collective of the program begins.
+    `agreed`: whether large objects may be copied.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class Rollback:
         self._random = generators_to_put_back(state)
         self._generators: list[dict[str, Any]] = []
         self._count = 0  # steps of this world
-        self.refused = 0  # optimizers' steps, by `refuse`
-        self.torn = ""  # why the state is
-        self.step = 0  # the one in hand
+        self.refused = 0  # optimizer steps that `refuse` refused
+        self.torn = ""  # why the state is torn
+        self.step = 0  # the present step
         self._in_step = self._watched = False
-        self._settled = True  # nothing writes any more into what was put back
+        self._settled = True  # whether no collective can still write into restored tensors
         self._unmoved: dict[str, Print] = {}
-        self._places: dict[int, str] = {}  # addresses of what is not copied
+        self._places: dict[int, str] = {}  # names of tensors that are not copied, by address
         self._untraced: str | None = None
-        self._after_block: dict[str, Print] = {}  # a watched step's, at its end
+        self._after_block: dict[str, Print] = {}  # at the end of a watched step's block
         self.listeners: Sequence[Listener] = ()
-        self.asked = False  # the script has asked whether the step counts
-        self.undoes = False  # this step is one that all members may take back
-        self.kept = False  # a copy of all was made when the step began
+        self.asked = False  # whether the script has asked if the step counts
+        self.undoes = False  # whether all members can undo this step
+        self.kept = False  # whether everything was copied when the step began
         self._entered = ""  # the first optimizer that has begun its step
-        self._written: str | None = None  # by a collective, since the step began or an optimizer stepped
+        self._written: str | None = None  # tensor written by a collective since the step began or an optimizer stepped
         self._hooks: list[Any] = []
         for name, target in state.items():
             if isinstance(target, torch.optim.Optimizer):
@@ -86,14 +86,14 @@ class Rollback:
         self._hooks += [hook for t in self._tracked if isinstance(t, Optimizer) for hook in t.hooks]
 
     def moved(self) -> None:
-        """The world is another one."""
+        """The world has changed."""
         self._count = self.gradients.updates = 0
         self._after_block = {}
         self._undo_copy.decided = False
 
     def begin(self, step: int, *, keep: bool = False) -> None:
-        """Step number `step` begins. Raises `LoopError` for what follows the block and could not be recovered from.
-        `keep`: copy all that it may move, if there is room."""
+        """Step number `step` begins. Raises `LoopError` if code after the last block did something from which recovery
+        is impossible. `keep`: copy everything that the step may change, if there is room."""
         self._check_gap()
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
@@ -112,12 +112,12 @@ class Rollback:
         self._in_step = True
 
     def _keep(self) -> bool:
-        """Copy all that a step may move; whether there is room for that."""
+        """Copy everything that a step may change; whether there is room for that."""
         if not self.can_keep():
             return False
         held = self._large()
         if self._opaque:
-            return False  # in this step alone
+            return False  # for this step only
         self._undo_copy.keep(held)
         return True
 
@@ -129,14 +129,14 @@ class Rollback:
         return True
 
     def uncount(self) -> None:
-        """The newest step, which was put back, was not one of the run's."""
+        """The newest step, which was rolled back, does not count as a step of the run."""
         self._count -= 1
         self.gradients.uncount()
         if not self._undo_copy.wanted:
             self._undo_copy.let_go()
 
     def can_keep(self) -> bool:
-        """Whether a copy is of use, and there is room for it in this world."""
+        """Whether a copy is useful, and there is room for it in this world."""
         if self._undo_copy.wanted and not self._undo_copy.decided:
             self._undo_copy.decide(self._large(), self._opaque)
         return self._undo_copy.wanted and self._undo_copy.on
@@ -149,19 +149,20 @@ class Rollback:
         return next((target.opaque for target in self._tracked if target.opaque), "")
 
     def collective(self, name: str, written: Any) -> None:
-        """A collective of the program's begins, and writes into these tensors."""
+        """A collective of the program begins; it writes into these tensors."""
         if not self._in_step:
             return
         for listener in self.listeners:
             listener.collective(name)
         tensors = list(_flat(written))
-        if self._written is None:  # which torch does not count
+        if self._written is None:  # torch does not count these writes
             self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
         if not self._undo_copy.wanted and (self._entered or (self._watched and self._moved() is not None)):
             self._undo_copy.late(self.step, name)
 
     def ended(self) -> None:
-        """The step's block has ended well. Raises `LoopError` for what could not be recovered from."""
+        """The step's block has ended without an error. Raises `LoopError` if the step did something from which recovery
+        is impossible."""
         self._in_step = False
         if self._watched and not self._entered:
             self._compare()
@@ -177,7 +178,7 @@ class Rollback:
             self._after_block = self._prints()
 
     def roll_back(self) -> Validity:
-        """The step does not count, and what follows its block has run: what the state is worth once it is put back."""
+        """Undo a step that does not count, after the code behind its block has run; returns the state's validity."""
         self._in_step = False
         if self._watched and not self._entered:
             self._compare()
@@ -185,7 +186,7 @@ class Rollback:
         for target in self._tracked:
             target.put_back()
         for generator, drawn in zip(self._random, self._generators, strict=True):
-            generator.load_state_dict(drawn)  # each rank's own, also of one that is given a state
+            generator.load_state_dict(drawn)  # each rank keeps its own, even one that receives another's state
         self.gradients.put_back()
         if moved is None and (self.kept or not (self._entered or self._written)):
             self._settled = False
@@ -197,7 +198,8 @@ class Rollback:
         return Validity.TORN
 
     def roll_back_again(self) -> None:
-        """The collectives of the step that failed are over. One under way may have written since `roll_back`."""
+        """Restore again when all collectives of the failed step are over: one in flight may have written since
+        `roll_back`."""
         for target in self._tracked if not self._settled else ():
             target.put_back()
         self._settled = True
@@ -227,7 +229,7 @@ class Rollback:
         return hook
 
     def _skipped(self) -> None:
-        """A gradient scaler has left an optimizer's step out: other members may wait for this one's vote just now."""
+        """A gradient scaler has skipped an optimizer step. Other members may wait for this one's vote now."""
         if self._in_step and not self.gradients.entered:
             try:
                 self._refuse()
@@ -242,15 +244,15 @@ class Rollback:
         }  # fmt: skip
 
     def _compare(self) -> None:
-        """Before the first optimizer: find what has moved without a trace."""
+        """Before the first optimizer step, find tensors that have changed without torch's counting it."""
         for name, (bits, place, changes) in self._prints().items():
             was = self._unmoved.get(name)
             if was is not None and was[1:] == (place, changes) and was[0] != bits:
                 self._untraced = self._untraced or name
 
     def _check_gap(self) -> None:
-        """Between two steps, after one that was watched. What follows the block runs for a lost step too, unless the
-        script asks."""
+        """Check, after a watched step, the changes by code between two steps. That code also runs after a lost step,
+        unless the script asks whether the step counts."""
         before, asked = self._after_block, self.asked
         self._after_block, self.asked = {}, False
         if not before or asked:

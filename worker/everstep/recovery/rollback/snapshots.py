@@ -1,7 +1,7 @@
-"""Nested values of tracked objects at a step's beginning: copied where they are small, watched where they are large.
+"""Snapshots of tracked objects' nested values at a step's beginning: small tensors are copied, large ones watched.
 
-A tensor that was only held, not copied, is of use for as long as nothing has changed it: torch counts changes in place
-(`_version`), and another storage shows in its address. Knows nothing of steps.
+The snapshot of a tensor without a copy is valid as long as the tensor has not changed. torch counts in-place changes
+(`_version`), and another storage shows in its address. This module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from typing import Any
 import numpy as np
 import torch
 
-SMALL = 2**16  # bytes of an object's tensors together that are copied in each step
+SMALL = 2**16  # bytes; the tensors of an object are copied in each step if they are together no larger
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 @dataclass(slots=True)
 class TensorSnapshot:
-    """A tensor as it was; without a copy it is so only while it has not moved."""
+    """A tensor's earlier state. Without a copy, the snapshot is valid only while the tensor has not changed."""
 
     tensor: torch.Tensor
     version: int
     address: int
     copy: torch.Tensor | None = None
-    origin: torch.Tensor | None = None  # the same memory, where the tensor may come to have another
+    origin: torch.Tensor | None = None  # the same memory, for a tensor that may get another storage
 
     @property
     def moved(self) -> bool:
         return self.copy is None and (version(self.tensor), address(self.tensor)) != (self.version, self.address)
 
     def back(self) -> torch.Tensor:
-        """The tensor, with the values that it had. Not for one that has moved."""
+        """The tensor with its earlier values. Not allowed for a tensor that has changed and has no copy."""
         if self.copy is not None:
             with torch.no_grad():
                 if self.origin is not None and address(self.tensor) != self.address:
-                    raw(self.tensor).data = self.origin  # what it has now may be another tensor's as well
+                    raw(self.tensor).data = self.origin  # its present memory may be shared with another tensor
                 write(raw(self.tensor), raw(self.copy))
         return self.tensor
 
 
 def raw(tensor: Any) -> Any:
-    """What counts changes: of a sharded tensor this process's part."""
+    """The tensor that counts changes: for a sharded one, this process's part."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -56,12 +56,13 @@ def version(tensor: Any) -> int:
 def address(tensor: Any) -> int:
     try:
         return int(raw(tensor).data_ptr())
-    except (RuntimeError, ValueError):  # lazy, sparse, or of no storage
+    except (RuntimeError, ValueError):  # lazy, sparse, or without storage
         return 0
 
 
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Into an expanded one once where it shows the same memory many times: torch refuses that otherwise."""
+    """Write values into a tensor. Memory that an expanded tensor repeats is written once, because torch refuses the
+    rest."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
         tensor, values = tensor[once], values[once]
@@ -70,14 +71,14 @@ def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Array:
-    """An array of numpy's as it was."""
+    """A numpy array's earlier state."""
 
     array: Any
     copy: Any
 
 
 class _Dict(dict[Any, Any]):
-    of: Any = None  # the mapping whose items it has
+    of: Any = None  # the mapping with these items
 
 
 class _List(list[Any]):
@@ -85,7 +86,7 @@ class _List(list[Any]):
 
 
 def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[TensorSnapshot]]:
-    """The tree with each tensor as `TensorSnapshot`, and those by themselves; with copies if they are small."""
+    """The tree with each tensor replaced by a `TensorSnapshot`, and a list of these. Small tensors are copied."""
     held: list[TensorSnapshot] = []
     kept = _hold(tree, held)
     if copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
@@ -118,18 +119,18 @@ def _hold(tree: Any, held: list[TensorSnapshot]) -> Any:
 
 
 def is_known(tree: Any) -> bool:
-    """Whether it holds tensors, arrays and plain values alone."""
+    """Whether the tree holds only tensors, arrays and plain values."""
     if isinstance(tree, dict):
         return all(isinstance(key, (*_PLAIN, torch.Tensor)) and is_known(value) for key, value in tree.items())
     if isinstance(tree, frozenset) and any(isinstance(value, torch.Tensor) for value in tree):
-        return False  # a copy of it would hold other ones
+        return False  # a copy would hold other objects
     if isinstance(tree, list | tuple | set | frozenset | deque):
         return all(map(is_known, tree))
     return isinstance(tree, (*_PLAIN, torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device))
 
 
 def plain(kept: Any) -> Any:
-    """What `hold` was given, of the values that it had then: for `load_state_dict`."""
+    """The tree that `hold` got, with its earlier values, for `load_state_dict`."""
     if isinstance(kept, TensorSnapshot):
         return kept.tensor if kept.copy is None else kept.copy.clone()
     if isinstance(kept, _Array):
@@ -146,7 +147,7 @@ def plain(kept: Any) -> Any:
 
 
 def restore(live: Any, kept: Any) -> None:
-    """Make `live`, a dictionary or list, what it was; what it holds in the objects that it held."""
+    """Restore `live`, a dictionary or list, in place, and also the objects that it held."""
     if isinstance(kept, TensorSnapshot):
         kept.back()
     elif isinstance(kept, dict):
@@ -162,8 +163,8 @@ def restore(live: Any, kept: Any) -> None:
 
 
 def restored(kept: Any) -> Any:
-    """The object that was held, with the values that it had: the script may have a name of its own for it, and what
-    stands in its place by now may be another one's."""
+    """The held object itself, with its earlier values. The script may hold a reference to it, and another object may be
+    in its place by now."""
     if isinstance(kept, TensorSnapshot):
         return kept.back()
     if isinstance(kept, _Dict | _List):
@@ -182,7 +183,7 @@ def _tuple(like: Any, values: Iterable[Any]) -> Any:
 
 
 def same(kept: Any, live: Any) -> bool:
-    """Whether `live` has the values that were kept. Reads every tensor that was copied."""
+    """Whether `live` has the kept values. Reads every tensor that was copied."""
     if isinstance(kept, TensorSnapshot):
         if not isinstance(live, torch.Tensor):
             return False
@@ -197,12 +198,12 @@ def same(kept: Any, live: Any) -> bool:
         return isinstance(live, (list, tuple, deque, set)) and len(kept) == len(live) and all(map(same, kept, live))
     try:
         return bool(kept == live)
-    except (RuntimeError, ValueError):  # arrays of numpy's say it for each number
+    except (RuntimeError, ValueError):  # numpy arrays compare element by element
         return False
 
 
 def tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name."""
+    """The tensors of a tree, with their names."""
     if isinstance(tree, torch.Tensor):
         yield name, tree
     elif isinstance(tree, dict):

@@ -1,7 +1,7 @@
-"""The kinds of tracked objects: what of each is copied when a step begins, what is watched, how it is put back.
+"""The kinds of tracked objects: which parts of each are copied when a step begins or watched, and how to restore them.
 
-Parameters and optimizer state fill the memory and are watched only: by torch's counts of changes, by identity and by
-address. All that is small is copied, and buffers, because torch does not count BatchNorm's changes.
+Parameters and optimizer state are large, so they are only watched: by torch's counts of changes, by identity and by
+address. Small objects are copied. Buffers are copied too, because torch does not count BatchNorm's changes.
 
 Invariant: after `begin`, unless `moved` names something, `put_back` brings the object to where it was at `begin`.
 """
@@ -27,57 +27,57 @@ from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.scalers import scalers
 from everstep.recovery.state.switches import SWITCHES
 
-ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own, which it puts back itself
+ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own entries, which it restores itself
 LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counted a change
 
 
 class TrackedObject:
     """One tracked object, or a part of one. `name` is the script's."""
 
-    opaque = ""  # after `large`: what of it cannot be copied
+    opaque = ""  # after `large`: the part that cannot be copied
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def look(self) -> None:
-        """Find its parts anew. In steps that are watched."""
+        """Find the object's parts anew. Called in watched steps."""
 
     def begin(self) -> None:
         """A step begins."""
 
     def large(self) -> list[TensorSnapshot]:
-        """After `begin`: its tensors that are not copied. Who gives them copies has them put back."""
+        """After `begin`, the object's tensors without copies. If the caller adds copies, `put_back` restores them."""
         return []
 
     def moved(self) -> str | None:
-        """The name of something that has changed since `begin` and has no copy."""
+        """The name of a tensor that has changed since `begin` and has no copy; None if there is none."""
         return None
 
     def put_back(self) -> None:
-        """Bring what was copied to where it was at `begin`."""
+        """Restore everything that was copied to its state at `begin`."""
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Its tensors that are not copied, by name."""
+        """The object's tensors without copies, by name."""
         yield from ()
 
 
 class Module(TrackedObject):
-    """Parameters are watched, buffers copied, and both put back in their places if forward has replaced them. So are
-    `training` and `requires_grad`, which a step that fails may leave as its middle had them."""
+    """Parameters are watched and buffers copied. Both are put back in their places if forward has replaced them.
+    `training` and `requires_grad` are restored too, because a failed step may leave them changed."""
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         super().__init__(name)
         self._module = module
-        self._replaces = False  # its parameters get other storages from step to step
-        self._addresses: dict[int, int] = {}  # of parameters, when it was last looked at
+        self._replaces = False  # whether its parameters get other storages from step to step
+        self._addresses: dict[int, int] = {}  # of parameters, at the last `look`
         self._parameters: list[torch.Tensor] = []
-        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a dictionary of a module's, and its items
+        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dictionary, and its items
         self._version = 0
         self._buffers: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
         self._large: dict[int, tuple[int, int]] = {}
-        self._uncounted = set[int]()  # large ones that change without torch's count, by `.data` or numpy
-        self._old = set[int]()  # large ones that were not copied when the step began, but before
+        self._uncounted = set[int]()  # large buffers that change without torch's counting it, by `.data` or numpy
+        self._old = set[int]()  # large buffers whose copy is older than the step's beginning
         self._training: list[bool] = []
         self._required: list[bool] = []
         self._held: list[TensorSnapshot] = []
@@ -87,7 +87,7 @@ class Module(TrackedObject):
     def look(self) -> None:
         modules = self._modules = list(self._module.modules())
         self._shards = [p.sharded_param for m in modules for p in fsdp.shards_of(m)]
-        # Of modules that FSDP2 shards, forward takes the parameters' place.
+        # Parameters of modules that FSDP2 shards are left out, because forward replaces them.
         self._of_parameters = [m._parameters for m in modules if m._parameters and not self._shards]
         self._of_buffers: list[dict[str, Any]] = [m._buffers for m in modules if m._buffers]
         plain = torch.nn.Module.get_extra_state
@@ -106,7 +106,7 @@ class Module(TrackedObject):
         self._parameters = self._present()
         self._version = _versions(self._parameters)
         self._training, self._required = self._switches()
-        # An evaluation between two steps may have moved all of them (`module.to`).
+        # An evaluation between two steps may have moved all parameters (`module.to`).
         ends = self._parameters[:: max(1, len(self._parameters) - 1)]
         if self._replaces or any(self._addresses.get(id(p)) != address(p) for p in ends):
             self._addresses = {id(p): address(p) for p in self._parameters}
@@ -192,7 +192,7 @@ class Module(TrackedObject):
 
 
 class Optimizer(TrackedObject):
-    """Its state is watched. That its step has begun is for others to say."""
+    """An optimizer's state, which is watched. `Rollback` notes whether its step has begun."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, tracked: Collection[int] = ()) -> None:
         super().__init__(name)
@@ -200,9 +200,9 @@ class Optimizer(TrackedObject):
         self._tracked = tracked
         self._loaded = self._looked = 0
         self.hooks = [optimizer.register_load_state_dict_post_hook(self._load)]
-        self._replaces = False  # its tensors are other ones from step to step
+        self._replaces = False  # whether it has other tensors from step to step
         self._known: dict[tuple[Any, Any], torch.Tensor] = {}
-        # Dictionaries that it holds, what was there, and all keys that were; None: others may come.
+        # Its dictionaries, the items of each, and all its keys; None: new keys do not matter.
         self._kept: list[tuple[dict[Any, Any], dict[Any, Any], set[Any] | None]] = []
         self._held: list[TensorSnapshot] = []
         self.look()
@@ -212,7 +212,7 @@ class Optimizer(TrackedObject):
 
     def look(self) -> None:
         known, self._known = self._known, self._present()
-        if self._looked == self._loaded:  # else it was given others
+        if self._looked == self._loaded:  # otherwise a load has replaced its tensors
             self._replaces |= any(self._known.get(key, tensor) is not tensor for key, tensor in known.items())
         self._looked = self._loaded
         self._tensors = [snapshots.raw(v) for v in self._known.values()]
@@ -271,7 +271,7 @@ class Optimizer(TrackedObject):
 
 
 class Tree(TrackedObject):
-    """What `get` gives: nested values. `put` takes back what they were."""
+    """Nested values, which `get` returns. `put` restores earlier ones."""
 
     def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], None] | None = None) -> None:
         super().__init__(name)
@@ -303,7 +303,7 @@ class Tree(TrackedObject):
 
 
 class Hyperparameters(Tree):
-    """An optimizer's `param_groups` but for the parameters' values."""
+    """An optimizer's `param_groups` without the parameters' values."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -321,13 +321,13 @@ class Hyperparameters(Tree):
         for (group, same, parameters), kept in zip(self._groups, self._kept, strict=True):
             group.pop("params", None)
             snapshots.restore(group, kept)
-            same[:] = parameters  # the list itself: LBFGS holds on to it
+            same[:] = parameters  # in place, because LBFGS keeps a reference to the list
             group["params"] = same
         self.optimizer.param_groups[:] = [group for group, _, _ in self._groups]
 
 
 class Schedule(Tree):
-    """A learning rate's, or the like."""
+    """A schedule, of the learning rate for example."""
 
     def __init__(self, name: str, schedule: Any) -> None:
         super().__init__(name, schedule.state_dict, schedule.load_state_dict)
@@ -342,7 +342,7 @@ class Scaler(Tree):
 
     def _read(self) -> Any:
         held = vars(self._scaler).items()
-        # What is no value, as the process group of torch's ShardedGradScaler, no step changes.
+        # Objects that are not values, such as the process group of torch's ShardedGradScaler, do not change in a step.
         return {k: v for k, v in held if k != "_per_optimizer_states" and snapshots.is_known(v)}
 
     def _write(self, kept: Any) -> None:
@@ -351,12 +351,12 @@ class Scaler(Tree):
 
     def put_back(self) -> None:
         super().put_back()
-        # Else it holds that the optimizer's gradients, which are gone, were unscaled. Only `update` says otherwise.
+        # Otherwise the scaler would treat the optimizer's new gradients as unscaled already, until its next `update`.
         self._scaler._per_optimizer_states.clear()
 
 
 def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
-    """What is tracked, in order. A loader goes back by itself, and each rank's generators are for others."""
+    """The tracked objects, in order, without loaders (they roll back by themselves) and each rank's generators."""
     found: list[TrackedObject] = []
     modules = [target for target in state.values() if isinstance(target, torch.nn.Module)]
     tracked = {id(p) for module in modules for p in module.parameters()}
@@ -377,7 +377,7 @@ def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
             found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
         elif callable(getattr(target, "load_state_dict", None)) and name not in ELSEWHERE:
             found.append(Tree(name, target.state_dict, target.load_state_dict))
-    # Behind what holds them: its `load_state_dict` may go to the scaler too.
+    # Scalers come after the objects that hold them, whose `load_state_dict` may change the scaler too.
     return [*found, *(Scaler(name, scaler) for name, scaler in scalers(state))]
 
 
@@ -388,5 +388,5 @@ def _is_large(buffer: torch.Tensor) -> bool:
 def _versions(tensors: list[torch.Tensor]) -> int:
     try:
         return sum([t._version for t in tensors])  # a list is faster
-    except RuntimeError:  # made in inference mode
+    except RuntimeError:  # tensors made in inference mode have no version
         return sum(map(version, tensors))

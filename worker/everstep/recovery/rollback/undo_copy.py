@@ -1,8 +1,8 @@
-"""A copy of all that a step changes, for scripts whose steps run collectives behind an optimizer's step.
+"""The undo copy: a copy of all that a step changes, for scripts that run collectives after an optimizer step.
 
-Such a step (a GAN's, PPO's, one that sums its loss over the ranks at its end) can lose a peer when parameters have
-moved. Then the copy, made when the step began, takes it back. It costs memory and time, so no other script pays it; it
-is not made where it takes more than a part of the memory that is free.
+Such a step (a GAN's, PPO's, or one that sums its loss over the ranks at its end) can lose a peer after parameters have
+changed. Then the copy, made when the step began, undoes the change. It costs memory and time. So it is made for no
+other script, and only if it fits into a part of the free memory.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from everstep.recovery.rollback.snapshots import TensorSnapshot, raw
 
 log = logging.getLogger("everstep.train")
 
-SHARE = 0.5  # of the free memory of a device
+SHARE = 0.5  # of a device's free memory that the copy may take
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class UndoCopy:
-    """`wanted` once a collective was seen behind an optimizer's step; `on` where there is room."""
+    """`wanted`: a collective was seen after an optimizer step. `on`: there is also room for the copy."""
 
     def __init__(self) -> None:
         self.wanted = self.on = False
-        self.decided = False  # whether there is room, in this world
+        self.decided = False  # whether the room was checked in this world
         self._told: bool | None = None
         self.why_not = "no step of this process had shown before that collectives follow its optimizer's step"
         self._line = ""
         self._kept: list[torch.Tensor] = []
 
     def late(self, step: int, name: str) -> None:
-        """A collective of step number `step` begins behind an optimizer's step, or what moves parameters like one."""
+        """A collective of step number `step` begins after an optimizer step, or after another change of parameters."""
         self.wanted = True
         asked = script_call_site(sys._getframe(2))
         self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
@@ -50,12 +50,13 @@ class UndoCopy:
         self._kept = []
 
     def _full(self, need: Mapping[torch.device, int]) -> torch.device | None:
-        """A device that has no room for as much."""
+        """A device without enough free memory; None if all have enough."""
         have = {device: _size(self._kept, device) for device in need}
         return next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
 
     def decide(self, held: Iterable[TensorSnapshot], opaque: str = "") -> None:
-        """Whether these are copied when a step begins, from now on. `opaque`: what else there is, and cannot be."""
+        """Decide whether these are copied at the beginning of each step from now on. `opaque`: an object that cannot be
+        copied."""
         need = _need(held)
         full = self._full(need)
         can = full is None and not opaque
@@ -93,7 +94,7 @@ class UndoCopy:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a process may still take there, as far as is known."""
+    """Bytes that a process may still allocate on the device, as far as is known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -108,7 +109,7 @@ def free_memory(device: torch.device) -> int:
             used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
             found = min(found, int(most) - used)
     except (OSError, ValueError, KeyError):
-        pass  # another system, no cgroup of version 2, or the root's
+        pass  # not Linux, no cgroup v2, or the root cgroup
     return max(found, 0)
 
 
