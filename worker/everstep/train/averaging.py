@@ -1,8 +1,9 @@
-"""Averages gradients over the replicas of a model that tensor parallelism has cut, which DistributedDataParallel of
-torch 2.13 cannot: it takes the cut parameters out of the module (ADR 0017).
+"""Averages gradients over the replicas of a model that is sharded by tensor parallelism.
 
-Invariants: what all ranks of a replica hold alike is summed in the same order on all of them, and stays alike; a
-parameter that has a gradient on some replicas only has one on all of them afterwards.
+DistributedDataParallel of torch 2.13 cannot do that: it removes the sharded parameters from the module (ADR 0017).
+
+Invariants: values that are equal on all ranks of a replica are summed in the same order on all of them, so they stay
+equal; a parameter that has a gradient on some replicas has one on all of them afterwards.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from everstep.checkpoint.state.sharding import is_sharded, local_of
 from everstep.recovery.state.shape import REPLICATE
 
-BYTES = 2**25  # of one sum, or a single larger tensor
+BYTES = 2**25  # of one sum; a larger tensor is summed alone
 
 
 @torch.no_grad()
 def average(modules: Iterable[torch.nn.Module], mesh: Any) -> None:
-    """Over `mesh["replicate"]`, in place. Collective."""
+    """Average the gradients over `mesh["replicate"]`, in place. Collective."""
     parameters = list({id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values())
     for parameter in parameters:
         _add_up(parameter)
@@ -31,7 +32,7 @@ def average(modules: Iterable[torch.nn.Module], mesh: Any) -> None:
         return
     _agree_which(parameters, group)
     present = [p for p in parameters if p.grad is not None]
-    # Apart: parts of other sizes on other ranks would shift the rest, and with it the order of the sums.
+    # Shards are summed separately: their sizes may differ between ranks, which would change the order of other sums.
     for cut in (False, True):
         for bucket in _buckets([_local(p.grad) for p in present if _is_cut(p) is cut]):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
@@ -43,14 +44,15 @@ def average(modules: Iterable[torch.nn.Module], mesh: Any) -> None:
 
 
 def _add_up(parameter: Any) -> None:
-    """Of what a rank has seen a part of only (a norm's weights, where the sequence is cut) it has a part of the sum."""
+    """Complete partial gradients. A rank that has seen only a part of the data (the weights of a norm, if the sequence
+    is sharded) has only a part of the sum."""
     grad = parameter.grad
     if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _agree_which(parameters: Sequence[Any], group: Any) -> None:
-    """Those that have a gradient on any replica have one on all."""
+    """Give a parameter a gradient on all replicas if it has one on any."""
     there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     if not parameters:
         return
@@ -65,14 +67,14 @@ def _is_cut(parameter: Any) -> bool:
 
 
 def _local(grad: Any) -> torch.Tensor:
-    """Of which a change is one of the gradient."""
+    """The local tensor; a change of it changes the gradient."""
     local: Any = local_of(grad)
     found: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
     return found
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Of one type and device each."""
+    """Buckets of tensors of one type and device each."""
     bucket: list[torch.Tensor] = []
     size = 0
     for grad in grads:

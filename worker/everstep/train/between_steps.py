@@ -1,4 +1,4 @@
-"""What a script has asked for between two steps: functions of `run.once`, then those of `run.evaluate`."""
+"""Runs the functions that a script has registered between two steps: those of `run.once`, then of `run.evaluate`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EVALUATION = 2**31
 
 
 class BetweenSteps:
-    """Of one run; `goal` tells of how many steps."""
+    """The functions of one run; `goal` gives its number of steps."""
 
     def __init__(self, onces: Onces, evaluations: Evaluations, goal: Callable[[], int], nesting: NestedLoops) -> None:
         self.nesting = nesting
         self._onces, self._evaluations, self._goal = onces, evaluations, goal
-        self.asks: list[str] = []  # what the script has asked of the run by now, in words
+        self.asks: list[str] = []  # the script's calls on the run so far, as text
         self._before: Before | None = None  # the newest evaluations, while they may have to be called again
-        self.torn: str | None = None  # what the newest have moved, and nobody can put back
+        self.torn: str | None = None  # what the newest evaluations have changed and cannot be restored
 
     def run(
         self,
@@ -37,8 +37,8 @@ class BetweenSteps:
         ranks: Callable[[], Ranks],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do what is due after `coordinator.step` steps. `check` raises if a peer was lost, which the script may have
-        kept to itself. Collective."""
+        """Run the functions that are due after `coordinator.step` steps. `check` raises if a peer was lost, in case the
+        script has suppressed that error. Collective."""
         if not self._onces.done:
             self._onces.run(ranks())
             check()
@@ -58,7 +58,7 @@ class BetweenSteps:
         state: Mapping[str, Any],
         check: Callable[[], None],
     ) -> None:
-        """Evaluate after `coordinator.step` steps. If a peer is lost, what it has moved is put back. Collective."""
+        """Evaluate after `coordinator.step` steps. If a peer is lost, changes are undone. Collective."""
         step = coordinator.step
         before = Before(state, step)
         self.torn = None
@@ -83,8 +83,8 @@ class BetweenSteps:
         attempt: Callable[[Callable[[Callable[[], None]], None]], bool] | None,
         lost: Callable[[], None],
     ) -> None:
-        """Evaluate now, in a loop over epochs: by `World.attempt`, and after `lost` again if a peer was lost in it.
-        Raises `LoopError` in another place, or without a world."""
+        """Evaluate now, in a loop over epochs, by `World.attempt`. If a peer is lost in it, call `lost` and evaluate
+        again. Raises `LoopError` in another place, or without a world."""
         nesting = self.nesting
         if attempt is None or not nesting.nested or nesting.in_steps:
             raise LoopError(
@@ -98,8 +98,8 @@ class BetweenSteps:
             nesting.evaluated()
 
     def meet(self, step: int, members: Members) -> None:
-        """A round has formed, and its members are not at one state yet. Where a member has ended the evaluations that
-        another one has not, all call them again, and from the same state. Collective."""
+        """A round has formed, and its members do not have one state yet. If some members have completed evaluations
+        that others have not, all call them again from the same state. Collective."""
         if not len(self._evaluations):
             return
         mine = self._evaluations.standing(step)
@@ -109,7 +109,7 @@ class BetweenSteps:
             self._before = None
 
     def agree(self, step: int, members: Members) -> None:
-        """They are at one state. Collective."""
+        """The members have one state now. Collective."""
         if len(self._evaluations):
             told = members.gather((self._evaluations.standing(step),))
             self._evaluations.agree(step, [one for (one,) in told])
@@ -117,7 +117,7 @@ class BetweenSteps:
 
 
 def _seed(state: Mapping[str, Any], step: int) -> None:
-    """Let an evaluation draw what it would draw in a process that came later."""
+    """Seed the generators, so that an evaluation draws the same numbers as in a process that came later."""
     found = state.get(STATE)
     if isinstance(found, Randomness) and found.each_step:
         found.begin(EVALUATION + step, dist.get_rank() if dist.is_initialized() else 0)

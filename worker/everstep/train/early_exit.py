@@ -1,8 +1,8 @@
-"""A loop that is left before its last step, by `break`, `return` or `sys.exit()`; and a step that is left out.
+"""Handles a loop that is left before its last step (`break`, `return`, `sys.exit()`), and a skipped optimizer step.
 
-If all ranks leave the loop after the same step, the run is complete there, and is saved. If all leave out an optimizer
-step, their replicas stay equal. If only some do, nobody can go on: the others wait in a collective for a rank that will
-not come. Invariant: this shows within a bounded time, by name.
+If all ranks leave the loop after the same step, the run is complete there, and is saved. If all skip an optimizer step,
+their replicas stay equal. If only some do, no rank can go on: the others wait in a collective for a rank that will not
+come. Invariant: that is found within a bounded time, and the error names the ranks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 from everstep.recovery.errors import LoopError
 from everstep.train.step import Phase, Step, failed
 
-LEAST_SECONDS = 20.0  # for the others to come to the end of the same step
-SLOWEST_STEPS = 10.0  # or so many times the slowest step
+LEAST_SECONDS = 20.0  # to wait for the others to come to the end of the same step, at least
+SLOWEST_STEPS = 10.0  # the same, as a multiple of the slowest step; the longer one holds
 LOOK_SECONDS = 0.02
 
 
 def is_done(error: BaseException | None) -> bool:
-    """Whether a script that ends by this says that it has done what it wanted."""
+    """Whether this exception means that the script has ended successfully."""
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def check_error(error: BaseException | None, step: int, goal: int) -> None:
-    """The script ends as if it were done. Raises if its loop was ended by an error, which it has caught."""
+    """The script ends as if it were done. Raises if its loop was ended by an error that the script has caught."""
     if isinstance(error, SystemExit):
         raise error
     if error is not None and step < goal:
@@ -36,7 +36,7 @@ def check_error(error: BaseException | None, step: int, goal: int) -> None:
 
 
 def check_step(step: Step | None) -> None:
-    """Raises `LoopError` if the loop was left in the middle of a step, whose state is nobody's."""
+    """Raises `LoopError` if the loop was left in the middle of a step, because the state then belongs to no step."""
     if step is not None and step.error is not None and not isinstance(step.error, SystemExit):
         raise LoopError(
             f"{failed(step)}, which the script caught outside of the loop: what the step has changed is not whole, and "
@@ -52,8 +52,8 @@ def check_step(step: Step | None) -> None:
 def all_leave(
     store: Any, rank: int, size: int, step: int, slowest: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Meet the other ranks, who leave the loop too. `store`: of this world; `check` raises if it is over. Raises
-    `LoopError` if they do not come, or after other steps."""
+    """Meet the other ranks, which must leave the loop too. `store`: this world's store. `check` raises if the world is
+    over. Raises `LoopError` if they do not come, or have left after another step."""
     keys = [f"everstep/left/{other}" for other in range(size)]
     store.set(keys[rank], str(step))
     limit = max(LEAST_SECONDS, SLOWEST_STEPS * slowest)
@@ -74,8 +74,8 @@ def all_leave(
 def all_left_out(
     store: Any, rank: int, size: int, step: int, slowest: float, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Meet the other ranks, who have made fewer optimizer steps than usual in their step number `step - 1` too.
-    Arguments as above. Raises `LoopError` if they do not come: then they have made them, and train apart from here."""
+    """Meet the other ranks, which must also have made fewer optimizer steps than usual in their step number `step - 1`.
+    Arguments as above. Raises `LoopError` if they do not come: then they have made the steps, and replicas differ."""
     key = f"everstep/left-out/{step}"
     store.add(key, 1)
     limit = max(LEAST_SECONDS, SLOWEST_STEPS * slowest)

@@ -1,9 +1,9 @@
-"""Functions that a script has called between two steps, on all ranks: `run.evaluate(fn, every=500)`.
+"""Evaluations: functions that the session calls on all ranks between two steps (`run.evaluate(fn, every=500)`).
 
-A function can be called again, which a block of code cannot. A process that comes later registers the same functions,
-so all members of a world can take part in one, whoever was there when it began. Invariants: parameters and buffers are
-after an evaluation what they were before; one that is called again finds all that is tracked as the first call did; all
-members of a world call the same functions between the same two steps.
+A function can be called again; a block of code cannot. A process that comes later registers the same functions, so all
+members of a world can take part in an evaluation, even those that were not there when it began. Invariants: an
+evaluation leaves parameters and buffers unchanged; when it is called again, the tracked state is as at the first call;
+all members of a world call the same functions between the same two steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Evaluation:
 
 
 class Evaluations:
-    """Of one run. `step` is the number of completed steps, `total` that of the last."""
+    """The evaluations of one run. `step`: completed steps. `total`: the number of the last step."""
 
     def __init__(self) -> None:
         self._all: list[_Evaluation] = []
@@ -54,43 +54,43 @@ class Evaluations:
         self._all.append(_Evaluation(call, every))
 
     def due(self, step: int, total: int) -> list[Callable[[], Any]]:
-        """What is to be called at this boundary, and was not."""
+        """The functions that are due at this boundary and were not called yet."""
         if step in (0, self._done):
             return []
         return [one.call for one in self._all if step % one.every == 0 or step == total]
 
     def come(self, step: int) -> None:
-        """This process is at the boundary after so many steps."""
+        """This process is at the boundary after `step` steps."""
         self._at = step
 
     def over(self, step: int) -> None:
         self._done = step
 
     def standing(self, step: int) -> int:
-        """What this member says of the evaluations at `step` when a round forms."""
+        """This member's standing in the evaluations at `step`, sent when a round forms."""
         return (_DONE if self._done == step else _PENDING) if self._at == step else _UNKNOWN
 
     def reopens(self, step: int, mine: int, told: list[tuple[int, ...]]) -> bool:
-        """Whether this member has ended what another one at the same step has not, and is to call it again. `told`: all
-        members' steps and standings."""
+        """Whether this member must call the evaluations again, because another member at the same step has not
+        completed them. `told`: all members' steps and standings."""
         if mine != _DONE or (step, _PENDING) not in told:
             return False
         self._done = -1
         return True
 
     def agree(self, step: int, standings: list[int]) -> None:
-        """All members call them again, unless those that know say that they are over."""
+        """All members call the evaluations again, unless members that know say that they are over."""
         self._done = step if _DONE in standings and _PENDING not in standings else -1
 
 
 def figures(found: Any) -> dict[str, Any]:
-    """What of a function's result goes to `run.log`."""
+    """The part of a function's result that goes to `run.log`."""
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], World]) -> Callable[[], None]:
-    """A call of `fn` with each batch of this rank's share of a DataLoader, cut for the world that is there then: each
-    sample once. `ranks`: the most that there may be."""
+    """A function that calls `fn` with each batch of this rank's share of a DataLoader. The share depends on the world
+    at that time, and each sample comes once. `ranks`: the largest number of ranks."""
 
     def call() -> None:
         world = cut()
@@ -98,7 +98,7 @@ def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], Wo
             taken = TakenOver(loader, ranks=ranks, world=world, sizes=frozenset({1, ranks, world.size}))
         except DataError as e:
             raise LoopError(f"evaluate(fn, loader): {e}. Or iterate it in fn: `run.evaluate(fn)`") from e
-        taken.agree(0)  # whatever the ranks were seeded with, they share one order
+        taken.agree(0)  # all ranks use one order, even if they were seeded differently
         try:
             for batch in taken:
                 fn(batch)
@@ -113,15 +113,15 @@ def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], Wo
 
 @contextmanager
 def unchanged(state: Mapping[str, Any], seed: Callable[[], None]) -> Iterator[None]:
-    """Put back what an evaluation moves: modes, buffers, generators, and whether DDP brings the buffers to all ranks in
-    its next forward pass. `seed` sets the generators for it."""
+    """Restore what an evaluation changes: modes, buffers, generators, and whether DDP's next forward pass broadcasts
+    the buffers. `seed` sets the generators for the evaluation."""
     modules = {id(m): m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()}.values()
     modes = [(module, module.training) for module in modules]
     buffers = [(owner._buffers, name, b, b.detach().clone()) for owner in modules
                for name, b in owner._buffers.items() if b is not None]  # fmt: skip
     generators = RngState().state_dict()
-    # Of an evaluation through DDP too: the next step begins as it would have without it, on each rank, also on one that
-    # comes later and has not evaluated.
+    # This holds for an evaluation through DDP too: on each rank the next step begins as it would without it, also on a
+    # rank that comes later and has not evaluated.
     reducers = state.get(BUCKETS)
     syncs = buffer_syncs(reducers.alive()) if isinstance(reducers, Reducers) else []
     seed()
@@ -139,8 +139,8 @@ def unchanged(state: Mapping[str, Any], seed: Callable[[], None]) -> Iterator[No
 
 
 class Before:
-    """What is tracked, as it was before the evaluations between two steps. Reads all of it: an evaluation that fails
-    half-way may have left other weights in the model, through `.data` too."""
+    """The tracked state before the evaluations between two steps. It is read completely, because an evaluation that
+    fails half-way may leave other weights in the model, also through `.data`."""
 
     def __init__(self, state: Mapping[str, Any], step: int) -> None:
         self.step = step
@@ -152,12 +152,13 @@ class Before:
         self._bits = self._read(self._tracked)
 
     def check(self) -> None:
-        """They have ended. Raises `LoopError` if they have moved a parameter for good."""
+        """The evaluations have ended. Raises `LoopError` if they have changed a parameter for good."""
         for name in self._moved([t for t in self._tracked if isinstance(t, Module)]):
             raise LoopError(f"the function of run.evaluate() has moved {name}: training belongs inside `with step:`")
 
     def put_back(self) -> str | None:
-        """They are to be called again: the name of something that they have moved and that has no copy."""
+        """Restore the state, so that the evaluations can be called again. Returns the name of an object that they have
+        changed and that has no copy; None if there is none."""
         moved = next(self._moved(self._tracked), None)
         for target in self._tracked:
             target.put_back()

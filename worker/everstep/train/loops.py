@@ -49,7 +49,7 @@ log = logging.getLogger("everstep.train")
 
 
 class Loops:
-    """What `Run` is made of, but for what a script tells it before it begins."""
+    """The loops of `Run`; `session` adds the methods that a script calls before it begins."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Loops:
         self._unmanaged = UnmanagedLoaders(worlds_change=recovery is not None)
         self._goal = 0  # steps
         self._world: World | None = None  # while it is not complete
-        self._taken: Step | None = None  # the newest
-        self._ended_by: BaseException | None = None  # what the loop raised
+        self._taken: Step | None = None  # the newest step
+        self._ended_by: BaseException | None = None  # the error that ended the loop
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), NestedLoops()
         self._between_steps = BetweenSteps(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
-        self._function: Any = None  # that takes a step, in `train`
-        self._called: list[Any] = []  # between two steps: what `evaluate` was given
-        self._read = False  # the text of the loop over an epoch's steps
+        self._function: Any = None  # the function that takes a step, in `train`
+        self._called: list[Any] = []  # the functions given to `evaluate`, called between two steps
+        self._read = False  # whether the text of the loop over an epoch's steps was checked
         coordinator.join()
 
     @property
@@ -123,7 +123,7 @@ class Loops:
                     return
 
     def _one_more(self, world: World, why: Preempted) -> Iterator[Step]:
-        """The run was asked to stop: begin the step behind its last commit, for `restart_check`. Raises `why`."""
+        """The run was asked to stop: begin the step after its last commit, for `restart_check`. Raises `why`."""
         self._ended_by = why  # also if the script leaves its loop in that step
         check = self._check
         if (
@@ -144,8 +144,8 @@ class Loops:
         """`steps` in two loops: the number of each epoch that is left, from 0. In the outer loop's body
         `run.train(fn)`, or `for step in run.steps():`, takes the steps of the epoch.
 
-        What else stands in that body is run once by each process that is there then; what collectives it has belong
-        into `run.evaluate(fn)`. See docs/how-to-convert.md.
+        Other code in that body runs once in each process that exists then. Collectives belong into `run.evaluate(fn)`.
+        See docs/how-to-convert.md.
         """
         if loader is None or not isinstance(epochs, int) or epochs < 0:
             raise LoopError(
@@ -217,7 +217,7 @@ class Loops:
         self._unmanaged.begin(feed, self._state)
         try:
             yield world, self._nesting
-        except (Exception, SystemExit) as e:  # the latter to stop, with a code that a launcher knows
+        except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
             raise
         finally:
@@ -237,7 +237,7 @@ class Loops:
         return Step(self.step, feed, feed is None or feed.whole, self._count, scope)
 
     def _end_step(self, step: Step) -> None:
-        """The script asks for the next one."""
+        """The script asks for the next step."""
         self._coordinator.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._unmanaged.step_over(step.number)
@@ -253,7 +253,7 @@ class Loops:
             )
 
     def _after(self, world: World, step: Step, *, last: bool) -> Iterator[Step]:
-        """What is due between this step and the next. Where the run is asked to stop, a step that is not made."""
+        """Do the work due between two steps. If the run is asked to stop, this gives a step that will not be made."""
         try:
             if step.phase is Phase.LOST:
                 world.go_on(step.phase)
@@ -266,7 +266,7 @@ class Loops:
         if not (world.ready() and world.finish()):
             return False
         self._world = None
-        self._random.begin(self.step, self._rank)  # what follows draws alike, however the run came here
+        self._random.begin(self.step, self._rank)  # so later code draws the same numbers, however the run came here
         return True
 
     def _count(self) -> None:
@@ -277,8 +277,8 @@ class Loops:
         self._coordinator.count(self.step + 1, total=self._goal, epoch=feed.epoch if feed is not None else None)
 
     def _join_world(self, loader: Any, nested: bool) -> tuple[Feed | None, World]:
-        """The data, and the world that has the state now."""
-        # What a script may have told a sampler in good faith.
+        """Make the data feed, and the world."""
+        # The numbers of replicas that a script may rightly have given a sampler.
         most = self._most_readers
         told = frozenset({1, most} if self._recovery is not None else {most})
         feed = feed_of(loader, most, self._cut(), told, self._shape.of_sizes(self.place.sizes))
@@ -314,12 +314,12 @@ class Loops:
 
     @property
     def _comparable(self) -> bool:
-        """Whether what a step computes is known: its random numbers, and the whole state."""
+        """Whether a step's result is determined by known inputs: its random numbers, and the whole state."""
         return self._takes_shadow_steps and self._random.each_step and self._mesh is None
 
     def _make_shadow_step(self, recovery: Recovery, reducers: Reducers) -> ShadowStep | None:
-        """Another rank's part can be played where all of its step is known: its random numbers, and its share of the
-        state."""
+        """A shadow step is possible if the inputs of the other rank's step are known: its random numbers, and its share
+        of the state."""
         if self._comparable:
             self._shadow_step = ShadowStep(
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
@@ -327,7 +327,7 @@ class Loops:
         return self._shadow_step
 
     def _refused(self) -> LoopError | None:
-        """What is wrong by the text, found before others wait for this process; told with all of them."""
+        """The error in the script's text, found before others wait for this process, and raised on all of them."""
         try:
             self._read_loop(nested=False)
         except LoopError as e:
@@ -335,7 +335,7 @@ class Loops:
         return None
 
     def _read_loop(self, *, nested: bool) -> None:
-        """Raises `LoopError` for what is wrong by the script's text, where something is saved or handed on."""
+        """Raises `LoopError` for an error in the script's text, if state is saved or sent to other processes."""
         if self._recovery is None and not self._coordinator.saves:
             return
         function = self._function if self._nesting.nested is nested else None
@@ -367,20 +367,20 @@ class Loops:
                 raise
             done = False
         if not done:
-            # The script has left its loop, and cannot go on in this process.
+            # The script has left its loop, so it cannot repeat a step in this process.
             log.error("a peer was lost after the loop was left, before the run was saved: this process ends, and a new "
                       "one takes its place")  # fmt: skip
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
 
     def _cut(self) -> DataWorld:
-        """What this process has to read of the data, in the present world."""
+        """This process's share of the data, in the present world."""
         size = dist.get_world_size() if self._recovery is not None else self.place.world_size
         return self._shape.reads_as(self._rank, size)
 
     @property
     def _most_readers(self) -> int:
-        """Parts that the data is cut into, in the largest world that the job may have."""
+        """The number of shares of the data in the largest world that the job may have."""
         return max(self._shape.of_sizes(self.place.sizes), default=1)
 
     def _ask(self, words: str, frame: FrameType) -> None:

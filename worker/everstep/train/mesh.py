@@ -1,7 +1,8 @@
-"""The mesh that a script shards its model over, in each kind of world.
+"""Makes the mesh over which a script shards its model, in each kind of world.
 
-Where peers may be lost it is ours, and lasts from round to round; elsewhere it is torch's own. Invariant: it has two
-dimensions, "replicate" and "shard", "tensor" or "model", and neighbours in rank hold the shards of one replica.
+In a world that may lose peers, the mesh is ours, and lasts from round to round. Otherwise it is torch's own. Invariant:
+it has two dimensions, "replicate" and one of "shard", "tensor" and "model", and neighbours in rank hold the shards of
+one replica.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from everstep.train.process_place import ProcessPlace
 
 
 def likely_rank(environ: Mapping[str, str]) -> int:
-    """That of the round in which the process was started; else that of its place in its agent's newest round; else what
-    it would be if all workers were there. Where FSDP2 or tensor parallelism cuts, only a job that begins needs it to be
-    right: later the state comes from others."""
+    """The rank that this process assumes before its first round: that of the round for which it was started; or else of
+    its place in its agent's newest round; or else its rank if all workers were there. With FSDP2 or tensor parallelism,
+    it must be right only when a job begins: later the state comes from others."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         return int(environ.get("RANK", "0"))
     if last := environ.get(env.LAST_RANK):
@@ -35,7 +36,7 @@ def likely_rank(environ: Mapping[str, str]) -> int:
 
 
 def make_mesh(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
-    """The mesh, its shape, and how commits name the state: a process that runs alone, without a launcher, holds all
+    """The mesh, its shape, and the naming of the state in commits. A process without a launcher is alone, and holds all
     shards as one."""
     shape, mesh = _made(place, recovery, shape)
     return shape, mesh, naming(shape, mesh)

@@ -1,12 +1,12 @@
 """A run in two loops, as most scripts are written: `for epoch in run.epochs(loader, 10):`, and in it the epoch's steps.
 
-What stands in the outer loop before and behind the steps is the script's: a line of the log, a snapshot by rank 0, a
+The script has its own code in the outer loop before and after the steps: a line of the log, a snapshot by rank 0, a
 schedule that moves once an epoch, an evaluation by `run.evaluate(fn)`. A process that comes later begins where the
-others are: in the same epoch, behind as many of its evaluations. What it runs of the outer loop until it is there may
-set schedules and hyperparameters that the others have set before it: they are put back to those that it was given.
-Commits are made where the outer loop begins anew, or in the inner one.
+others are: in the same epoch, after the same number of evaluations. On the way there, its outer loop may change
+schedules and hyperparameters a second time, so these are restored to the values that it received. Commits are made
+where the outer loop begins anew, or in the inner loop.
 
-Invariant: a process whose state has come to another place of the loops than the script's frames ends, and a new one
+Invariant: if the state is at another place of the loops than the script's frames, the process ends, and a new one
 begins at that place.
 """
 
@@ -27,37 +27,37 @@ _EPOCH = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An epoch, and the place in the outer loop's body; both grow with what was done."""
+    """An epoch, and a place in the outer loop's body. Both only grow."""
 
     epoch: int
     place: int = 0
 
     @property
     def evaluated(self) -> int:
-        """Evaluations of this epoch that are over."""
+        """How many evaluations of this epoch are over."""
         return self.place % STEPS // 2
 
 
 class NestedLoops:
-    """Of one run. Does nothing in one that calls `steps` alone."""
+    """The two loops of one run. Does nothing in a run that calls only `steps`."""
 
     def __init__(self) -> None:
         self._feed: Feed | None = None
         self._state: Mapping[str, Any] = {}
         self._spot: Spot | None = None  # where the state is; None: there is none yet
-        self._epoch: int | None = None  # that the script's outer loop is in
-        self._came = 0  # to so many of its evaluations
-        self._target = 0  # the place of a state that came, which the script is still to come to
-        self._given: list[Tree] = []  # small things as they came with it
-        self.moved = False  # the state has come to a place where the script's frames are not
-        self.in_steps = False  # the script's inner loop runs
+        self._epoch: int | None = None  # the epoch of the script's outer loop
+        self._came = 0  # how many of the epoch's evaluations the script has reached
+        self._target = 0  # the place of a received state, which the script has yet to reach
+        self._given: list[Tree] = []  # small objects as they came with that state
+        self.moved = False  # whether the state is at another place than the script's frames
+        self.in_steps = False  # whether the script's inner loop runs
 
     @property
     def nested(self) -> bool:
         return self._feed is not None
 
     def begin(self, feed: Feed, state: Mapping[str, Any]) -> None:
-        """Before the first world is joined. `state`: what is tracked."""
+        """Called before the first world is joined. `state`: the tracked state."""
         self._feed, self._state = feed, state
 
     def restored(self) -> None:
@@ -66,7 +66,7 @@ class NestedLoops:
             self._come(self._as_restored(self._feed))
 
     def agree(self, members: Members) -> None:
-        """A round has formed, and its members are at one state. Collective."""
+        """A round has formed, and its members have one state. Collective."""
         if self._feed is None:
             return
         said = -1 if self._spot is None else self._spot.epoch * _EPOCH + self._spot.place
@@ -99,7 +99,7 @@ class NestedLoops:
 
     @property
     def behind_steps(self) -> bool:
-        """Whether the state is behind the steps of an epoch that is not over."""
+        """Whether the state is after the steps of an epoch that is not over."""
         assert self._feed is not None
         return self._spot is not None and self._spot.epoch < self._feed.epoch
 
@@ -107,18 +107,18 @@ class NestedLoops:
         assert self._spot is not None
         self.in_steps = True
         if self._target >= STEPS and self.steps_left:
-            self._put_back()  # what stands before the steps had moved them already
+            self._put_back()  # the code before the steps has changed these objects a second time
             self._target = 0
         self._spot = Spot(self._spot.epoch, self._spot.place | STEPS)
 
     def steps_end(self, *, given: bool) -> None:
-        """No step of this epoch is left. `given`: that is so with the state of a member who was behind the steps."""
+        """No step of this epoch is left. `given`: because this process received the state of a member behind them."""
         self.in_steps = False
         if given:
             self._keep()
 
     def evaluates(self) -> bool:
-        """The script comes to an evaluation: whether it is still to be made."""
+        """The script reaches an evaluation. Returns whether it must still be made."""
         assert self._spot is not None
         number, self._came = self._came, self._came + 1
         if number < self._spot.evaluated:
@@ -130,7 +130,7 @@ class NestedLoops:
         return True
 
     def evaluated(self) -> None:
-        """It is over on this process."""
+        """The evaluation is over in this process."""
         assert self._spot is not None
         self._spot = Spot(self._spot.epoch, self._spot.place & STEPS | 2 * self._came)
 

@@ -1,8 +1,8 @@
-"""`run.once(fn)`: one process does it, and the others have what it returned.
+"""`run.once(fn)`: one process calls a function, and all processes get its result.
 
-For the job, rank 0 does it when the first step is about to begin; what it returned is part of the tracked state, so a
-process that comes later, or a run that is resumed, does not do it again. For a machine, its first process does it at
-once, under a lock of the machine's file system, which the kernel takes back if the process dies.
+Once for a job: rank 0 calls it just before the first step. The result is part of the tracked state, so a process that
+comes later, or a run that is resumed, does not call it again. Once for a machine: its first process calls it at once,
+under a lock in the machine's file system, which the kernel releases if the process dies.
 
 Invariant: a function that has returned on all members of a world is never called again in that run.
 """
@@ -26,28 +26,28 @@ KEY = "once"  # in the tracked state
 
 
 class Once:
-    """What a function of `run.once` has returned, or will have."""
+    """The result of a function of `run.once`, perhaps a future one."""
 
     def __init__(self, results: Mapping[str, Any], key: str) -> None:
         self._results, self._key = results, key
 
     @property
     def value(self) -> Any:
-        """JSON's numbers, texts, lists and objects. Raises `LoopError` before it is known: for the job, before the
-        first step."""
+        """The result, made of JSON values. Raises `LoopError` before it is known: for a job, before the first step."""
         if self._key not in self._results:
             raise LoopError("run.once(fn).value before the first step: fn is called when the loop begins. Ask in it")
         return self._results[self._key]
 
 
 class Results(dict[str, Any]):
-    """Of functions, by their order. A script that has got its first one goes on from a commit without any."""
+    """The results, by the order of the functions. A commit without any result can still be resumed by a script that has
+    got its first function since."""
 
     everstep_optional = True
 
 
 class Onces:
-    """Of one run. `results` is tracked."""
+    """The functions of one run. `results` is tracked."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
@@ -60,7 +60,7 @@ class Onces:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to be done for the job."""
+        """Whether no function of the job is left to be called."""
         return self._of_job.keys() <= self.results.keys()
 
     def add(self, call: Callable[[], Any], each: str) -> Once:
@@ -74,7 +74,7 @@ class Onces:
         return Once(self.results, key)
 
     def run(self, ranks: Ranks) -> None:
-        """Do what was not done. Collective."""
+        """Call the functions that were not called yet. Collective."""
         for key, call in self._of_job.items():
             if key not in self.results:
                 told = _encode(call()) if ranks.rank == 0 else b""
@@ -84,7 +84,7 @@ class Onces:
         if "RANK" not in self._environ:
             return json.loads(_encode(call()))
         with (self._folder() / f"once-{self._of_machine}").open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or this process is gone
+            fcntl.flock(file, fcntl.LOCK_EX)  # held until the file is closed, or this process is gone
             file.seek(0)
             if said := file.read():
                 return json.loads(said)

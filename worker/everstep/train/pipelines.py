@@ -1,10 +1,11 @@
-"""Schedules of `torch.distributed.pipelining` that follow the world: one is made anew in each round.
+"""Schedules of `torch.distributed.pipelining` that follow the world: each round makes them anew.
 
-A schedule and its stages remember what their peers told them in their first step, so a process that comes later would
-ask when nobody answers. Where all members of a round make theirs anew, all ask in that round's first step.
+A schedule and its stages exchange data with their peers in their first step and remember it. A process that comes later
+would ask peers that no longer answer. So all members of a round make their schedules anew, and all ask in that round's
+first step.
 
-Invariant: a schedule that runs was made in the present round, of stages whose shapes are given. Stages that find shapes
-out run their layers once more to do so, on random numbers and buffers of the step.
+Invariant: a schedule that runs was made in the present round, of stages with given shapes. Stages that infer their
+shapes would run their layers once more, which uses random numbers and buffers of the step.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from everstep.recovery.group.torch_functions import making_schedule
 
 
 class PipelineSchedule:
-    """What `run.pipeline` returns: `step` and `eval` are those of the schedule that `make` has made for this round."""
+    """The result of `run.pipeline`: its `step` and `eval` are those of the schedule that `make` made for this round."""
 
     def __init__(self, make: Callable[[], Any], round_number: Callable[[], int | None]) -> None:
         self._make, self._round_number = make, round_number
         self._made: tuple[int | None, Any] | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the schedule's own: all micro-batches of this rank's stages, forward and backward. In a step."""
+        """The schedule's `step`: all micro-batches of this rank's stages, forward and backward. Call it in a step."""
         return self.schedule.step(*args, **kwargs)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
-        """As the schedule's own: all micro-batches forward. In a step, or in a function of `run.evaluate`."""
+        """The schedule's `eval`: all micro-batches forward. Call it in a step, or in a function of `run.evaluate`."""
         return self.schedule.eval(*args, **kwargs)
 
     @property

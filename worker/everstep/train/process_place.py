@@ -1,6 +1,6 @@
-"""Which rank this process is, on which device, and the process group where there should be one.
+"""Finds this process's rank and device, and forms the process group under a launcher.
 
-The same script runs alone and under a launcher: what torchrun and its kin put into the environment decides.
+The same script runs alone and under a launcher: the environment variables of torchrun and other launchers decide.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from everstep.train.coordination.group_shutdown import quiesce
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """This process among its peers. `made`: the process group is ours to take down. `sizes`: how many processes the
-    job may come to have."""
+    """This process's place among its peers. `made`: we made the process group, and must destroy it. `sizes`: the
+    numbers of processes that the job may have."""
 
     rank: int
     world_size: int
@@ -36,21 +36,21 @@ class ProcessPlace:
 
 
 def most_processes(environ: Mapping[str, str] = os.environ) -> int:
-    """That the job may come to have, as the agent says."""
+    """The numbers of processes that the job may have, from the agent."""
     return int(environ.get(env.MOST_PROCESSES, "1"))
 
 
 def _sizes(size: int, environ: Mapping[str, str]) -> range:
-    """Of the worlds that the job may be in: each agent has as many processes."""
+    """The sizes of the worlds that the job may have; all agents have the same number of processes."""
     most = max(size, most_processes(environ))
     least = min(most, int(environ.get(env.LEAST_PROCESSES, most)))
     return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 
 def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """Find out, and form the default process group under a launcher if the script has not: gloo for CPU tensors, NCCL
-    for those of a GPU."""
-    atexit.register(quiesce)  # first, so that it runs after all that is registered from now on
+    """Find this process's place. Under a launcher, also form the default process group if the script has not: gloo for
+    CPU tensors, NCCL for those of a GPU."""
+    atexit.register(quiesce)  # first, so that it runs after all functions that are registered from now on
     local = int(environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The kind of world that may change: the failed step comes again, and the next has other members."""
+"""The kind of world whose members may change: a failed step is repeated, with the members of the next round."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RecoveringWorld:
         self._resharding = resharding
         self._untracked_check = untracked_check
         self._straggler = StragglerDetector(time.monotonic)
-        self._played = False  # the newest step was another rank's part
+        self._played = False  # whether the newest step was a shadow step
         self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class RecoveringWorld:
         self._replicas = Replicas(self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape)
         self._scales = Scales(self._state, self._resharding.shape.places)
         GradientReduction(self._state, self._reducers, self._untracked_check, lasts=False)
-        self._reducers.learn()  # of a backward pass that the script made before
+        self._reducers.learn()  # from a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
         if (rollback := self._recovery.rollback) is not None:
             rollback.listeners = [one for one in (self._shadow_step, self._check) if one is not None]
@@ -150,7 +150,8 @@ class RecoveringWorld:
             return self._shadow_step is not None and self._shadow_step.leaves(error)
         if self.lost(error):
             return True
-        # What a script makes of the error that it caught: of a mistake of its own the next attempt tells.
+        # The script may have caught the error and raised another one. If that was its own mistake, the next attempt
+        # shows it.
         if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
             return False
         log.warning(
@@ -166,13 +167,13 @@ class RecoveringWorld:
         self._recovery.rollback.asked = True
 
     def _has_played(self, error: BaseException | None) -> None:
-        """The block is over in which this process was another rank. What follows it runs as after a lost step."""
+        """The block of a shadow step has ended. The code behind it runs as after a lost step."""
         assert self._shadow_step is not None
         self._shadow_step.played(error)
         self._played = True
 
     def _be_oneself(self) -> None:
-        """What the part has moved, and what followed its block, is put back. This process's own step follows."""
+        """Undo the changes by the shadow step and by the code behind its block. This process's own step follows."""
         self._played = False
         rollback = self._recovery.rollback
         assert rollback is not None
@@ -203,7 +204,7 @@ class RecoveringWorld:
 
     def between(self) -> None:
         if self._recovery.to_settle:
-            self._enter(Validity.WHOLE)  # whose members wait for us, and agree on nothing else before
+            self._enter(Validity.WHOLE)  # the round's members wait for this one, before any other agreement
             return
         try:
             self._completed()
@@ -307,7 +308,7 @@ class RecoveringWorld:
             raise SystemExit(exit_codes.NOT_RECOVERED) from e
 
     def _go_forward(self, why: NewerCommit) -> None:
-        """On all members: others had committed more than was trained since this world formed."""
+        """Restore, on all members, because others had committed more steps before this world formed than it has."""
         log.warning("%s: all restore it", why)
         try:
             if self._start() is None:
@@ -320,9 +321,9 @@ class RecoveringWorld:
             self._enter(Validity.TORN)
 
     def _catch_up(self, trained: int) -> Validity | None:
-        """Members that come back after others have trained without them, and are gone, hold less than was committed
-        meanwhile: then all restore that. `trained`: the step that this member had come to by itself. What the state is
-        worth if a peer was lost meanwhile; None if none was."""
+        """Restore the newest commit if it is newer than the members' state. That happens to members that come back
+        after others have trained without them, and are gone. `trained`: the step that this member had reached itself.
+        Returns the validity of the state if a peer was lost meanwhile, otherwise None."""
         worth = Validity.WHOLE
         held, round_ = self._coordinator.step, self._recovery.round
         assert round_ is not None
@@ -346,17 +347,17 @@ class RecoveringWorld:
         return None
 
     def _newest_commit(self, round_: AnnouncedRound) -> int:
-        """The step of the newest commit, if there was a round in which no member was; else -1. Collective. Only a look:
-        an older world may commit after it, which the first save of this one finds out (`NewerCommit`)."""
+        """The step of the newest commit, if there was a round without any of these members; otherwise -1. Collective.
+        An older world may still commit after this; the first save of this world then finds that (`NewerCommit`)."""
         members, mine = self._recovery.members, self._last
         known = -1 if mine is None else mine.number if mine.rendezvous == round_.rendezvous else 0
-        last = members.maximum(known)  # 0: in rounds of another count, which have no order with these
+        last = members.maximum(known)  # 0: the rounds of another document, which are not comparable with these
         if last < 0 or 0 < round_.number - 1 <= last:
             return -1
         return members.maximum(self._coordinator.newest_commit() if members.rank == 0 else -1)
 
     def _moved(self) -> None:
-        """The round has formed; its members are not at one state yet."""
+        """The round has formed; its members do not have one state yet."""
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
         self._coordinator.move(members, round_.number, round_.rendezvous)

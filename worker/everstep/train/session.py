@@ -12,7 +12,7 @@
                 optimizer.zero_grad()
                 run.log(loss=loss)
 
-Invariants: what is saved is the state between two steps, the data's position in it; every rank saves, stops and ends at
+Invariants: a save holds the state between two steps, including the data's position; every rank saves, stops and ends at
 the same step; a step that raised is not counted.
 """
 
@@ -70,14 +70,14 @@ def start(
     """Join the world that the environment describes (alone without one) and begin a run.
 
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`; without either nothing is saved), or a
-    `Checkpointer`; `options` go to the one that is made.
+    `Checkpointer`. For a URL or folder, `options` go to the `Checkpointer` that is made.
 
-    `rng`: what sets the random generators. True: the session, at each step, from the run's seed, the step and the rank;
-    ranks that the script has seeded alike draw alike. "rank": the same, and each rank draws other numbers. "saved": the
-    script alone; commits save and restore them. False: the script alone.
+    `rng`: who sets the random generators. True: the session sets them at each step, from the run's seed, the step and
+    the rank; ranks that the script has seeded alike draw the same numbers. "rank": the same, but each rank draws
+    different numbers. "saved": the script sets them, and commits save and restore them. False: only the script.
 
-    `rehearsal`: under everstep-run a process that takes a lost one's place first runs its step as a rank that has
-    trained, and the run is refused if its gradients are others. See docs/reference/session.md.
+    `rehearsal`: under everstep-run, a process that replaces a lost one first runs its step as a rank that has already
+    trained. The run is refused if their gradients differ. See docs/reference/session.md.
     """
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
@@ -92,7 +92,7 @@ def start(
 
 
 def current() -> Run:
-    """The run that this process has started last, for a part of a script that was not given it."""
+    """The run that this process has started last, for code that has no reference to it."""
     if not _started:
         raise LoopError("everstep.current(): no run was started; write `run = everstep.start(…)` first")
     return _started[0]
@@ -103,8 +103,8 @@ class Run(Loops):
 
     @property
     def rank(self) -> int:
-        """This process's rank in the present world, which another may follow. Raises `LoopError` before `steps` where
-        nobody knows it yet."""
+        """This process's rank in the present world; it may change with the world. Raises `LoopError` before `steps` if
+        it is not known yet."""
         if self._recovery is not None and not self._loop and self.place.most > 1:
             raise LoopError(f"run.rank: {UNKNOWN}")
         if self._shadow_step is not None:
@@ -113,8 +113,8 @@ class Run(Loops):
 
     @property
     def world_size(self) -> int:
-        """Processes in the present world. Before `steps` begins, where worlds may change: the most that the job may
-        have, so that what depends on there being others is built also by a process that begins alone."""
+        """The number of processes in the present world. Before `steps` begins in a world that may change, it is the
+        largest number that the job may have: so a process that begins alone also builds objects for several ranks."""
         if self._recovery is None:
             return self.place.world_size
         return dist.get_world_size() if self._loop else self.place.most
@@ -124,8 +124,8 @@ class Run(Loops):
         return self.place.device
 
     def track(self, *unnamed: Any, **objects: Any) -> None:
-        """Name what makes up the training state: modules, optimizers, schedulers, scalers, tensors, anything with
-        `state_dict` and `load_state_dict`, and random generators. Before the first step."""
+        """Declare the training state: modules, optimizers, schedulers, scalers, tensors, random generators, and any
+        object with `state_dict` and `load_state_dict`. Call it before the first step."""
         if unnamed:
             raise LoopError(call_mistakes.unnamed(unnamed, objects, sys._getframe(1)))
         if self._loop:
@@ -142,20 +142,21 @@ class Run(Loops):
 
     @property
     def shared_rng(self) -> torch.Generator:
-        """A generator whose numbers in each step are the same on all ranks, a function of the run's seed and the step:
-        for what must not differ between ranks, such as a layer that is dropped. Of the CPU, in the steps."""
+        """A CPU generator whose numbers in each step are the same on all ranks: a function of the run's seed and the
+        step. Use it for decisions that must not differ between ranks, such as dropping a layer. Only in steps."""
         return self._random.shared
 
     def untracked(self, *names: str) -> None:
-        """What training changes and may be lost with its process: not refused, not warned of. By the name that the
-        refusal gives, that of a variable (`"probe"`, with all that it holds) or that of a class. At any time."""
+        """Declare objects that training changes and that may be lost with their process, so that they cause no refusal
+        and no warning. A name is that in the refusal, that of a variable (`"probe"`, with all that it holds) or that of
+        a class. Call it at any time."""
         self._untracked.update(names)
 
     def mesh(self, *, shard: int | None = None, tensor: int | None = None, model: int | None = None) -> Any:
         """The `DeviceMesh` of replicas × shards: `fully_shard(model, mesh=run.mesh(shard=8))` for FSDP2, or
         `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. `model=8`: the script
         itself divides its model over 8 neighbours in rank, by stages or by parts of layers, with process groups of its
-        own. One a run; before the model is built. See docs/reference/session.md."""
+        own. Call it once a run, before the model is built. See docs/reference/session.md."""
         shape = shape_of(shard, tensor, model)
         if self._mesh is None:
             if self._loop:
@@ -167,10 +168,10 @@ class Run(Loops):
         return self._mesh
 
     def pipeline(self, make: Callable[[], Any]) -> PipelineSchedule:
-        """A pipeline of `torch.distributed.pipelining` over the ranks of a replica of `run.mesh(model=N)`: `make` makes
-        its stages and returns the schedule, whose `step` and `eval` what this returns has. It is called in the first
-        step of each round, by all ranks, because torch's stages cannot take in a new peer. Stages are told their shapes
-        (`input_args=`, `output_args=`); the gradients `run.average_gradients` averages."""
+        """A pipeline of `torch.distributed.pipelining` over the ranks of a replica of `run.mesh(model=N)`. `make` makes
+        the stages and returns the schedule; the returned object has the schedule's `step` and `eval`. All ranks call
+        `make` in the first step of each round, because torch's stages cannot accept a new peer. Stages need their
+        shapes (`input_args=`, `output_args=`). `run.average_gradients` averages the gradients."""
         if self._recovery is not None and (self._mesh is None or self._shape.kind != MODEL):
             raise LoopError("run.pipeline(make): write `run.mesh(model=N)` before it, where N stages are one replica")
         return PipelineSchedule(make, self._round_number)
@@ -180,9 +181,9 @@ class Run(Loops):
         return round_.number if round_ is not None else None
 
     def average_gradients(self, *modules: torch.nn.Module) -> None:
-        """Average the gradients of these over the replicas of `run.mesh(tensor=N)` or `model=N`, in place, as
-        DistributedDataParallel does where a model is not cut. Behind the last `backward()` of a step, before what reads
-        gradients. Collective."""
+        """Average the gradients of these parameters over the replicas of `run.mesh(tensor=N)` or `model=N`, in place,
+        as DistributedDataParallel does for a model that is not sharded. Call it after the last `backward()` of a step
+        and before gradients are read. Collective."""
         if self._mesh is None or self._shape.kind == SHARD:
             raise LoopError("average_gradients(): for a model that is cut over run.mesh(tensor=N)['tensor'] or over "
                             "run.mesh(model=N). Take the line out: DistributedDataParallel, or fully_shard, averages "
@@ -198,9 +199,9 @@ class Run(Loops):
         return made
 
     def once(self, fn: Callable[[], Any], *, each: str = "job") -> once.Once:
-        """Have one process of the job call `fn` when the loop begins; `each="machine"`: one of each machine, at once,
-        before this returns. What it returns (anything that JSON holds) is the `value` of what this returns, on all
-        ranks. If the process dies in it, another calls it again. Before `steps`."""
+        """Let one process of the job call `fn` when the loop begins. With `each="machine"`, one process of each machine
+        calls it at once, before this method returns. The returned object's `value` is the result of `fn` on all ranks;
+        it must consist of JSON values. If the process dies in `fn`, another calls it again. Call it before `steps`."""
         if self._loop:
             raise LoopError("once() after steps() began: call it before the loop")
         if each == "job":
@@ -208,12 +209,12 @@ class Run(Loops):
         return self._onces.add(fn, each)
 
     def evaluate(self, fn: Callable[..., Any], loader: Any = None, *, every: int | None = None) -> None:
-        """Call `fn` on all ranks, with collectives if it likes; if a peer is lost in it, all call it again in the new
-        world. Modes, buffers and random generators are put back after it; a mapping that it returns is logged.
+        """Call `fn` on all ranks; it may use collectives. If a peer is lost in it, all call it again in the new world.
+        Modes, buffers and random generators are restored afterwards. A mapping that `fn` returns is logged.
 
-        `every`: after each `every`-th step and after the last; to be called before `steps`. Without it: now, in the
-        loop of `epochs` and outside of an epoch's steps. `loader`: a DataLoader, each of whose batches, of this rank's
-        share of it, `fn` is called with; what it returns then is nothing.
+        `every`: call `fn` after each `every`-th step and after the last one; call this method before `steps`. Without
+        `every`, `fn` is called now, in the loop of `epochs` and outside of an epoch's steps. `loader`: a DataLoader;
+        `fn` is called with each batch of this rank's share of it, and returns nothing.
         """
         call = fn if loader is None else evaluation.over(fn, loader, self._most_readers, self._cut)
         if every is None:
@@ -244,9 +245,9 @@ class Run(Loops):
         until: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """`steps`, with `fn` as what a step does: it is called with the step's batch (with `micro_batch=` an iterator
-        over batches, without a loader None), and again if a peer was lost in it. A mapping that it returns is logged.
-        In the loop of `epochs` it takes the rest of the epoch, and no more than `fn` is said.
+        """Take all steps, and call `fn` in each with the step's batch; call it again if a peer was lost in it. With
+        `micro_batch=`, `fn` gets an iterator over batches, and without a loader None. A mapping that it returns is
+        logged. In the loop of `epochs`, `run.train(fn)` takes the rest of the epoch, and has no further arguments.
         """
         self._function = fn
         for step in self.steps(loader, until=until, epochs=epochs):
@@ -254,7 +255,7 @@ class Run(Loops):
                 self.log(**evaluation.figures(fn(batch)))
 
     def scale(self, loss: Any) -> Any:
-        """`batch.scale(loss)` of the batch in hand, for a function that was not given the batch. In a step."""
+        """`batch.scale(loss)` of the present batch, for code that has no reference to the batch. Call it in a step."""
         if self._taken is None:
             raise LoopError(
                 "run.scale(loss) outside of a step: there is no batch whose weight the loss could have. Call it inside "
@@ -263,13 +264,14 @@ class Run(Loops):
         return self._taken.scale(loss)
 
     def log(self, **metrics: Any) -> None:
-        """Numbers or 0-d tensors of this step, logged in it or behind it in the loop: for the progress report and, of
-        rank 0, for the step's commit, where `Keep(best=…, metric="loss")` finds them. Never waits for a device."""
+        """Log numbers or 0-d tensors of this step, in it or after it in the loop. They go to the progress report. Those
+        of rank 0 also go to the step's commit, where `Keep(best=…, metric="loss")` finds them. Never waits for a
+        device."""
         self._coordinator.log(metrics, of_state=self._nesting.nested and not self._nesting.in_steps)
 
     def close(self) -> None:
-        """What the end of the `with` block does, for a script without one: finish the save in flight and leave the
-        process group, if this run made it."""
+        """Finish the save in flight, and leave the process group if this run made it. The end of the `with` block does
+        the same; this is for a script without one."""
         self.__exit__(*sys.exc_info())
 
     def _close(self) -> None:

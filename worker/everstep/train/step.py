@@ -1,7 +1,7 @@
-"""One optimizer step as the training loop holds it: `with step as batch:`.
+"""One optimizer step, as the training loop uses it: `with step as batch:`.
 
 Invariant: a step counts exactly if its `with` block ended without an error, all its micro-batches were taken, and none
-of its collectives has failed, whether or not the script caught what that raised.
+of its collectives failed, even if the script caught that error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, NoReturn, Protocol
 from everstep.data import Batch, BatchUnusable
 from everstep.recovery.errors import LoopError
 
-MAX_ERROR = 500  # characters of an error that is told with ours
+MAX_ERROR = 500  # characters of another error that our message quotes
 _OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to", "weight"})
 _ENTER = "a step gives its batch when it is entered. Write `with step as batch:`, and in it"
 
 
 class StepUnusable(LoopError, AttributeError, TypeError):
-    """A step was used in place of its batch. `hasattr` and the like hear that there is no such attribute."""
+    """A step was used in place of its batch. It is an `AttributeError`, so that `hasattr` and the like work."""
 
 
 class Phase(Enum):
@@ -30,19 +30,19 @@ class Phase(Enum):
     ENTERED = auto()
     DONE = auto()
     FAILED = auto()
-    LOST = auto()  # a peer was lost in it: it comes again
+    LOST = auto()  # a peer was lost in it: it is repeated
 
 
 class StepScope(Protocol):
-    """What a step asks when its block ends."""
+    """The callbacks of a step when its block ends."""
 
     def step_over(self) -> None:
-        """The block has ended, however it did."""
+        """The block has ended, with or without an error."""
         ...
 
     def step_ended(self) -> bool:
-        """It has ended without an error: whether the step is whole. False if a collective has failed that the script
-        caught. Raises `LoopError`."""
+        """The block has ended without an error. Returns whether the step is whole; it is not if a collective failed and
+        the script caught the error. Raises `LoopError`."""
         ...
 
     def step_lost(self, error: BaseException) -> bool:
@@ -50,14 +50,14 @@ class StepScope(Protocol):
         ...
 
     def asked(self) -> None:
-        """The script wants to know whether the step counts."""
+        """The script asks whether the step counts."""
         ...
 
 
 class Step:
-    """Step number `number`: so many are complete before it.
+    """Step number `number`, which is also how many steps were completed before it.
 
-    Entering gives the batch; with `micro_batch=` an iterator over the step's micro-batches; without a loader None.
+    Entering it gives the batch; with `micro_batch=`, an iterator over the step's micro-batches; without a loader, None.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Step:
         self.number = number
         self.phase = Phase.NEW
         self._batches = batches
-        self._whole = whole  # the step is one batch
+        self._whole = whole  # whether the step is one batch
         self._completed = completed
         self._scope = scope
         self._last: Batch[Any] | None = None
-        self.error: BaseException | None = None  # that has ended its block
+        self.error: BaseException | None = None  # the error that ended its block
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -91,13 +91,13 @@ class Step:
 
     @property
     def completed(self) -> bool:
-        """Whether the step counts. What follows the block runs also if a peer was lost in it and the step comes again;
-        what belongs to a step's end must ask."""
+        """Whether the step counts. Code behind the block also runs if a peer was lost and the step will be repeated. So
+        code that belongs to a step's end must check this."""
         self._scope.asked()
         return self.phase is Phase.DONE
 
     def scale(self, loss: Any) -> Any:
-        """`scale` of the batch that was given last. Raises `LoopError` where that is not one batch."""
+        """`scale` of the batch that was given last. Raises `LoopError` if that is not a single batch."""
         if self.phase is not Phase.ENTERED or not isinstance(self._last, Batch):
             what = "outside of a step" if self.phase is not Phase.ENTERED else "of several loaders, or of none"
             raise LoopError(f"run.scale(loss) {what}: there is not one batch in hand. Write `batch.scale(loss)`")
@@ -122,7 +122,7 @@ class Step:
             return False
         if error is not None or not self._scope.step_ended():
             self.phase, self.error = Phase.LOST, None
-            traceback.clear_frames(trace)  # what the step has computed is of no use, and large
+            traceback.clear_frames(trace)  # frees the step's results, which are large and no longer needed
             return True
         if self._batches is not None and (self._last is None or not _is_last(self._last)):
             taken = 0 if self._last is None else self._last.micro + 1
@@ -146,11 +146,11 @@ class Step:
 
 
 def failed(step: Step) -> str:
-    """How its block ended, which is to be an error."""
+    """The step's result for a block that ended with an error."""
     error = step.error
     return f"step {step.number} was ended by {type(error).__name__}: {str(error)[:MAX_ERROR]}"
 
 
 def _is_last(taken: Any) -> bool:
-    """Of several loaders a step takes one batch each."""
+    """Refuses `scale` in a step with several loaders, which takes one batch of each."""
     return taken.last if isinstance(taken, Batch) else True

@@ -1,6 +1,6 @@
-"""The world that a session's loop runs in, and the kind of it that lasts as long as the process.
+"""The world in which a session's loop runs: the interface, and the kind of world that does not change.
 
-There a lost peer ends the process, and its launcher starts a new one. `changing.py` has the other kind.
+There, a lost peer ends the process, and its launcher starts a new one. `recovering_world` has the other kind.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ from everstep.train.step import Phase, StepScope
 
 
 class World(StepScope, Protocol):
-    """What the loop asks between its steps."""
+    """The interface by which the loop uses its world."""
 
     def begin(self) -> None:
-        """Bring the state that training goes on from."""
+        """Provide the state from which training goes on."""
         ...
 
     def ready(self) -> bool:
-        """Before each step and after the last: do what is due between two steps. False if a peer was lost in it."""
+        """Do the work that is due between two steps. Called before each step and after the last one. False if a peer
+        was lost in it."""
         ...
 
     def attempt(self, work: Callable[[Callable[[], None]], None]) -> bool:
-        """Do this between two steps, with what raises if a peer was lost and the script has kept that to itself. False
-        if a peer was lost in it."""
+        """Run a function between two steps. Its argument raises if a peer was lost and the script has suppressed that
+        error. False if a peer was lost in it."""
         ...
 
     def step_begins(self) -> int | None:
-        """The rank as whom the step is taken, if not as this process's own: it has that one's samples and numbers."""
+        """A step begins. Returns the rank whose samples and random numbers it uses, if it is a shadow step."""
         ...
 
     def go_on(self, phase: Phase) -> None:
-        """A peer was lost, in a step (LOST) or between two (DONE)."""
+        """A peer was lost, in a step (LOST) or between two steps (DONE)."""
         ...
 
     def between(self) -> None:
-        """After a step that is not the last: save, stop, change the world."""
+        """Save, stop or change the world as due. Called after each step but the last."""
         ...
 
     def all_leave(self) -> None:
@@ -69,7 +70,7 @@ class World(StepScope, Protocol):
         ...
 
     def finish(self) -> bool:
-        """After the last step; False if there are steps left after all."""
+        """End the training after the last step. False if there are steps left after all."""
         ...
 
 
@@ -116,7 +117,7 @@ class FixedWorld:
         self._scales = Scales(self._state, places if self._size > 1 else 1)
         if self._size > 1:
             GradientReduction(self._state, self._reducers, self._untracked_check, lasts=True)
-        self._reducers.learn()  # of a backward pass that the script made before
+        self._reducers.learn()  # from a backward pass that the script made before
         self._coordinator.restore(self._state)
         self._between_steps.nesting.restored()
         self._reducers.resume()
@@ -151,7 +152,7 @@ class FixedWorld:
         return join(None, None, None) if self._size > 1 else Alone()
 
     def step_begins(self) -> None:
-        """As this process's own rank."""
+        """A step of this process itself begins: this kind of world has no shadow steps."""
         self._began = time.monotonic()
         self._untracked_check.begins()
         self._taken += 1
@@ -185,7 +186,7 @@ class FixedWorld:
         self._coordinator.agree(updates=self._gradients.updates, calls=self._begun())
 
     def _begun(self) -> int:
-        """How many collectives the program has begun; 0 where the backend does not count them."""
+        """How many collectives the program has begun; 0 if the backend does not count them."""
         return self._numbered() - self._messages.count
 
     def _numbered(self) -> int:

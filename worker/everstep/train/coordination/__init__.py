@@ -1,1 +1,1 @@
-"""What all ranks do after the same step: save, stop, change to the next round, and who holds the others up."""
+"""What all ranks do after the same step: save, stop, change to the next round, and find stragglers."""

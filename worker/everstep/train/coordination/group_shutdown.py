@@ -1,8 +1,8 @@
-"""Process groups at the end of a process: what torch 2.13's gloo does with Python's lock is done before Python goes.
+"""Shuts process groups down at the end of a process, before the interpreter goes.
 
-A thread of gloo's takes that lock to free the tensors of a collective that has ended. If it asks when the interpreter
-is being taken down, the process ends with SIGABRT and its exit code is lost: of FSDP2's processes on a busy machine
-11 of 72, since a sharded module keeps its groups after they were destroyed.
+A thread of torch 2.13's gloo takes Python's lock to free the tensors of a finished collective. If it does so while the
+interpreter shuts down, the process ends with SIGABRT and its exit code is lost. On a busy machine, that happened to 11
+of 72 processes with FSDP2, because a sharded module keeps its groups after they were destroyed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 TASKS = Path("/proc/self/task")
 THREAD = "pt_gloo_runloop"
-LOOK = 0.005  # seconds between two looks; Python hands its lock to whoever waits for it meanwhile
+LOOK = 0.005  # seconds between two checks; meanwhile a waiting thread gets Python's lock
 LIMIT = 2.0  # seconds
 
-_left: list[Any] = []  # groups that were left
+_left: list[Any] = []  # groups that were left, and are held until the process ends
 
 
 def leave_group() -> None:
-    """Leave the default process group. Until the process ends something holds it: where a DDP object that outlives the
-    run was the last to do so, torch 2.13 freed gloo's group with Python's lock in hand, for which the group's own
-    threads may wait. Then the process hung at its end."""
+    """Leave the default process group, but hold it until the process ends. If a DDP object were the last to hold it,
+    torch 2.13 would free gloo's group while it holds Python's lock. The group's threads may wait for that lock, and the
+    process would hang at its end."""
     if not _left:
         atexit.register(_left.clear)
     _left.append(dist.group.WORLD)
@@ -33,13 +33,13 @@ def leave_group() -> None:
 
 
 def part() -> None:
-    """Take the process groups down while Python is whole."""
+    """Destroy the process groups while the interpreter still works."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def quiesce(limit: float = LIMIT) -> None:
-    """Wait until all threads of gloo's sleep, in two looks one after the other; `limit` seconds at most."""
+    """Wait until all gloo threads sleep in two checks in a row; `limit` seconds at most."""
     ends, quiet = time.monotonic() + limit, 0
     while quiet < 2 and time.monotonic() < ends:
         quiet = 0 if any(_states()) else quiet + 1
@@ -48,12 +48,12 @@ def quiesce(limit: float = LIMIT) -> None:
 
 
 def _states() -> list[bool]:
-    """Whether each of gloo's threads is busy; none where the system does not say."""
+    """Whether each of gloo's threads is busy; empty if the system does not say."""
     found = []
     for task in TASKS.glob("[0-9]*"):
         try:
             if (task / "comm").read_text().strip() == THREAD:
                 found.append((task / "stat").read_text().rpartition(")")[2].split()[0] != "S")
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
     return found

@@ -1,7 +1,7 @@
-"""Messages from one rank to another in a world of torch's own, which gloo numbers as it numbers collectives.
+"""Counts point-to-point messages in a world of torch's own, because gloo numbers them together with collectives.
 
-Of collectives each rank has begun as many as the others; of messages each its own number, and `monitored_barrier` is
-made of them. Invariant: what is counted here is in gloo's number, and in no collective.
+All ranks have begun the same number of collectives, but each rank its own number of messages. `monitored_barrier` is
+made of messages too. Invariant: each message counted here is in gloo's number, and none is part of a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _FUNCTIONS = (
 
 
 class Messages:
-    """Counts those that the script sends and receives, until `end`. `number`: gloo's, of the default group."""
+    """Counts the messages that the script sends and receives, until `end`. `number`: gloo's number of the default
+    group."""
 
     def __init__(self, number: Callable[[], int]) -> None:
         self._number = number

@@ -1,7 +1,7 @@
-"""Metrics of a step without waiting for a device: a value on a GPU is copied in the background, and read later.
+"""Collects metrics of a step without waiting for a device: a value on a GPU is copied in the background and read later.
 
-Invariant: nothing here keeps an autograd graph alive, and nothing waits for a device but `of_step`, which a save calls:
-that waits for the device anyway.
+Invariant: this module keeps no autograd graph alive. Only `of_step` waits for a device; a save calls it, and a save
+waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MOST_OF_STEP: Final = 64  # a commit's record has room for so many
 
 
 class Metrics:
-    """`log` at any moment; `ready` is what can be read now, by name, of the newest values that have arrived; `of_step`
-    is what belongs to the state after the newest step: what was logged in the step, and of the state since."""
+    """`log` may be called at any time. `ready`: by name, the newest values that have arrived. `of_step`: the values
+    that belong to the state after the newest step, logged in that step or of that state since."""
 
     def __init__(self) -> None:
         self._ready: dict[str, Any] = {}
@@ -27,11 +27,11 @@ class Metrics:
         self._of_state: dict[str, Any] = {}
 
     def log(self, values: Mapping[str, Any], *, of_state: bool = False) -> None:
-        """`of_state`: they were measured between two steps, and do not belong to the one that comes."""
+        """Log values. `of_state`: they were measured between two steps, and do not belong to the next one."""
         into = self._of_state if of_state else self._of_step
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                value = value.detach().clone()  # noqa: PLW2901  the script may add to its own
+                value = value.detach().clone()  # noqa: PLW2901  the script may change its own tensor
             if len(into) < MOST_OF_STEP or name in into:
                 into[name] = value
             if name not in self._ready and len(self._ready) + len(self._coming) >= MAX_METRICS:
@@ -53,19 +53,19 @@ class Metrics:
         return dict(self._ready)
 
     def of_step(self) -> dict[str, float]:
-        """The numbers, by name. A tensor of several elements is none."""
+        """The numbers, by name, without tensors of several elements."""
         return _numbers(self._of_step | self._of_state)
 
     def of_state(self) -> dict[str, float]:
-        """Of them, those that were measured since the step."""
+        """The numbers that were measured since the step."""
         return _numbers(self._of_state)
 
     def counted(self) -> None:
-        """A step is complete: the state is another one."""
+        """A step is complete, so the state has changed."""
         self._of_state.clear()
 
     def over(self) -> None:
-        """All that a step may log was logged: what comes belongs to another one."""
+        """The step has logged everything: later values belong to another step."""
         self._of_step.clear()
 
 

@@ -1,7 +1,7 @@
-"""A run's `Checkpointer`, and when to use it.
+"""Decides when a run saves, and holds its `Checkpointer`.
 
-Saves by step number happen at exactly those steps: every rank knows them. Saves by time are rank 0's wish, which the
-session carries to the others without a wait. Invariant: `durable` is true only for a step whose part this rank has
+Saves by step number happen at exactly those steps, which every rank knows. For saves by time, rank 0 decides, and the
+session tells the other ranks without a wait. Invariant: `durable` is true only for a step whose shard this rank has
 written, or that was restored.
 """
 
@@ -25,16 +25,16 @@ from everstep.storage.errors import StorageError
 log = logging.getLogger("everstep.train")
 
 NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
-LOOK_SECONDS = 0.02  # from one look at the peers to the next, while a save is waited for
-ASK_SECONDS = 3.0  # for the store to answer what a run can do without
+LOOK_SECONDS = 0.02  # between checks of the peers during the wait for a save
+ASK_SECONDS = 3.0  # for the store to answer requests whose answer a run does not need
 
 
 class SaveSchedule:
-    """`every_seconds`: what the clock is asked by; the checkpointer itself is asked at each step."""
+    """`every_seconds`: seconds between saves by time. The checkpointer's own policy is asked at each step."""
 
     def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
         self.checkpointer = checkpointer
-        checkpointer.belong_to_session()  # the session knows whether the others are there to end a save with
+        checkpointer.belong_to_session()  # the session knows whether the other ranks are there to complete a save
         self._by_time = SavePolicy(every_seconds, None, time.monotonic())
         self._restored: int | None = None
         self._handle: SaveHandle | None = None
@@ -48,8 +48,8 @@ class SaveSchedule:
         options: Mapping[str, Any],
         environ: Mapping[str, str] = os.environ,
     ) -> SaveSchedule | None:
-        """By what was passed, else by the environment; None if neither names a place. Raises `CheckpointError`,
-        `StoreUnusable`."""
+        """The schedule from the arguments, or else from the environment; None if neither names a place. Raises
+        `CheckpointError`, `StoreUnusable`."""
         if isinstance(checkpoint, Checkpointer):
             if every_steps is not None or every_seconds is not None or options:
                 raise CheckpointError(
@@ -75,12 +75,12 @@ class SaveSchedule:
 
     @property
     def restored_step(self) -> int | None:
-        """That of the commit that `restore` has loaded, while the world is still that one."""
+        """The id of the commit that `restore` has loaded, while the world has not changed since."""
         return self._restored
 
     @property
     def saved_step(self) -> int | None:
-        """That of the newest save of this world."""
+        """The id of the newest save of this world."""
         return self._handle.step if self._handle is not None else None
 
     def attach(self, name: str, data: bytes) -> None:
@@ -89,12 +89,12 @@ class SaveSchedule:
             self.checkpointer.attach(self._handle, name, data)
 
     def attach_now(self, name: str, data: bytes) -> None:
-        """The same for a save that is over, if the store takes it soon."""
+        """The same for a save that is over, if the store answers soon."""
         if (handle := self._handle) is not None:
             _within(ASK_SECONDS, lambda: self.checkpointer.attach(handle, name, data, now=True))
 
     def attached(self, names: Sequence[str]) -> dict[str, bytes]:
-        """What was put beside the commit that was restored; without what the store does not give soon."""
+        """The data beside the restored commit, as far as the store answers soon."""
         found: dict[str, bytes] = {}
 
         def ask() -> None:
@@ -106,12 +106,12 @@ class SaveSchedule:
         return dict(found)
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
-        """Put `data` beside the commit that was restored, if the store takes it soon."""
+        """Put `data` beside the restored commit, if the store answers soon."""
         _within(ASK_SECONDS, lambda: self.checkpointer.attach_to_restored(name, data))
 
     def newest(self) -> int | None:
-        """The step of the newest commit; None without one, or if the store does not say so soon: it may be away, and a
-        recovery does not need it. Not collective."""
+        """The step of the newest commit; None if there is none, or if the store does not answer soon: it may be
+        unavailable, and a recovery does not need it. Not collective."""
         found: list[int | None] = []
 
         def ask() -> None:
@@ -134,11 +134,11 @@ class SaveSchedule:
         return self._by_time.decide(0, time.monotonic(), busy=busy) is Verdict.SAVE
 
     def due_at(self, step: int) -> bool:
-        """Whether all ranks save after `step`. Collective where the answer may be yes."""
+        """Whether all ranks save after `step`. Collective if the answer may be yes."""
         return self.checkpointer.should_save(step)
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Begin to save. Every rank at the same step; of `metrics` rank 0's count."""
+        """Begin to save. Every rank calls it at the same step; only rank 0's `metrics` are used."""
         self._by_time.saved(time.monotonic())
         self._handle = self.checkpointer.save(step, state, metrics=metrics)
 
@@ -160,7 +160,7 @@ class SaveSchedule:
 
 
 def _within(seconds: float, ask: Callable[[], None]) -> None:
-    """Call it, and wait no longer than that for it to end."""
+    """Call the function, and wait for its end no longer than the limit."""
     asking = threading.Thread(target=ask, name="everstep-ask", daemon=True)
     asking.start()
     asking.join(seconds)

@@ -1,11 +1,10 @@
-"""What the ranks do at the same step, agreed on without stopping for it: stop, save, go to the next round.
+"""Lets ranks agree, without a pause, at which step all of them stop, save or go to the next round.
 
-A rank's wish travels in a tiny asynchronous MAX all-reduce that is begun at one boundary between steps and read at the
-next, while the step between them hides it. The next one is begun a stride later, so that it costs little. Every rank
-reads the same answer at the same step. The group is one of its own, so that these collectives never mix with the
-program's.
+A rank's wish travels in a tiny asynchronous MAX all-reduce. It begins at one boundary between steps and is read at the
+next, so the step between them hides it. The next one begins a stride later, so that it costs little. Every rank reads
+the same answer at the same step. The group is separate, so these collectives never mix with the program's.
 
-Invariant: the boundaries at which ranks communicate depend on agreed numbers alone, never on a rank's own clock.
+Invariant: the boundaries at which ranks communicate depend only on agreed numbers, never on a rank's own clock.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ import torch.distributed as dist
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import reduce_into
 
-COST = 0.005  # of a step's time that agreeing may take: half of what the session may
+COST = 0.005  # share of a step's time that agreements may take: half of the session's share
 MAX_STRIDE = 64  # boundaries from one agreement to the next
-NONE_TOLD = -(2**62)  # less than any number that a rank tells
+NONE_TOLD = -(2**62)  # less than any number that a rank sends
 MAX_SECONDS = 0.25  # from one agreement to the next, unless a single step takes longer
 SMOOTHING = 0.2  # weight of the newest measurement
 
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """What a rank asks for, or what all have agreed on."""
+    """What one rank wishes, or what all have agreed on."""
 
     stop: bool = False
     save: bool = False
     move: bool = False  # leave the round: the next one has more members
-    updates: int = 0  # optimizer steps that this rank has made in this world; the same number on each of its place
-    calls: int = 0  # collectives of the program that it has begun in this world; likewise
+    updates: int = 0  # this rank's optimizer steps in this world; the same on all ranks of its place
+    calls: int = 0  # the program's collectives that it has begun in this world; the same on all ranks of its place
 
 
 class StepAgreement:
-    """`at_boundary(wish)` after every step, on every rank; the answer is the same on each, and mostly no wish. Raises
-    `LoopError`, on all of them, once their `updates` or `calls` differ: then one has skipped an optimizer step or a
+    """Every rank calls `at_boundary(wish)` after every step; all get the same answer, which is mostly no wish. Raises
+    `LoopError` on all ranks once their `updates` or `calls` differ: then one of them has skipped an optimizer step or a
     collective that others made.
 
-    `group` is a gloo process group, or None for a world of one, where a wish is granted at once. `place`, of `places`:
-    of this rank in its replica, where each place may have optimizers of its own.
+    `group` is a gloo process group, or None for a world of one, where a wish is granted at once. `place`: this rank's
+    place in a replica of `places` ranks, each of which may have its own optimizers.
     """
 
     def __init__(
@@ -58,8 +57,8 @@ class StepAgreement:
         self._clock = clock
         self._boundary = 0
         self._next = 0  # the boundary at which the next collective begins or is read
-        self._begun = 0  # the boundary at which the newest was begun
-        self._spent = 0.0  # seconds, on the agreement in hand
+        self._begun = 0  # the boundary at which the newest collective began
+        self._spent = 0.0  # seconds spent on the present agreement
         self._stride = 1
         self._flight: tuple[Any, torch.Tensor] | None = None
         self._cost = self._step = 0.0  # seconds, smoothed
@@ -71,7 +70,7 @@ class StepAgreement:
         return self._stride
 
     def at_boundary(self, wish: StepRequest) -> StepRequest:
-        """Say what this rank wants, and hear what all do now. Raises what the collective raises if a peer is gone."""
+        """Give this rank's wish, and return what all ranks do now. Raises the collective's error if a peer is gone."""
         if self._group is None:
             return wish
         began = self._clock()
@@ -82,7 +81,7 @@ class StepAgreement:
             read = self._flight is not None
             agreed = self._read()
             if not read or self._stride == 1:
-                # A save that all begin now is what this rank still wishes for: told again, it would come twice.
+                # If all begin a save now, this rank's wish for it is fulfilled; repeated, it would cause a second save.
                 self._begin(replace(wish, save=wish.save and not agreed.save))
                 self._begun, self._next = self._boundary, self._boundary + 1
             else:
@@ -95,7 +94,7 @@ class StepAgreement:
         return agreed
 
     def settle(self) -> None:
-        """Let the collective in flight end: nobody is left waiting for this rank."""
+        """Let the collective in flight end, so that no rank waits for this one."""
         if self._flight is not None:
             self._flight[0].wait()
             self._flight = None
@@ -133,7 +132,7 @@ class StepAgreement:
         return StepRequest(bool(stop), bool(save), bool(move))
 
     def _wanted_stride(self) -> int:
-        """As many boundaries as make the cost small, and no more than answer within `MAX_SECONDS`."""
+        """The stride: enough boundaries to make the cost small, but few enough for an answer within `MAX_SECONDS`."""
         if self._step <= 0:
             return 1
         cheap = math.ceil(self._cost / (COST * self._step))

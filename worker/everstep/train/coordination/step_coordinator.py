@@ -1,9 +1,9 @@
-"""What happens between two steps of a training loop: report, agree, save, stop.
+"""Coordinates the ranks between two steps of a training loop: reports, agrees, saves and stops.
 
-Knows neither the loop nor a framework: the session and the adapters say what the state is and when a step is complete.
-Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a boundary and
-runs nothing of what comes after training, unless that was complete by then; once `leave` was called SIGTERM does what
-it did before.
+It knows neither the loop nor a framework: the session and the adapters give it the state, and say when a step is
+complete. Invariants: every rank saves and stops after the same step; a process that was asked to stop leaves at a
+boundary, and runs no code behind the training loop unless training was complete by then; after `leave`, SIGTERM has its
+former handler.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from everstep.train.coordination.stop_signal import Left, Preempted, StopSignal
 
 log = logging.getLogger("everstep.train")
 
-HANDLER_STEPS = 16  # between two looks at the handler of SIGTERM, which take 10 µs
-ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # that must be left, to begin one more step before the process leaves
-PEER_SECONDS = 600.0  # an agreement of the ranks fails after so long
+HANDLER_STEPS = 16  # steps between two checks of the handler of SIGTERM, which take 10 µs
+ONE_MORE_SECONDS, ONE_MORE_STEPS = 5.0, 3.0  # the time, or steps' times, that must be left to begin one more step
+PEER_SECONDS = 600.0  # after which an agreement of the ranks fails
 
 
 class StepCoordinator:
-    """`join` and `restore` once, `completed` after each step, `finish` after the last, `leave` whatever happened."""
+    """Call `join` and `restore` once, `completed` after each step, `finish` after the last, and `leave` in any case."""
 
     def __init__(self, schedule: SaveSchedule | None, reporter: Reporter) -> None:
         self._schedule = schedule
@@ -57,8 +57,8 @@ class StepCoordinator:
         self._check: Callable[[], None] = _nothing
         # The state as a commit names it.
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
-        self.places = 1  # of a replica, each with optimizers of its own
-        self._counted, self._step_seconds = time.monotonic(), 0.0  # of the newest step, with what came before it
+        self.places = 1  # places in a replica, each with its own optimizers
+        self._counted, self._step_seconds = time.monotonic(), 0.0  # when the newest step was counted, and its duration
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
 
@@ -77,7 +77,7 @@ class StepCoordinator:
         return cls(schedule, reporter or default_reporter())
 
     def join(self) -> None:
-        """Meet the other ranks. Collective, and needs the process group where there is to be one."""
+        """Meet the other ranks. Collective; the process group must exist if there is to be one."""
         if dist.is_available() and dist.is_initialized():
             self._rank = dist.get_rank()
         self._group = group_of_its_own(PEER_SECONDS)
@@ -87,15 +87,15 @@ class StepCoordinator:
             log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
     def track(self, state: Mapping[str, Any]) -> None:
-        """What is saved, in a process that may restore nothing because a peer gives it the state."""
+        """Set the state to save, in a process that restores nothing because a peer gives it the state."""
         self._state = state
 
     def check_by(self, check: Callable[[], None]) -> None:
-        """Ask this while a save is waited for, of which a rank may be gone: it raises then."""
+        """Call this function while waiting for a save. It raises if a rank of the save is gone."""
         self._check = check
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
-        """The world is another one. What was agreed on in the one before, and a save in flight, are given up."""
+        """The world has changed. Agreements of the old world, and a save in flight, are given up."""
         self._rank = ranks.rank
         self._reporter.moved(ranks.rank, ranks.world_size, round_)
         self._group = ranks.group if ranks.world_size > 1 else None
@@ -104,7 +104,7 @@ class StepCoordinator:
             self._schedule.move(ranks, round_, rendezvous)
 
     def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """The script divides its model over the `places` ranks of a replica, and commits name the state so."""
+        """The script divides its model over the `places` ranks of a replica; names in commits contain the place."""
         self.places, self.named = places, named
         self._agreement = self._intent_over(self._group)
 
@@ -137,11 +137,11 @@ class StepCoordinator:
 
     @property
     def schedule(self) -> SaveSchedule | None:
-        """What saves; None without a store."""
+        """The checkpointer; None without a store."""
         return self._schedule
 
     def newest_commit(self) -> int:
-        """Its step; -1 if there is none, or none is known. Not collective."""
+        """The step of the newest commit; -1 if there is none, or none is known. Not collective."""
         found = self._schedule.newest() if self._schedule is not None else None
         return -1 if found is None else found
 
@@ -151,11 +151,11 @@ class StepCoordinator:
         return self.restore(state)
 
     def watch(self) -> None:
-        """Note SIGTERM from here on. After the framework has set its own handler, which it takes the place of."""
+        """Note SIGTERM from here on. Called after the framework has set its own handler, which this one replaces."""
         self._stop.__enter__()
 
     def check_handler(self, step: int) -> None:
-        """Raises `LoopError` if SIGTERM would go to a handler that the script has set in its loop. At some steps."""
+        """Raises `LoopError` if the script has set its own handler of SIGTERM in its loop. Checked at some steps."""
         if step % HANDLER_STEPS == 0 and self._stop.replaced:
             raise LoopError(
                 "signal.signal(SIGTERM, …) in the loop: the run would not hear that it is to stop, and would not save. "
@@ -163,8 +163,8 @@ class StepCoordinator:
             )
 
     def log(self, metrics: Mapping[str, Any], *, of_state: bool = False) -> None:
-        """Numbers or 0-d tensors of the step that `agree` ends, for the progress report and the step's commit; never
-        waits for a device. `of_state`: of the state between two steps, whose save may have begun by now."""
+        """Log numbers or 0-d tensors of the step that `agree` ends, for the progress report and the step's commit.
+        Never waits for a device. `of_state`: they are of the state between two steps, whose save may have begun."""
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
         of_state = of_state or self._evaluates
         self._metrics.log(numbers, of_state=of_state)
@@ -173,7 +173,7 @@ class StepCoordinator:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What is logged in it belongs to the state as it is, and to no step that follows."""
+        """A context in which logged values belong to the present state, and not to the next step."""
         self._evaluates = True
         try:
             yield
@@ -194,14 +194,14 @@ class StepCoordinator:
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
     def slow(self, what: str | None) -> None:
-        """What is to be said of the rank that the others wait for; None: there is none any more."""
+        """The rank to report as a straggler; None if there is none any more."""
         self._reporter.slow(what)
 
     def agree(self, *, move: bool = False, updates: int = 0, calls: int = 0) -> bool:
-        """Save if it is time to. Whether all leave this round now, because a rank said `move`. Raises `Preempted` (exit
-        code 86) on every rank, after a commit, once any was asked to stop; `SystemExit` if this process was fenced;
-        `LoopError` on every rank if they have made other numbers of `updates`, optimizer steps, or of `calls`,
-        collectives of the program's. Collective."""
+        """Save if a save is due. Returns whether all ranks leave this round now, because one of them wished to `move`.
+        Raises `Preempted` (exit code 86) on every rank, after a commit, once any rank was asked to stop; `SystemExit`
+        if this process was fenced; `LoopError` on every rank if their numbers of `updates` (optimizer steps) or `calls`
+        (the program's collectives) differ. Collective."""
         try:
             return self._agree(move, updates, calls)
         finally:
@@ -217,11 +217,11 @@ class StepCoordinator:
             if schedule is not None and (schedule.due_at(self.step) or agreed.save):
                 self._begin_save(schedule)
         if agreed.move:
-            self._agreement.settle()  # or those that leave first break it for the others
+            self._agreement.settle()  # otherwise the ranks that leave first would break it for the others
         return agreed.move
 
     def save(self, step: int) -> None:
-        """Begin to save the state after the last step now, because later it will be another. Collective."""
+        """Begin to save the state after the last step now, before it changes. Collective."""
         self.step = step
         if self._schedule is not None and not self._all(self._schedule.durable(step, None, self._check)):
             with _exit_codes():
@@ -231,7 +231,7 @@ class StepCoordinator:
         schedule.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def same(self, number: int) -> bool:
-        """Whether all ranks say this number, of at most 63 bits. Collective."""
+        """Whether all ranks give the same number, of at most 63 bits. Collective."""
         if self._group is None:
             return True
         ends = torch.tensor([number, -number], dtype=torch.int64)
@@ -240,7 +240,7 @@ class StepCoordinator:
         return bool(most == -least)
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's values, by rank; as many of each, of at most 63 bits. Collective."""
+        """Every rank's values, by rank. Each rank gives the same number of values, of at most 63 bits. Collective."""
         return [tuple(values)] if self._group is None else gather_over(values, self._group)
 
     def first(self, number: int) -> int:
@@ -266,11 +266,11 @@ class StepCoordinator:
                 self._schedule.checkpointer.close()
 
     def leave(self) -> None:
-        """Put the handler of SIGTERM back that was there before."""
+        """Restore the former handler of SIGTERM."""
         self._stop.__exit__(None, None, None)
 
     def part(self) -> NoReturn:
-        """The others go on without this process, from the state that it has too. Raises `Left` (exit code 86)."""
+        """Leave, while the others go on from the same state. Raises `Left` (exit code 86)."""
         self._end(Left(self.step))
 
     def _preempt(self) -> NoReturn:
@@ -280,7 +280,7 @@ class StepCoordinator:
             enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
             self.has_time = self._all(committed and enough)
         except RuntimeError:
-            # The others leave as soon as the commit exists, maybe before this rank has heard that it does.
+            # The others leave as soon as the commit exists, maybe before this rank knows that it does.
             if self.newest_commit() != self.step:
                 raise
             committed = True
@@ -299,7 +299,8 @@ class StepCoordinator:
         raise error
 
     def _save_now(self, remaining: Callable[[], float | None]) -> bool:
-        """Commit the present state, unless it is; whether it is durable, the same answer on every rank."""
+        """Commit the present state, unless it is committed. Returns whether it is durable; all ranks get the same
+        answer."""
         if self._schedule is None:
             return False
         if self._all(self._schedule.durable(self.step, remaining(), self._check)):
@@ -308,7 +309,7 @@ class StepCoordinator:
         return self._all(self._schedule.durable(self.step, remaining(), self._check))
 
     def _all(self, done: bool) -> bool:
-        """Whether every rank says so; rank 0 does only when the commit exists, so nobody leaves before."""
+        """Whether every rank says yes. Rank 0 does so only when the commit exists, so no rank leaves before."""
         if self._group is None:
             return done
         answer = torch.tensor([int(done)], dtype=torch.int32)
@@ -317,12 +318,12 @@ class StepCoordinator:
 
 
 def _nothing() -> None:
-    """In a world whose launcher ends its processes when a peer is gone."""
+    """For a world whose launcher ends all processes when a peer is gone."""
 
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """End the process with the code that the operator reads for an error that has one of its own."""
+    """End the process with the error's own exit code, which the operator reads, if it has one."""
     try:
         yield
     except (Fenced, StoreUnusable) as error:

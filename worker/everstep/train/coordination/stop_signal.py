@@ -1,7 +1,7 @@
-"""SIGTERM: finish the step, commit the state, leave with an exit code that says so.
+"""Notes SIGTERM, so that a process finishes its step, commits, and leaves with an exit code of its own.
 
-Knows nothing of training. Invariant: the handler only sets a flag; what it was before is put back afterwards, and a
-process forked meanwhile (a DataLoader's worker) is ended by the signal as it would be without us.
+This module knows nothing of training. Invariant: the handler only sets a flag; the former handler is restored
+afterwards; a process forked meanwhile (a DataLoader's worker) is ended by the signal as usual.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from everstep.contract import env, exit_codes
 
-GRACE_SECONDS = 30.0  # Kubernetes' default, and what torchrun leaves its processes
-MARGIN = 0.15  # of the grace period, for what comes after the commit
+GRACE_SECONDS = 30.0  # the default of Kubernetes and of torchrun
+MARGIN = 0.15  # of the grace period, for the work after the commit
 
 
 class Preempted(SystemExit):
-    """The process was asked to stop and does. Ends Python with exit code 86, without a traceback.
+    """The process stops because it was asked to. Ends Python with exit code 86, without a traceback.
 
     `step`: completed steps; `committed`: whether the state after them is durable.
     """
@@ -36,7 +36,7 @@ class Preempted(SystemExit):
 
 
 class Left(Preempted):
-    """The process was asked to stop, and the others train on without it. Nothing had to be committed for that."""
+    """The process stops because it was asked to, and the others train on without it. No commit was needed."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step, committed=False)
@@ -46,8 +46,8 @@ class Left(Preempted):
 
 
 class StopSignal:
-    """While it is entered, SIGTERM is noted instead of ending the process. Only the main thread can enter it fully;
-    elsewhere Python allows no handler, and SIGTERM does what it did."""
+    """A context in which SIGTERM is noted instead of ending the process. It works only in the main thread: elsewhere
+    Python allows no handler, and SIGTERM keeps its effect."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._grace = grace_seconds(environ)
@@ -62,11 +62,11 @@ class StopSignal:
 
     @property
     def replaced(self) -> bool:
-        """Whether the program has set another handler since, so that SIGTERM is not noted any more."""
+        """Whether the program has set another handler since, so that SIGTERM is no longer noted."""
         return self._installed and signal.getsignal(signal.SIGTERM) != self._note
 
     def remaining(self) -> float:
-        """Seconds that are left to commit and to leave; all of them if nobody has asked yet."""
+        """Seconds that are left to commit and to leave; the whole time if there was no SIGTERM yet."""
         usable = self._grace * (1 - MARGIN)
         return usable if self._at is None else max(0.0, usable - (time.monotonic() - self._at))
 
@@ -90,7 +90,7 @@ class StopSignal:
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds between SIGTERM and SIGKILL, as the operator says; `GRACE_SECONDS` where nobody does."""
+    """Seconds between SIGTERM and SIGKILL, as the operator has set them in the environment, or `GRACE_SECONDS`."""
     try:
         return max(1.0, float(environ.get(env.GRACE_SECONDS, "")))
     except ValueError:

@@ -1,8 +1,9 @@
-"""Which rank holds the others up. Pure: the clock and the comparison are arguments.
+"""Finds stragglers: ranks that hold the others up. Pure: the clock and the comparison are arguments.
 
-A step takes all ranks equally long, because they wait for each other in it. What differs is the time in which a rank
-waits for nobody: its own. Ranks compare the median of it after the 8th, 16th, 32nd and 64th step of a world, and every
-64 steps then. A save or another pause in a few steps changes no median. Invariant: ranks compare after the same steps.
+A step takes equally long on all ranks, because they wait for each other in it. The difference is in a rank's own time,
+in which it waits for no other rank. Ranks compare the median of their own times after the 8th, 16th, 32nd and 64th step
+of a world, and then every 64 steps. A save or another pause in a few steps does not change the median. Invariant: ranks
+compare after the same steps.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-FACTOR = 2.5  # times what the others need
-LEAST = 0.005  # seconds of its own in a step: less is noise
+FACTOR = 2.5  # a straggler needs more than this many times the others' time
+LEAST = 0.005  # seconds of a rank's own time in a step; less is noise
 FIRST, EVERY = 8, 64
 CONFIRMED = 2  # comparisons in a row that name the same rank
 MICRO = 1e-6
@@ -21,7 +22,7 @@ MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The others wait for `rank`. Seconds of its own in a step, and of theirs in the middle."""
+    """The others wait for `rank`. Its own seconds in a step, and the median of the others'."""
 
     rank: int
     own: float
@@ -36,14 +37,14 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class NoStraggler:
-    """Nobody waits for one rank any more."""
+    """The ranks no longer wait for one of them."""
 
     def __str__(self) -> str:
         return "no rank is slower than the others any more"
 
 
 def slowest(own: Sequence[float]) -> Straggler | None:
-    """The rank that holds the others up, of what each needs; None if none does."""
+    """The straggler, from the time that each rank needs; None if there is none."""
     if len(own) < 2:
         return None
     rank = max(range(len(own)), key=lambda r: own[r])
@@ -52,14 +53,14 @@ def slowest(own: Sequence[float]) -> Straggler | None:
 
 
 class StragglerDetector:
-    """One world's, on one rank."""
+    """Compares the ranks of one world; each rank has one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.moved(0.0)
 
     def moved(self, waited: float) -> None:
-        """The world is another one. `waited`: seconds that this process has waited in collectives in its life."""
+        """The world has changed. `waited`: seconds that this process has waited in collectives so far."""
         self._own: deque[float] = deque(maxlen=EVERY)
         self._steps, self._seen, self._told = 0, [-1] * CONFIRMED, -1
         self._mark = (self._clock(), waited)
@@ -73,7 +74,7 @@ class StragglerDetector:
         if not _compares(self._steps):
             return None
         found = slowest([number * MICRO for number in gather(int(statistics.median(self._own) / MICRO))])
-        # Comparing is nobody's own time.
+        # The comparison itself does not count as a rank's own time.
         self._mark = (self._clock(), waited)
         self._seen = [*self._seen[1:], found.rank if found is not None else -1]
         if found is not None and set(self._seen) == {found.rank} and self._told != found.rank:

@@ -1,1 +1,1 @@
-"""What a run trains on, and what a script has cut for its world besides."""
+"""The data of a run: the loaders that it trains on, and other loaders that must follow the world."""

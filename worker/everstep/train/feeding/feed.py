@@ -1,7 +1,7 @@
-"""What a run trains on: one loader or several, elastic ones or ordinary DataLoaders that are taken over.
+"""The feed of a run: the loaders that it trains on, elastic ones or ordinary DataLoaders that are taken over.
 
-The loop and the worlds see one `Feed`, which moves all its loaders together. Invariant: each of them is at the same
-step; what cannot be cut for every world is refused before the first step.
+The loop and the worlds use one `Feed`, which moves all its loaders together. Invariant: all loaders are at the same
+step; data that cannot be divided for every world is refused before the first step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from everstep.train.guards import call_mistakes
 
 
 class Feed:
-    """`loaders` by name; "" alone is a single one. What `pack` makes of their batches is what a step gives. `sizes`: of
-    the worlds that the run may be in."""
+    """`loaders` by name; a single one has the name "". A step gets the result of `pack` on their batches. `sizes`: the
+    sizes of the worlds that the run may have."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Feed:
         self._streams = [_Endless(loader) for loader in self._loaders.values()]
         self._first = next(iter(self._loaders.values()))
         self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
-        self._given: list[tuple[ElasticLoader, Weight]] = []  # in the step in hand
+        self._given: list[tuple[ElasticLoader, Weight]] = []  # in the present step
         self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
         self._read_alike: tuple[tuple[int, int], ...] = ()  # of each stream, the epoch and the mark's number, likewise
         if len(self._loaders) > 1 and (cut := [n for n, loader in self._loaders.items() if loader.micro_batch]):
@@ -50,7 +50,7 @@ class Feed:
 
     @property
     def saved(self) -> Any:
-        """What holds the position, with `state_dict` and `load_state_dict`."""
+        """The object that holds the position, with `state_dict` and `load_state_dict`."""
         return self if len(self._loaders) > 1 else self._first
 
     @property
@@ -60,12 +60,12 @@ class Feed:
 
     @property
     def epoch(self) -> int:
-        """That of the first loader; the others have their own."""
+        """The epoch of the first loader; the others have their own."""
         return self._first.epoch
 
     @property
     def epoch_begins(self) -> bool:
-        """Whether no step of that epoch is complete."""
+        """Whether no step of the first loader's epoch is complete."""
         return self._first.cursor.index == 0
 
     def __len__(self) -> int:
@@ -76,11 +76,11 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, of whatever epoch; of several loaders one each."""
+        """The next batch, of whatever epoch; with several loaders, one batch of each."""
         try:
             batches = [next(stream) for stream in self._streams]
         except BaseException as e:
-            self.rewind()  # those that were asked before the one that failed give theirs again
+            self.rewind()  # loaders that gave a batch before another one failed give it again
             if isinstance(e, DataError):
                 raise LoopError(str(e)) from e
             raise
@@ -90,7 +90,7 @@ class Feed:
         return self._pack(batches)
 
     def check_weights(self, step: int) -> None:
-        """An optimizer has stepped in the step in hand. Raises `LoopError` if the loss of a batch was not weighted."""
+        """An optimizer has stepped in the present step. Raises `LoopError` if the loss of a batch was not weighted."""
         for loader, weight in self._given:
             if weight.asked or (weight.value == 1 and not self._needs[id(loader)]):
                 continue
@@ -104,8 +104,8 @@ class Feed:
             )
 
     def _compare_streams(self, gather: Gather) -> None:
-        """When the position, which is the same on all ranks, has come to another mark. What a rank knows of the streams
-        depends on when it began to read them, so only marks of one number are compared."""
+        """Compare marks when the position, which is the same on all ranks, has reached another mark. A rank's knowledge
+        of a stream depends on when it began to read it, so only marks with the same number are compared."""
         streams = [loader for loader in self._loaders.values() if isinstance(loader.dataset, Stream)]
         at = tuple((one.cursor.epoch, one.cursor.index // one.dataset.every) for one in streams)
         if at == self._read_alike:
@@ -122,23 +122,24 @@ class Feed:
         self._read_alike = at
 
     def acknowledge(self) -> None:
-        """The step is in the parameters."""
+        """The step is complete: its batches are trained on."""
         self._given.clear()
         for loader in self._loaders.values():
             loader.acknowledge()
 
     def rewind(self) -> None:
-        """The step in hand comes again."""
+        """The present step will be repeated."""
         self._given.clear()
         for loader in self._loaders.values():
             loader.rewind()
 
     def moved(self) -> None:
-        """The world has changed: all its members compare anew what they read."""
+        """The world has changed: all its members compare their data anew."""
         self._agreed, self._read_alike = (), ()
 
     def reshard(self, rank: int, world_size: int) -> None:
-        """Read as this rank, which may be another's part: that is no reason to compare, because the others do not."""
+        """Read as this rank, which may be another rank's share in a shadow step. This causes no comparison, because the
+        other ranks make none."""
         for loader in self._loaders.values():
             loader.reshard(rank, world_size)
 
@@ -148,7 +149,7 @@ class Feed:
 
     @property
     def datasets(self) -> set[int]:
-        """The ids of those that the loaders read, with those inside of them (subsets, concatenations)."""
+        """The ids of the datasets that the loaders read, with the datasets inside of them (subsets, concatenations)."""
         found = [loader.dataset for loader in self._loaders.values()]
         for one in found:
             inside = [getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())]
@@ -156,12 +157,13 @@ class Feed:
         return {id(one) for one in found}
 
     def is_of(self, asked: Any) -> bool:
-        """Whether this is what was passed to `steps`."""
+        """Whether this object was passed to `steps`."""
         return asked is self._asked
 
     def agree(self, first: Callable[[int], int] | None, same: Callable[[int], bool]) -> None:
-        """Before the first step: compare what the ranks have. `first`: what rank 0 says, to take its seeds; None where
-        a position was restored. `same`: whether all say this number. Both are collective. Raises LoopError."""
+        """Before the first step, compare the data of the ranks. `first`: gives rank 0's number, so that all use its
+        seeds; None if a position was restored. `same`: whether all ranks give the same number. Both are collective.
+        Raises LoopError."""
         for name, loader in self._loaders.items():
             if first is not None and isinstance(loader, TakenOver):
                 loader.agree(first(loader.cursor.seed))
@@ -174,8 +176,9 @@ class Feed:
                 )
 
     def completed(self, world_size: int, same: Callable[[int], bool], gather: Gather) -> None:
-        """A step is complete on all ranks. Compares once an epoch of a world what a sampler has drawn, and what streams
-        have read. `same`: whether all ranks say this number; `gather`: what each says; collective. Raises LoopError."""
+        """A step is complete on all ranks. Once an epoch of a world, this compares the orders that samplers have drawn,
+        and the samples that streams have read. `same`: whether all ranks give the same number. `gather`: all ranks'
+        numbers. Both are collective. Raises LoopError."""
         if world_size == 1:
             return
         self._compare_streams(gather)
@@ -209,8 +212,8 @@ class Feed:
 
 
 def feed_of(asked: Any, ranks: int, world: World, told: frozenset[int], sizes: Collection[int] = ()) -> Feed | None:
-    """The feed for what was passed to `steps`: None, a loader, or a tuple, list or mapping of them. `told`:
-    `sizes` of `TakenOver`; `sizes`: of `Feed`. Raises LoopError, DataError."""
+    """The feed for the argument of `steps`: None, a loader, or a tuple, list or mapping of them. `told`: the `sizes` of
+    `TakenOver`. `sizes`: those of `Feed`. Raises LoopError, DataError."""
     if asked is None:
         return None
     if isinstance(asked, Mapping):
@@ -267,7 +270,7 @@ class _Endless(Iterator[Any]):
 
 
 def _said_of(mark: Mark | None) -> tuple[int, int, int]:
-    """Epoch, index and digest of a mark, the first -1 if there is none."""
+    """Epoch, index and digest of a mark; the epoch is -1 if there is none."""
     if mark is None or not mark.digest:
         return -1, 0, 0
     return mark.epoch, mark.index, int(mark.digest, 16) % 2**62

@@ -1,10 +1,11 @@
-"""What a script has cut for its world besides what it trains on: loaders and samplers of an evaluation, say.
+"""Reshards other loaders and samplers of a script, for example those of an evaluation, when the world changes.
 
-Where worlds change, a process builds its objects in a world of one. A loader that `run.loader` made, and a
-`DistributedSampler` made without `num_replicas` and `rank`, mean the present world: they are cut anew with each. A
-sampler that was told its place stays as it is, and is refused once it is iterated in a world that it was not made in.
+If worlds may change, a process builds its objects in a world of one. A loader from `run.loader`, and a
+`DistributedSampler` made without `num_replicas` and `rank`, are meant for the present world: they are resharded with
+each new one. A sampler with a given place stays as it is. It is refused when it is iterated in another world than that
+in which it was made.
 
-Invariant: nothing of torch's is changed where worlds do not change, nor after `end`.
+Invariant: torch is not changed if worlds do not change, nor after `end`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _iterate = DistributedSampler.__iter__
 
 
 class Resharded(Protocol):
-    """What was made for a place in a world."""
+    """An object that was made for a place in a world."""
 
     @property
     def world(self) -> World: ...
@@ -36,9 +37,9 @@ class Resharded(Protocol):
 
 
 class Resharding:
-    """One a run. `most`: where worlds change, the most processes that the job may have; look at the samplers that are
-    made from now on. Before there is a world their length is that of a share of so many, which schedules are made by;
-    iterated, they give all samples, as in a world of one."""
+    """The resharded objects of one run. `most`: if worlds may change, the largest number of processes; then samplers
+    that are made from now on are tracked. Before the first world, their length is that of one of `most` shares, from
+    which a script makes its schedules. When iterated, they give all samples, as in a world of one."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -51,16 +52,16 @@ class Resharding:
             self._look()
 
     def add(self, loader: Resharded) -> None:
-        """A loader that `run.loader` made, say."""
+        """Track an object, for example a loader from `run.loader`."""
         self._loaders.add(loader)
 
     @property
     def made(self) -> bool:
-        """Whether there is anything to cut."""
+        """Whether there is anything to reshard."""
         return bool(self._loaders or self._samplers)
 
     def reshard(self, rank: int, world_size: int) -> World:
-        """The world has changed; what this process has to read in it."""
+        """The world has changed; the argument is this process's share of the data in it."""
         self._world = self.shape.reads_as(rank, world_size)
         for loader in list(self._loaders):
             if loader.world != self._world:
@@ -70,7 +71,7 @@ class Resharding:
         return self._world
 
     def end(self) -> None:
-        """There is no other world after this one."""
+        """No further world follows."""
         DistributedSampler.__init__ = _make  # type: ignore[method-assign]
         DistributedSampler.__iter__ = _iterate  # type: ignore[method-assign]
 
@@ -112,7 +113,7 @@ class Resharding:
 
 
 def _cut(sampler: DistributedSampler[Any], rank: int, size: int) -> None:
-    """As if it had been made in that world."""
+    """Change the sampler as if it had been made in that world."""
     epoch = sampler.epoch
     _make(sampler, sampler.dataset, size, rank, sampler.shuffle, sampler.seed, sampler.drop_last)
     sampler.epoch = epoch

@@ -1,11 +1,12 @@
-"""DataLoaders that a script iterates by itself while the session's steps run.
+"""Refuses DataLoaders that a script trains on by itself, without giving them to the session.
 
-For an evaluation that is right. For training it is not: nobody knows the position in such a loader, so that a restart,
-or a new process, begins it anew, and where worlds change all ranks may train on the same samples. What tells them
-apart: an evaluation begins and ends between two steps, or inside of one; training goes on with the same iterator in
-later steps, or leaves one unfinished in each. Iteration without gradients is never training.
+A script may iterate its own DataLoader for an evaluation, but not for training. The session does not know the position
+in such a loader. So a restart or a new process would begin it anew, and in a world that changes all ranks may train on
+the same samples. The two uses are told apart as follows. An evaluation begins and ends between two steps, or inside of
+one. Training goes on with the same iterator in later steps, or leaves one unfinished in each. Iteration without
+gradients is never training.
 
-Invariant: ranks that run the same script are refused after the same step. Uses names of torch's that are not public;
+Invariant: ranks that run the same script are refused after the same step. The module uses private names of torch;
 tests/train/test_unmanaged_loaders.py watches them.
 """
 
@@ -29,8 +30,8 @@ _advance = _BaseDataLoaderIter.__next__
 
 
 class UnmanagedLoaders:
-    """From `begin` to `end`; `step_over` after each step. `worlds_change`: a script that tracks a loader's position
-    itself is right only where they do not."""
+    """Watches from `begin` to `end`; call `step_over` after each step. `worlds_change`: a script may track a loader's
+    position itself only if worlds do not change."""
 
     def __init__(self, *, worlds_change: bool) -> None:
         self._worlds_change = worlds_change
@@ -38,11 +39,11 @@ class UnmanagedLoaders:
         self._tracked: tuple[Any, ...] = ()
         # Unfinished iterators of this step: each with its sampler, and the dataset that it reads.
         self._now: dict[int, tuple[weakref.ref[Any], Any, Any]] = {}
-        self._before = weakref.WeakSet[Any]()  # unfinished iterators of steps before
+        self._before = weakref.WeakSet[Any]()  # unfinished iterators of earlier steps
         self._last: dict[int, Any] = {}  # samplers whose iterators the last step left unfinished
 
     def begin(self, feed: Feed | None, state: Mapping[str, Any]) -> None:
-        """Watch, but for what `feed` reads itself. `state`: what is tracked."""
+        """Watch all loaders but those that `feed` reads itself. `state`: the tracked state."""
         self._feed = feed
         if not self._worlds_change:
             self._tracked = tuple(state.values())
@@ -57,7 +58,8 @@ class UnmanagedLoaders:
         _BaseDataLoaderIter.__next__ = _advance  # type: ignore[method-assign]
 
     def steps_begin(self) -> None:
-        """Of an epoch: what the script has read before them, to look at a batch say, it was not trained on."""
+        """The steps of an epoch begin. The script was not training on samples that it read before, for example to look
+        at a batch."""
         self._now.clear()
 
     def step_over(self, number: int) -> None:
@@ -89,7 +91,7 @@ class UnmanagedLoaders:
             self._now.pop(id(iterator), None)
             self._before.discard(iterator)
             raise
-        if iterator._num_yielded == 1:  # of persistent workers the same iterator begins again
+        if iterator._num_yielded == 1:  # with persistent workers, the same iterator begins again
             self._before.discard(iterator)
         if id(iterator) not in self._now and torch.is_grad_enabled() and not self._position_is_kept(iterator):
             self._now[id(iterator)] = weakref.ref(iterator), iterator._index_sampler, iterator._dataset
@@ -107,7 +109,7 @@ class UnmanagedLoaders:
 
 
 def _name(sampler: Any, dataset: Any) -> str:
-    """A loader by the script's variable that holds it, if there is one, and by what is in it."""
+    """A description of a loader: the script's variable that holds it, if there is one, and its dataset."""
     if isinstance(dataset, Fetching):
         kind, what = ElasticLoader.__qualname__, type(dataset.source).__qualname__
     else:
@@ -121,7 +123,7 @@ def _name(sampler: Any, dataset: Any) -> str:
 
 
 def _variables() -> Iterator[tuple[str, Any]]:
-    """Of the functions that are being run, innermost first."""
+    """The frames of the functions that are being run, innermost first."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         yield from list(frame.f_locals.items())
