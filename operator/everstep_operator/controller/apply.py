@@ -49,7 +49,7 @@ MAX_PARALLEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What the API server would not do, for the next plan. Errors worth repeating are raised instead."""
+    """What the API server refused, for the next plan. Retryable errors are raised instead."""
 
     collisions: tuple[str, ...] = ()
     create_refused: str | None = None
@@ -83,9 +83,9 @@ class Applier:
         self._set_sizes = set_sizes
 
     async def apply(self, job: JobView, stages: tuple[Stage, ...]) -> Applied:
-        """Carry out `stages`. Raises an error after trying all that may be tried, one that passes soon before others.
+        """Carry out `stages`. Raises an error after all allowed attempts; of several errors, a short-lived one first.
 
-        At once if this replica does not lead any more.
+        Raises at once if this replica no longer leads.
         """
         refusals = _Refusals()
         failed: set[StageName] = set()
@@ -104,12 +104,12 @@ class Applier:
         if errors:
             self._require_leading()
             raise min(errors, key=lambda error: isinstance(error, TerminalError))
-        # Creates run in parallel: of several refusals the one to show must not depend on which came last.
+        # Creates run in parallel: which of several refusals is shown must not depend on their order.
         first = min(refusals.refused, default=None)
         return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first])
 
     async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
-        """Whether what the action asks for is so now; False if the API server refused it."""
+        """Whether the action's goal is reached now; False if the API server refused it."""
         self._require_leading()
         match action:
             case CreatePod():
@@ -138,7 +138,7 @@ class Applier:
         try:
             created = await self._create(PODS, job, action.name, action.body, refusals)
         except KubeError:
-            # It may exist all the same (response lost): the next create of this very name will tell.
+            # The pod may exist all the same if the response was lost: the next create of this name will show it.
             self._expectations.cancel_creation(key, action.name)
             raise
         if not created:

@@ -1,4 +1,4 @@
-"""The informers of one replica, and the indexes that they are read by."""
+"""The informers of one replica, and the indexes by which they are read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Caches:
         return (self.jobs, self.pods, self.services, self.nodes, self.budgets)
 
     def waiting(self) -> str | None:
-        """Which lists have not come yet, for whoever asks whether this replica is ready."""
+        """Which lists have not come yet; None if this replica is ready."""
         names = [informer.plural for informer in self.all() if not informer.has_synced]
         return f"waits for the first list of {', '.join(names)}" if names else None
 

@@ -1,6 +1,6 @@
-"""Which event concerns which job: from informer deltas to keys on the work queue, and dead pods to the round store.
+"""Maps events to jobs: turns informer deltas into keys on the work queue, and tells the round store of dead pods.
 
-Decides nothing else.
+It decides nothing else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EventHandlers:
         self._queue.add(key)
 
     def _withdraw(self, pod: Pod) -> None:
-        """The pod's agent is dead: the other agents are told now, not when its lease expires."""
+        """Tell the other agents now that the pod's agent is dead, before its lease expires."""
         worker, job_uid = worker_labels(pod), controller_uid(pod.metadata)
         if worker is not None and job_uid is not None:
             self._rounds.withdraw_pod(job_uid, Worker(pod.metadata.uid, worker.index, worker.incarnation))
@@ -62,7 +62,7 @@ class EventHandlers:
             self._queue.add(key)
 
     def _node(self, delta: Delta[Node]) -> None:
-        """A node's heartbeat changes nothing; its Ready condition, and its end, do."""
+        """React to a change of a node's Ready condition and to its end, but not to its heartbeats."""
         node = delta.object
         if isinstance(delta, Updated) and observe.node_view(delta.old).ready == observe.node_view(node).ready:
             return

@@ -1,7 +1,7 @@
-"""From cached Kubernetes objects to the snapshot that is planned on. Reads caches only; sends nothing.
+"""Turns cached Kubernetes objects into the snapshot for a plan. It reads caches only, and sends nothing.
 
-Ownership is decided here and by UID alone: a pod of an earlier job of the same name, or somebody's pod with our labels,
-is not part of the snapshot.
+Ownership is decided here, by UID alone: a pod of an earlier job of the same name, or a foreign pod with our labels, is
+not part of the snapshot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudge
 from everstep_operator.plan.snapshot import DisruptionBudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
 from everstep_operator.worker_pods import worker_exit, worker_labels
 
-# Reasons for which a container stays waiting until somebody changes something.
+# Reasons for which a container waits until a person changes something.
 _STUCK = frozenset(
     {
         "ErrImagePull",
@@ -91,7 +91,7 @@ def node_view(node: Node) -> NodeView:
 
 
 def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> DisruptionBudgetView | None:
-    """None when it is not this job's."""
+    """The view of a disruption budget; None if it is not this job's."""
     if controller_uid(budget.metadata) != job_uid:
         return None
     least = budget.spec.min_available
@@ -103,7 +103,7 @@ def _is_true(condition: Condition | None) -> bool:
 
 
 def _deleted_at(pod: Pod) -> datetime | None:
-    """When the deletion was asked for: deletionTimestamp lies in the future by the grace period."""
+    """When the deletion was requested: deletionTimestamp is later than that by the grace period."""
     at = pod.metadata.deletion_timestamp
     return None if at is None else at - timedelta(seconds=pod.metadata.deletion_grace_period_seconds or 0)
 

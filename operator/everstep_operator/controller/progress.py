@@ -1,8 +1,9 @@
-"""What the workers of one job have reported, folded into the few facts that a plan needs.
+"""Combines the reports of one job's workers into the few facts that a plan needs.
 
-Kept in memory only: an operator that restarts begins empty and is told again within a second by every process that
-(re)starts, and within the next report by rank 0. Nothing here is needed for correctness; it is what people read.
-Invariant: reports of an earlier round never change the facts of a later one, but for the commit that it begins from.
+The facts are kept in memory only. An operator that restarts begins empty. It hears again within a second from every
+process that (re)starts, and with the next report from rank 0. Correctness does not depend on these facts; people read
+them. Invariant: reports of an earlier round never change the facts of a later one, except the commit from which it
+begins.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from everstep_operator.api.status import Status
 from everstep_operator.plan.snapshot import Progress
 
 MAX_RANKS = 65_536
-# So long after a round that only one pod speaks of, another pod that still reports an older one is believed.
+# If only one pod has reported a round, then after this time another pod that still reports an older one is believed.
 DOUBTED = timedelta(seconds=30)
 
 
 class JobProgress:
-    """Folds reports. `now` is the operator's clock; the workers' clocks are never compared with it."""
+    """Combines reports. `now` is the operator's clock; the workers' clocks are never compared with it."""
 
     def __init__(self, status: Status, now: datetime) -> None:
         """Start from what the status remembers, so that a restart neither recounts steps nor forgets goodput."""
@@ -37,7 +38,7 @@ class JobProgress:
         self._damaged: str | None = None
         self._step_seconds: float | None = None
         self._lost_at: datetime | None = None
-        # Where the agents form the rounds, the first report says which one is on, if it can (stock torchrun's cannot).
+        # If the agents form the rounds, the first report names the present one, if it can (stock torchrun's cannot).
         self._open_round(status.world.round if status.roster is None else 0, None)
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
@@ -64,13 +65,13 @@ class JobProgress:
             self._open_round(round_, now)
 
     def lost(self, now: datetime) -> None:
-        """This operator has just noticed the loss that is now recovered from, in a job whose agents form the rounds."""
+        """This operator has just noticed a loss, in a job whose agents form the rounds; the recovery begins now."""
         self._lost_at = now
 
     def accept(self, report: Report, now: datetime, claimant: str | None = None) -> bool:
-        """Take in one report; whether it changed something that should be acted on at once.
+        """Take one report; whether it changed a fact on which a plan should act at once.
 
-        `claimant`: the pod, where nothing but its word says that there is such a round.
+        `claimant`: the reporting pod, if nothing but its report shows that its round exists.
         """
         if report.rank >= MAX_RANKS:
             return False
@@ -105,14 +106,15 @@ class JobProgress:
                 return changed
 
     def _is_doubted(self, claimant: str | None, now: datetime) -> bool:
-        """Whether the newest round may be a false claim: one pod with an absurd one must not silence all others."""
+        """Whether the newest round may be a false claim: a pod with an absurd number must not silence all others."""
         if claimant is None or self._claimed_at is None or claimant in self._claimed_by:
             return False
         return len(self._claimed_by) == 1 and now - self._claimed_at >= DOUBTED
 
     def _late(self, report: Report) -> bool:
-        """A worker that stops commits its last step after the round that stops it was published: of a suspended job
-        that is the commit that people ask for. Once the round's own processes have reported, they know better."""
+        """Take a commit from a report of an older round. A worker that stops commits its last step after the round that
+        stops it was published, and for a suspended job people want to see that commit. Once processes of the newer
+        round have reported, their reports count instead."""
         heard = self._started or self._restored or self._stepped
         if heard or report.committed_step is None or report.committed_step <= (self._committed_step or 0):
             return False
@@ -135,14 +137,14 @@ class JobProgress:
             self._restored_at = now
         if report.checkpoint_error is None or self._damaged is not None:
             return False
-        self._damaged = report.checkpoint_error  # the newest commit was stepped over
+        self._damaged = report.checkpoint_error  # the newest commit was skipped
         return True
 
     def _train(self, report: Report, now: datetime) -> bool:
         first = self._trained_at is None
         self._trained_at = self._trained_at or now
         if report.step and report.rank not in self._stepped and self._seen_to_begin:
-            # Ranks that are told of late have gone on meanwhile: the lowest is where the round began.
+            # Late reports come from ranks that have gone on meanwhile, so the round began at the lowest step.
             before = SAFE_INT_MAX if self._resumed_step is None else self._resumed_step
             self._resumed_step = min(report.step - 1, before)
         self._stepped.add(report.rank)
@@ -160,14 +162,14 @@ class JobProgress:
     def _progress(self, report: Report) -> None:
         before = self._step or 0
         if report.step is not None and report.step > before:
-            # Steps that are taken again after a loss are not productive: only new ones count.
+            # Steps that are repeated after a loss are not productive: only new ones count.
             self._productive += (report.step - before) * (report.step_seconds or 0.0)
             self._step = report.step
         self._last = report
         self._step_seconds = report.step_seconds or self._step_seconds
 
     def _committed(self, report: Report) -> bool:
-        """Any report may carry the newest commit; whether it ends a time without a healthy one."""
+        """Take the newest commit from a report; any report may have it. Whether it ends a time without a good one."""
         if report.committed_step is None or report.committed_step == self._committed_step:
             return False
         healed = self._error is not None or self._damaged is not None

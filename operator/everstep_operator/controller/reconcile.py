@@ -1,8 +1,8 @@
-"""One pass over one job: observe, plan, write the status, act, tell.
+"""One pass over one job: observe, plan, write the status, act, write events.
 
-The order is the protocol (ADR 0001): the status is written first, by compare-and-swap, and only if that was accepted
-are the plan's stages carried out, and its events written. A pass never acts on a view that is older than its own last
-write. Being cut anywhere is harmless: the next pass derives what is missing.
+The order is the protocol (ADR 0001). The status is written first, by compare-and-swap. Only if that was accepted, the
+plan's stages are carried out and its events written. A pass never acts on a view that is older than the last write of
+this replica. A pass may stop after any of its writes: the next one derives what is missing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OWN_WRITE_WAIT = 1.0  # seconds; the watch event normally comes first
 
 @dataclass(slots=True)
 class _JobMemory:
-    """What this replica remembers of a job between passes. Losing it costs a moment, never a decision."""
+    """What this replica remembers of a job between passes. Its loss costs a moment, but never changes a decision."""
 
     uid: str
     progress: JobProgress
@@ -69,8 +69,8 @@ class Reconciler:
         round_view: Callable[[Unstructured], RoundView | None],
         forget: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`round_view` gives the round of a job; None where its rounds are not kept here, or are not known yet.
-        `forget` is told the UID of a job that is gone, when no pass over it can speak of it any more."""
+        """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet. `forget`
+        gets the UID of a job that is gone, when no pass can use it any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -130,7 +130,7 @@ class Reconciler:
         elif decided.status != job.status:
             held_back = self._wrote_just_now(memory)
             written = not held_back and await self._write(obj, memory, job, decided)
-        # Events come after the pods, which must not wait for what only people read; and also if some were not made.
+        # Events come after the pods, because only people read events. They are written even if some pods were refused.
         events = decided.events if written else ()
         before = memory.applied
         try:
@@ -141,7 +141,8 @@ class Reconciler:
         await self._tell(job, events)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
         if memory.applied != before:
-            # The next plan has to know it; what is refused again for the same reason waits as that plan says.
+            # The next plan must know of the refusal soon. After a repeated refusal for the same reason, that plan says
+            # how long to wait.
             after = _REFUSED_NEWS if after is None else min(after, _REFUSED_NEWS)
         if held_back:
             left = PROGRESS_INTERVAL.total_seconds()
@@ -149,7 +150,7 @@ class Reconciler:
         return Result(decided.reason, None if after is None else max(0.0, after))
 
     async def _tell(self, job: JobView, events: tuple[Event, ...]) -> None:
-        """Write events, for a bounded time: the next pass over the job must not wait for what only people read."""
+        """Write events, for a bounded time: only people read them, and the next pass over the job must not wait."""
         if not events:
             return
         try:
@@ -158,7 +159,7 @@ class Reconciler:
             log.warning("events not written in time", extra={"job": job.key, "events": [str(e) for e in events]})
 
     async def _write(self, obj: Unstructured, memory: _JobMemory, job: JobView, decided: Plan) -> bool:
-        """Whether something had to be written."""
+        """Write the status if it has changed; whether it had."""
         version = await self._recorder.write_status(obj, decided.status)
         if version is None:
             return False
@@ -173,7 +174,7 @@ class Reconciler:
         return True
 
     def _wrote_just_now(self, memory: _JobMemory) -> bool:
-        """Whether figures that only inform have to wait."""
+        """Whether it is too early for another write that changes only progress figures."""
         return memory.written_at is not None and self._clock.now() - memory.written_at < PROGRESS_INTERVAL
 
     @staticmethod
@@ -232,7 +233,7 @@ class Reconciler:
         return {name: observe.node_view(node) for name, node in found if node is not None}
 
     async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
-        """A spec that got past the API server (an older CRD): say so once, touch nothing."""
+        """Report a spec that the API server should have refused (an older CRD): once, and without any other action."""
         try:
             status = parse_status(obj.status)
         except SpecError:
@@ -261,7 +262,7 @@ class Reconciler:
         return Result(f"invalid spec: {error}")
 
     def jobs_by_status(self) -> dict[str, int]:
-        """How many jobs there are in each STATUS, for the metric."""
+        """The number of jobs by status, for the metric."""
         counts: dict[str, int] = {}
         for obj in self._caches.jobs.list():
             conditions = obj.status.get("conditions", ())

@@ -1,8 +1,8 @@
-"""Writes what a plan decided: one status patch a pass, and events only after it.
+"""Writes a plan's status and events: one status patch a pass, and events only after it.
 
-The patch carries the resource version that was observed, so that it is a compare-and-swap: of two operators, or of one
-that acts on an old view, only one can publish a round or charge a restart. Fields that went away are deleted
-explicitly; fields that this version does not know are left alone.
+The patch contains the observed resource version, so it is a compare-and-swap. Of two operators, only one can publish a
+round or charge a restart, and an operator with an old view cannot. Fields that are gone are deleted explicitly; fields
+that this version does not know are left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from everstep_operator.plan.snapshot import JobView
 log = logging.getLogger("everstep.record")
 
 MAX_NOTE = 1000
-# Repeated for as long as a job runs: one event object that counts, instead of one object each time.
+# Events that repeat as long as a job runs: one event object with a count, instead of one object each time.
 _SERIES = {EventReason.CHECKPOINT_COMMITTED: "training state committed; status.checkpoint names the newest step"}
 _KNOWN = frozenset(field.alias or name for name, field in Status.model_fields.items())
 
@@ -79,7 +79,7 @@ class Recorder:
         return written.metadata.resource_version
 
     async def write_events(self, job: JobView, events: tuple[Event, ...]) -> None:
-        """Events are for people: one that cannot be written is logged and forgotten."""
+        """Write events. An event that cannot be written is only logged, because events are for people."""
         for event in events:
             try:
                 self._require_leading()

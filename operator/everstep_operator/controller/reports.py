@@ -1,4 +1,4 @@
-"""Takes progress reports: of which job, of which round, and whether a pass over the job is needed."""
+"""Takes progress reports: finds the job and round of each, and whether a pass over the job is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.worker_pods import Key
 
-# Progress is written every few seconds at most, so a report that only moves figures need not be looked at before that.
+# Progress is written every few seconds at most, so a report that changes only figures can wait that long.
 _FIGURES_DELAY = 2.0
 
 
@@ -29,7 +29,7 @@ class ReportReceiver:
             raise ReportRefused(f"pod {name} is not known as a worker, or was replaced")
         if job is None or worker is None:
             raise ReportRefused(f"pod {name} belongs to no TrainingJob")
-        # A pod whose agent joins rounds has none of its own; its reports are sorted by the round that each names.
+        # A pod whose agent joins rounds has no round of its own; each of its reports names the round.
         if worker.round is not None and report.round != worker.round:
             raise ReportRefused(f"pod {name} is of round {worker.round}, not {report.round}")
         newest = self._newest_round(job) if worker.round is None else worker.round
@@ -42,9 +42,10 @@ class ReportReceiver:
             self._queue.add_after(job.key, _FIGURES_DELAY)
 
     def _newest_round(self, job: Unstructured) -> int | None:
-        """The round that no worker can be ahead of; None: only the agents know their rounds."""
+        """The newest round; no worker can be ahead of it. None: only the agents know their rounds."""
         if rendezvous_backend(job) != BACKEND:
             return None
         view = self._rounds.view(job_ref(job))
-        # Not read yet by a leader that has just begun: the number is in the status before any agent hears of it.
+        # A leader that has just begun may not have read the document yet. The status has the number before any agent
+        # learns of it.
         return view.round if view is not None else published_round(job)

@@ -1,4 +1,4 @@
-"""Authentication and limits of a request, the same for progress reports and the round store.
+"""Authenticates a request and applies limits, in the same way for progress reports and the round store.
 
 Only the leader answers, because only it plans and only its memory counts; a follower redirects workers to it (307).
 The caller comes from the token alone. This module does not know what a request means. Invariants: nothing of the body
@@ -62,8 +62,8 @@ LeaderLocation: TypeAlias = LeaderHere | LeaderAt | LeaderUnknown
 
 @dataclass(slots=True)
 class Answer:
-    """A refusal, or a success without a body (204). An address whose requests are refused by
-    its own fault is read less often (`connection_limits`)."""
+    """A refusal, or a success without a body (204). An address whose requests are refused by its own fault is read less
+    often (`connection_limits`)."""
 
     status: int
     reason: str
@@ -75,7 +75,7 @@ class Answer:
             return web.Response(status=204, headers=self.headers)
         request[LEGITIMATE] = self.result not in FAULTS
         if not request.content.at_eof():
-            self.headers["Connection"] = "close"  # do not read on what was not wanted
+            self.headers["Connection"] = "close"  # the rest of an unwanted request is not read
         return web.json_response({"reason": self.reason}, status=self.status, headers=self.headers)
 
 
@@ -89,7 +89,7 @@ def unauthorized(reason: str) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Rates and bursts are a pod's; of bytes its job and its namespace have twice and four times as much."""
+    """Rates and bursts are per pod; for bytes, a job has twice and a namespace four times as much."""
 
     check_seconds: float = 5.0  # for the check of a token
     body_seconds: float = 5.0  # for a body to arrive
@@ -99,7 +99,7 @@ class RequestLimits:
     # A byte of a document costs some 35 ns of the event loop: a job's 128 KiB a second are half a percent of it.
     bytes_rate: float = 64 * 2**10
     bytes_burst: float = 8 * 2**20
-    patience: float = 1.0  # seconds for which a request waits that comes too early, before it is refused
+    patience: float = 1.0  # seconds that a request over the rate may wait; if it would wait longer, it is refused
 
 
 class RequestAuth:
@@ -113,15 +113,15 @@ class RequestAuth:
         find: Callable[[PodIdentity], Caller] = Caller,
         limits: RequestLimits | None = None,
     ) -> None:
-        """`find` says what is known of a pod; it must not block."""
+        """`find` gives the known data of a pod; it must not block."""
         self._identities, self._leadership, self._find = identities, leadership, find
         self._limits = limits = limits or RequestLimits()
         self._bodies = Shares(limits.body_bytes)
-        # A job has as many pods as its namespace's quota lets it have, and each speaks: only pods are slowed down.
+        # Every pod of a job makes calls, and the namespace's quota bounds their number, so only pods are limited.
         self._calls = Rates(limits.calls_rate, limits.calls_burst, (UNLIMITED, UNLIMITED, 1.0))
         self._bytes = Rates(limits.bytes_rate, limits.bytes_burst)
         self._queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start))
-        self._unchecked: str | None = None  # why tokens cannot be checked at the moment
+        self._unchecked: str | None = None  # the present reason why tokens cannot be checked
 
     def answer_of_follower(self, request: web.Request) -> Answer | None:
         """The answer of a replica that does not lead; None if this one leads."""
@@ -158,7 +158,7 @@ class RequestAuth:
                 return
             if wait:
                 await asyncio.sleep(wait)
-            await self._queue.wait(flow)  # many may have come in one piece, or waited for the same moment
+            await self._queue.wait(flow)  # many requests may have arrived together, or waited for the same moment
             if request.transport is None:
                 yield Answer(408, "the sender has gone meanwhile", ReportResult.TIMED_OUT)
                 return
@@ -177,7 +177,7 @@ class RequestAuth:
             return later(str(e), ReportResult.BUSY)
         except Exception as e:
             reason = f"{type(e).__name__}: {e}"
-            if reason != self._unchecked:  # every worker of every job runs into it: said when it changes
+            if reason != self._unchecked:  # every worker of every job meets this, so it is logged when it changes
                 self._unchecked = reason
                 log.warning("cannot check the tokens of workers", extra={"reason": reason})
             return later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)
@@ -187,8 +187,8 @@ class RequestAuth:
         return identity
 
     async def body(self, request: web.Request, limit: int, caller: Caller) -> bytes | Answer:
-        """The request's body of at most `limit` bytes, or the answer to one that is larger, does not arrive, or is more
-        than the sender's share."""
+        """The request's body of at most `limit` bytes. If it is larger, does not arrive, or exceeds the sender's share,
+        the answer to give instead."""
         declared = request.content_length
         if (declared or 0) > limit:
             return _too_large(limit)
@@ -215,7 +215,7 @@ class RequestAuth:
                         return b"".join(parts)
                     parts.append(part)
                     size += len(part)
-        except (TimeoutError, ConnectionError):  # a connection that breaks here was a worker that died
+        except (TimeoutError, ConnectionError):  # a connection breaks here when its worker dies
             seconds = self._limits.body_seconds
             return Answer(408, f"the body did not arrive within {seconds:g} s", ReportResult.TIMED_OUT)
         except web.RequestPayloadError as e:

@@ -1,8 +1,8 @@
-"""Which pod and which job a caller is: found once for each request.
+"""Finds the pod and the job of a caller, once for each request.
 
-A token proves which pod sent a request (`token_reviews`). What else the operator needs to know of that pod is found
-here, from the caches, and is handed on with the request: whose share of the operator it takes, which job it may report
-about, which worker's agent it is. Invariant: a pod or job of the same name with another UID is never taken for it.
+A token proves which pod sent a request (`token_reviews`). This module finds the other data on that pod in the caches,
+and they are passed on with the request: the tenant whose share it uses, the job on which it may report, and the worker
+whose agent it is. Invariant: a pod or job of the same name with another UID is never confused with it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.worker_pods import Key, WorkerLabels, owner_key, worker_labels
 
-MAX_LOOK_UPS = 8  # pods that are asked for at once
+MAX_LOOK_UPS = 8  # requests for pods at once
 
 
 class CallerRefused(TerminalError):
-    """The pod is gone; the text is sent to the caller."""
+    """The pod is gone; the message is sent to the caller."""
 
 
 class CallerUnknown(RetryableError):
@@ -33,7 +33,7 @@ class CallerUnknown(RetryableError):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`pod` is None where the caches do not know it (yet); `job` where they do not know the job that controls it."""
+    """`pod` is None if the caches do not know it (yet); `job` is None if they do not know the pod's job."""
 
     identity: PodIdentity
     pod: Pod | None = None
@@ -41,7 +41,7 @@ class Caller:
 
     @property
     def tenant(self) -> Tenant:
-        """Whose share of the operator the caller takes."""
+        """The tenant whose share of the operator the caller uses."""
         job = controller_uid(self.pod.metadata) if self.pod is not None else None
         return Tenant(self.identity.namespace, job or "", self.identity.pod_uid)
 
@@ -56,25 +56,25 @@ class Caller:
 
 
 class Callers:
-    """`client` is asked for a pod only if one calls that the caches do not know."""
+    """`client` is used only for a calling pod that the caches do not know."""
 
     def __init__(self, pods: Informer[Pod], jobs: Informer[Unstructured], client: KubeClient) -> None:
         self._pods, self._jobs, self._client = pods, jobs, client
         self._look_ups = asyncio.Semaphore(MAX_LOOK_UPS)
 
     def find(self, identity: PodIdentity) -> Caller:
-        """What the caches know of the pod."""
+        """The caller, as far as the caches know it."""
         pod = self._pods.get(identity.namespace, identity.pod_name)
         if pod is None or pod.metadata.uid != identity.pod_uid:
             return Caller(identity)
         return self._with_job(Caller(identity, pod))
 
     def exists(self, identity: PodIdentity) -> bool:
-        """Whether the caches know that pod, of this operator's."""
+        """Whether the caches know that pod as one of this operator's."""
         return self.find(identity).pod is not None
 
     async def look_up(self, caller: Caller) -> Caller:
-        """The caller with its pod, which the API server is asked for: a young pod may call before the watch shows it.
+        """The caller with its pod, read from the API server: a young pod may call before the watch shows it.
 
         Raises CallerRefused, CallerUnknown.
         """

@@ -1,12 +1,12 @@
-"""How many connections an unauthenticated sender may open, and how fast an address that is refused may send.
+"""Limits the connections of unauthenticated senders, and the rate of requests from an address that was refused.
 
-A refused request costs the event loop some tenths of a millisecond, whatever it says; a thousand of them at once are
-ahead of every worker. So an address that was refused too often is read `REFUSED_RATE` times a second: its refused
-connection, and each new connection of that address, is not read before its turn, and is closed if the turn would come
-later than `MAX_DELAY`. A request on a connection that is not authenticated yet is charged before it is read, and the
-charge is returned if the request was legitimate.
-Knows no HTTP. Invariants: the requests of an address in debt are read one after the other, never many at once; an
-authenticated connection no longer counts against its address; loopback addresses are not limited.
+A refused request costs the event loop some tenths of a millisecond, whatever its content. A thousand of them at once
+would delay every worker. So an address that was refused too often is read only `REFUSED_RATE` times a second: its
+refused connection, and each new one, is not read before its turn. It is closed if the turn would come later than
+`MAX_DELAY`. A request on a connection that is not authenticated yet is charged before it is read, and the charge is
+returned if the request was legitimate.
+This module knows nothing of HTTP. Invariants: the requests of an address in debt are read one after the other, never
+many at once; an authenticated connection no longer counts against its address; loopback addresses are not limited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from everstep_operator.endpoint.tenant_limits import Shares, Tenant
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 
-# Requests of one address that are refused or not authenticated yet: a second, and at once.
+# Refused or unauthenticated requests of one address: per second, and at once.
 REFUSED_RATE, REFUSED_BURST = 20.0, 100.0
 MAX_DELAY = 5.0  # seconds
 IDLE_SECONDS = 15.0  # an unauthenticated connection is closed if nothing was sent in this time
@@ -33,19 +33,19 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", ""})
 
 
 class ConnectionLimits:
-    """Of one server. `protocol()` makes what serves one connection."""
+    """The limits of one server. `protocol()` makes the protocol that serves one connection."""
 
     def __init__(self, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
         self._protocol = protocol
         self.queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start))
         self._unauthenticated = Shares(MAX_UNAUTHENTICATED)
-        self._balances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+        self._balances: OrderedDict[str, tuple[float, float]] = OrderedDict()  # the balance, and its time
         self.open = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_open = sys.maxsize if files == resource.RLIM_INFINITY else max(RESERVED_FILES, files - RESERVED_FILES)
 
     def connect(self, address: str) -> Connection | None:
-        """One more connection of that address; None if it is not served."""
+        """Accept one more connection of that address; None if it is refused."""
         if not self.is_served(address, _now()) or self.open >= self._max_open:
             return None
         if address not in LOOPBACK and not self._unauthenticated.take(_as_tenant(address)):
@@ -78,7 +78,7 @@ class ConnectionLimits:
         return wait
 
     def refund(self, address: str, now: float) -> None:
-        """A request that was charged was legitimate."""
+        """Return the charge for a request that was legitimate."""
         if address in self._balances:
             self._balances[address] = (self._left(address, now) + 1, now)
 
@@ -92,25 +92,25 @@ class ConnectionLimits:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, between the transport and what serves it. `release` has to be called once it is over."""
+    """One connection, between the transport and the protocol that serves it. Call `release` once it is over."""
 
     def __init__(self, limits: ConnectionLimits, protocol: Callable[[], asyncio.BaseProtocol], address: str) -> None:
         self._limits, self._make, self._address = limits, protocol, address
         self._inner: asyncio.Protocol | None = None
-        self._transport: asyncio.Transport | None = None  # None too when nothing more is read
+        self._transport: asyncio.Transport | None = None  # also None when nothing more is read
         self._counted = True
         self._authenticated = False
         self._charged = False
         self._whole: asyncio.Transport | None = None  # until the connection is over
-        self._timer: asyncio.TimerHandle | None = None  # until it is read, or closed because nothing was sent
-        self._delayed = False  # until the address has paid its debt
+        self._timer: asyncio.TimerHandle | None = None  # runs until it is read, or closed because nothing was sent
+        self._delayed = False  # true until the address has paid its debt
         self._flow = Flow(address)
-        self._queued = False  # until the fair queue starts it
+        self._queued = False  # true until the fair queue starts it
         self._waiting: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        # What serves it is made when something comes: until then it costs a socket.
+        # The protocol is made when data comes; until then the connection costs only a socket.
         self._transport = self._whole = transport
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, transport.abort)
 
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def release(self) -> None:
-        """The connection is over, or was never begun: it counts no longer."""
+        """The connection is over, or never began, and no longer counts."""
         if self._counted:
             self._counted = False
             self._limits.disconnect(self._address, self._authenticated)
@@ -178,19 +178,19 @@ class Connection(asyncio.Protocol):
             self._limits.refund(self._address, _now())
 
     def request_was_legitimate(self) -> None:
-        """The request was right to come, as far as is known: a follower redirects everybody."""
+        """The request was legitimate, as far as is known: a follower redirects every request."""
         if not self._authenticated and self._charged:
             self._charged = False
             self._limits.refund(self._address, _now())
 
     def request_was_refused(self) -> None:
-        """The request is answered with a refusal that is its sender's fault."""
+        """The request was refused by its sender's fault."""
         if self._authenticated:
             self._delay(self._limits.charge(self._address, _now()))
         elif self._charged:
             self._charged = False  # the next one is charged
         elif self._transport is not None and self._address not in LOOPBACK:
-            self._transport.abort()  # requests in one piece, of which only the first was charged
+            self._transport.abort()  # several requests came together, and only the first was charged
 
     def _delay(self, wait: float | None) -> None:
         if self._transport is None or self._delayed:
@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
             self._go_on()
 
     def _go_on(self) -> None:
-        """Hand on what has come, and read more."""
+        """Pass the received data on, and read more."""
         if self._transport is None or self._transport.is_closing():
             return
         with contextlib.suppress(RuntimeError):  # it began to close in between
@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
 
 
 def connection_of(transport: asyncio.BaseTransport | None) -> Connection | None:
-    """The connection that a request came through, while it is open."""
+    """The connection of a request, while it is open."""
     found = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
     return found if isinstance(found, Connection) else None
 

@@ -1,7 +1,7 @@
 """Accepts connections, and closes at once those that the connection limits refuse.
 
-asyncio makes a transport, a task and a protocol of each connection before it can be refused: 0.1 ms of the event loop,
-and objects in a cycle that the garbage collector has to find (30 ms a few thousand connections later). Here a refused
+asyncio makes a transport, a task and a protocol for each connection before it can be refused. That takes 0.1 ms of the
+event loop, and objects in a cycle for the garbage collector (30 ms a few thousand connections later). Here a refused
 connection costs `accept` and `close`, some 20 µs. Knows no protocol. Invariants: one turn of the event loop accepts a
 bounded number, so that open connections are answered in between; a process without free file descriptors goes on
 serving those that it has.
@@ -21,9 +21,9 @@ log = logging.getLogger("everstep.listener")
 
 # In one turn of the event loop: an accepted connection costs as much as several refused ones.
 MAX_ACCEPTED, MAX_REFUSED = 4, 32
-RETRY = 1.0  # seconds until the next try where the process or the kernel has nothing left for one more connection
+RETRY = 1.0  # seconds until the next attempt if the process or the kernel has no resources for another connection
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# A reset: the kernel keeps nothing of the connection, where a handshake of its end would stay for a minute.
+# Close with a reset: then the kernel keeps no state of the connection. After a normal close it would for a minute.
 RESET = struct.pack("ii", 1, 0)
 
 
@@ -36,7 +36,7 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, host: str, port: int, backlog: int) -> int:
-        """Listen at each address of `host`; the first one's port. `backlog` connections may wait to be accepted.
+        """Listen at each address of `host`; gives the first one's port. `backlog` connections may wait to be accepted.
 
         Raises OSError when an address is taken or is not this machine's.
         """
@@ -92,7 +92,7 @@ class Listener:
         except BaseException as e:
             guest.close()
             connection.release()
-            if not isinstance(e, OSError):  # it has gone again
+            if not isinstance(e, OSError):  # an OSError: the client has gone again
                 raise
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:

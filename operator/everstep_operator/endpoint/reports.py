@@ -24,7 +24,7 @@ MAX_IN_FLIGHT = 4096  # reports handled at once; a caller that asks for more tha
 
 
 class ReportRefused(TerminalError):
-    """Raised by `accept`: the caller is known and may not report; the text is sent to it."""
+    """`accept` raises it: the caller is known and may not report; the message is sent to it."""
 
 
 class ReportEndpoint:

@@ -1,7 +1,7 @@
-"""The operator's HTTP server: probes and metrics, and the routes that it is given.
+"""The operator's HTTP server: probes, metrics, and the routes of its callers.
 
 A follower is Ready too, so that the Service reaches every replica; `auth` redirects workers to the leader. Invariants:
-every request is bounded in size, time and number; nothing that a worker sends can stop the server.
+requests are bounded in size, time and number; no request of a worker can stop the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("everstep.endpoint")
 
-SCRAPE_SECONDS = 0.25  # for which one rendering of the metrics is given to all who ask
+SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
 
 # A check returns None when all is well, else the reason; it must not block.
 Check: TypeAlias = Callable[[], str | None]
@@ -33,7 +33,7 @@ class ServerOptions:
     """Bounds of the server. Times in seconds."""
 
     host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
-    port: int = 8080  # 0: any free one, see `EndpointServer.port`
+    port: int = 8080  # 0: any free port, see `EndpointServer.port`
     keepalive_seconds: float = 75.0
     stop_seconds: float = 5.0
     backlog: int = 1024  # connections that wait to be accepted
@@ -72,9 +72,9 @@ class EndpointServer:
             access_log=None,
             keepalive_timeout=s.keepalive_seconds,
             shutdown_timeout=s.stop_seconds,
-            lingering_time=1.0,  # seconds that the rest of an unwanted body is still read and thrown away
+            lingering_time=1.0,  # seconds for which the rest of an unwanted body is read and discarded
             handle_signals=False,
-            auto_decompress=False,  # no worker compresses, and a small body could become a large one
+            auto_decompress=False,  # workers do not compress, and a small body could expand to a large one
         )
         await runner.setup()
         try:
@@ -88,7 +88,7 @@ class EndpointServer:
         log.info("serving reports, probes and metrics", extra={"host": s.host, "port": self.port})
 
     async def stop(self) -> None:
-        """Stop listening, finish what is under way (at most `stop_seconds`), close all connections."""
+        """Stop listening, finish requests in progress (at most `stop_seconds`), close all connections."""
         runner, self._runner = self._runner, None
         if runner is not None and self._listener is not None:
             self._listener.close()
@@ -105,7 +105,7 @@ class EndpointServer:
         async def handle(_: web.Request) -> web.StreamResponse:
             failed = {name: reason for name, check in sorted(checks.items()) if (reason := check()) is not None}
             lines = [f"[-] {name}: {failed[name]}" if name in failed else f"[+] {name}" for name in sorted(checks)]
-            # Being answered at all shows that the event loop turns.
+            # The fact that there is an answer shows that the event loop runs.
             return web.Response(
                 status=503 if failed else 200, text="\n".join([*lines, "failed" if failed else "ok", ""])
             )
@@ -114,14 +114,14 @@ class EndpointServer:
 
     async def _scrape(self, _: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
-        if now >= self._scraped_at + SCRAPE_SECONDS:  # anybody may ask, and it takes milliseconds
+        if now >= self._scraped_at + SCRAPE_SECONDS:  # a rendering takes milliseconds, and anybody may scrape
             self._scraped, self._scraped_at = self._metrics.render(), now
         return web.Response(body=self._scraped, headers={"Content-Type": CONTENT_TYPE})
 
 
 @web.middleware
 async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Charge the connection for a request that was refused by its sender's fault, or that had no sender."""
+    """Charge the connection for a request that was refused by its sender's fault, or whose sender is unknown."""
     try:
         return await handler(request)
     finally:

@@ -1,10 +1,10 @@
-"""How much of the operator a pod, its job and its namespace may use. Pure.
+"""Limits how much of the operator a pod, its job and its namespace may use. Pure.
 
-There are two rules. *Shares* limit what is held at the same time: a tenant may hold at most a part of what is still
-free. So something is always free for the next tenant, and a single tenant may have much (dynamic thresholds: Choudhury
-and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). *Rates* are token buckets. A job's part is twice its pod's,
-a namespace's twice its job's: a pod that takes all it can leaves room for the other pods of its job, and a job for the
-other jobs of its namespace. Invariants: what was given back is forgotten; memory is bounded.
+There are two rules. *Shares* limit what a tenant holds at the same time: at most a part of what is still free. So there
+is always some free for the next tenant, and a single tenant may hold much (dynamic thresholds: Choudhury and Hahne,
+IEEE/ACM Transactions on Networking 6(2), 1998). *Rates* are token buckets. A job's part is twice its pod's, and a
+namespace's twice its job's. So a pod at its limit leaves room for the other pods of its job, and a job for the other
+jobs of its namespace. Invariants: no entry remains for a tenant that has given everything back; memory is bounded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-# Of what is free, by level: namespace, job, pod.
+# The part of the free amount that each level may hold: namespace, job, pod.
 PARTS = (1.0, 0.5, 0.25)
-# Of a pod's rate and burst, by the same levels.
+# The multiple of a pod's rate and burst that each level has: namespace, job, pod.
 MULTIPLES = (4.0, 2.0, 1.0)
 MAX_BUCKETS = 50_000
 
@@ -26,7 +26,7 @@ Level: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`job` is a job's UID; empty for a pod of none, and all those of a namespace share as if they were one."""
+    """`job` is a job's UID. It is empty for pods without a job; those of a namespace share as if they were one job."""
 
     namespace: str
     job: str
@@ -34,7 +34,7 @@ class Tenant:
 
     @property
     def levels(self) -> tuple[Level, Level, Level]:
-        """Namespace, job, pod: keys that nobody else has."""
+        """The keys of namespace, job and pod, which are unique."""
         return ((self.namespace,), (self.namespace, self.job), (self.namespace, self.job, self.pod))
 
 
@@ -46,7 +46,7 @@ class Shares:
         self._held: dict[Level, float] = {}
 
     def take(self, tenant: Tenant, amount: float = 1.0) -> bool:
-        """Whether the tenant may have that much more; then it has it until `give_back`."""
+        """Whether the tenant may hold that much more. If so, it holds it until `give_back`."""
         free = self._total - self.used
         if amount > free:
             return False
@@ -79,21 +79,21 @@ class Shares:
                 self.give_back(tenant, amount)
 
     def __len__(self) -> int:
-        """How many hold anything, at all levels."""
+        """How many tenants hold something, at all levels."""
         return len(self._held)
 
 
 class Rates:
-    """`rate` a second and `burst` at once, of a pod; its job and namespace have a multiple of both."""
+    """A pod has `rate` per second and `burst` at once; its job and namespace have a multiple of both."""
 
     def __init__(self, rate: float, burst: float, multiples: tuple[float, ...] = MULTIPLES) -> None:
         self._rate, self._burst, self._multiples = rate, burst, multiples
-        self._levels: OrderedDict[Level, tuple[float, float]] = OrderedDict()  # what is left, and when that was
+        self._levels: OrderedDict[Level, tuple[float, float]] = OrderedDict()  # the balance, and its time
 
     def spend(self, tenant: Tenant, amount: float, now: float, patience: float = 0.0) -> float | None:
-        """Seconds to wait until it may be; None if that is more than `patience`, and then nothing was spent.
+        """Seconds to wait until the amount may be used. None: that is more than `patience`, and nothing was spent.
 
-        More than a burst at once is possible from a full bucket, and paid for afterwards. `now`: monotonic seconds.
+        A full bucket allows an amount larger than a burst, which is paid for afterwards. `now`: monotonic seconds.
         """
         found = [(level, m, self._left(level, m, now)) for level, m in zip(tenant.levels, self._multiples, strict=True)]
         wait = max(max(0.0, -left) / (self._rate * m) for _, m, left in found)
@@ -106,7 +106,7 @@ class Rates:
         return wait
 
     def _forget(self, now: float) -> None:
-        """Drop the oldest buckets if they are full again: nothing is known by them. More of them than a call adds."""
+        """Drop the oldest buckets if they are full again: they hold no information. Drops more than a call adds."""
         for _ in range(len(self._multiples) + 1):
             level = next(iter(self._levels), None)
             if level is None:

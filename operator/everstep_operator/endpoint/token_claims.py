@@ -1,10 +1,10 @@
-"""The claims of a bearer token, read without a request. Pure: it knows no clock.
+"""Reads the claims of a bearer token, without a request. Pure: it knows no clock.
 
-Nothing here is proof: a claim counts only after a signature or a TokenReview. But a token that says by itself that it
-is no pod's, or for somebody else, need not be asked about: that costs microseconds, and a review costs a request.
-Whether a token is over is not judged here. Our clock may be wrong by more than a token's hour, and would refuse tokens
-for good that the API server accepts; and a forger chooses the times of a forged token.
-Invariants: a token that the API server would accept for our audience is read; no text quotes a token.
+Claims prove nothing: they count only after a signature check or a TokenReview. But a token whose own claims name no
+pod, or another audience, needs no review: reading it costs microseconds, and a review costs a request. This module does
+not judge whether a token has expired. Our clock may be wrong by more than a token's lifetime of an hour, and would then
+refuse valid tokens for good; and a forger chooses the times of a forged token.
+Invariants: a token that the API server would accept for our audience is read; no message quotes a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 
 @dataclass(frozen=True, slots=True)
 class PodIdentity:
-    """The pod that a token is bound to."""
+    """The pod to which a token is bound."""
 
     namespace: str
     pod_name: str
@@ -34,12 +34,12 @@ class PodIdentity:
 
 
 class ClaimsRefused(TerminalError):
-    """The token cannot be a worker's; the text says why and is sent to the sender."""
+    """The token cannot be a worker's; the message says why and is sent to the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """`key_id` names the key that is said to have signed it; empty where none is named."""
+    """`key_id` names the signing key according to the token; empty if it names none."""
 
     pod: PodIdentity
     key_id: str
@@ -73,7 +73,7 @@ _PAYLOAD = msgspec.json.Decoder(_Payload)
 def read_claims(token: str, audience: str) -> Claims:
     """The claims of a service account's token that is bound to a pod.
 
-    Raises ClaimsRefused for what is no such token, or not for `audience`.
+    Raises ClaimsRefused if it is no such token, or not for `audience`.
     """
     parts = token.split(".", 3) if len(token) <= MAX_TOKEN else ()
     if len(parts) != 3 or not all(parts):

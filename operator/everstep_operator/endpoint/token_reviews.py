@@ -1,11 +1,11 @@
-"""Which pod a bearer token belongs to, with few requests to Kubernetes.
+"""Finds the pod to which a bearer token belongs, with few requests to Kubernetes.
 
-The check of a token (TokenReview) costs a request, and a worker reports twice a second: answers are kept for a short
-while under the token's SHA-256, never under the token. A token that cannot be a worker's, by its claims or by its
+The check of a token (TokenReview) costs a request, and a worker reports twice a second. So answers are kept for a short
+time under the token's SHA-256, never under the token. A token that cannot be a worker's, by its claims or by its
 signature, is refused without a review (`token_claims`, `token_signatures`). Other tokens wait for their review in one
-of four lanes, so that no token delays another of which more is known. Invariants: the token itself is neither kept nor
-logged; memory, parallel reviews and tokens that wait are bounded, for each pod too; a refused token pushes out no
-accepted one; a deleted pod's token is believed for at most `ttl` seconds more.
+of four lanes, so that no token delays another one of which more is known. Invariants: the token itself is neither kept
+nor logged; memory, parallel reviews and waiting tokens are bounded, also for each pod; a refused token evicts no
+accepted one; a deleted pod's token is accepted for at most `ttl` seconds more.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ log = logging.getLogger("everstep.token_reviews")
 Authenticate = Callable[[str], Awaitable[PodIdentity | None]]
 
 NOT_VALID = "the token is not valid for this operator, it has expired, or its pod is gone"
-MAX_OF_POD = 4  # tokens that are believed: the kubelet renews one before it ends
+MAX_OF_POD = 4  # accepted tokens of one pod: the kubelet renews a token before it expires
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The token names nobody; `reason` is sent to the sender."""
+    """The token identifies no pod; `reason` is sent to the sender."""
 
     reason: str
 
 
 class TooManyChecks(RetryableError):
-    """So many tokens wait for their check that this one would not be reached in time."""
+    """Too many tokens wait for their check: this one would not be checked in time."""
 
 
 class Lane(Enum):
-    """By what is known of a token before its review."""
+    """The lanes of reviews, by what is known of a token before its review."""
 
     KNOWN = "it was good a moment ago"
     SIGNED = "the cluster has signed it"
@@ -55,10 +55,10 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class IdentityLimits:
-    """`parallel` and `waiting` are checks in each lane; times are seconds."""
+    """`parallel` and `waiting`: the number of checks in each lane. Times are in seconds."""
 
     ttl: float = 15.0
-    refresh: float = 10.0  # age from which an answer is checked again, while it still holds: no worker waits for that
+    refresh: float = 10.0  # age at which an answer is checked again; it stays valid meanwhile, so no worker waits
     refused_ttl: float = 2.0  # shorter, because the next token file may be right
     accepted: int = 20_000
     refused: int = 4_096
@@ -77,7 +77,7 @@ class _Good:
 
 
 class IdentityCache:
-    """Answers `identify(token)` from memory or through `authenticate`, whose errors are passed on and not kept."""
+    """Answers `identify(token)` from memory or by `authenticate`, whose errors are passed on and not kept."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class IdentityCache:
         self._limits = limits or IdentityLimits()
         self._good: OrderedDict[bytes, _Good] = OrderedDict()
         self._tokens_of: dict[str, list[bytes]] = {}
-        self._refused: OrderedDict[bytes, float] = OrderedDict()  # until when
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # the end of each refusal's validity
         self._pending: dict[bytes, asyncio.Task[PodIdentity | None]] = {}
         self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in Lane}
         self._rooms = {lane: Shares(self._limits.waiting[lane]) for lane in Lane}
 
     async def identify(self, token: str) -> PodIdentity | Refusal:
-        """The pod behind `token`. Raises TooManyChecks, and what `authenticate` raises."""
+        """The pod behind `token`. Raises TooManyChecks, and the errors of `authenticate`."""
         key = hashlib.sha256(token.encode(errors="replace")).digest()
         now = self._monotonic()
         good = self._good.get(key)
@@ -129,7 +129,7 @@ class IdentityCache:
             task = self._pending.get(key) or self._begin(key, token, claims.pod, lane)
             if task is None:
                 raise TooManyChecks(f"too many tokens wait for their check; of this one is known: {lane.value}")
-        # Concurrent reports of one pod share a single check, which outlives whichever of them gives up first.
+        # Concurrent reports of one pod share a single check, which goes on if one of them gives up.
         return await asyncio.shield(task) or Refusal(NOT_VALID)
 
     def forget(self) -> None:
@@ -140,14 +140,14 @@ class IdentityCache:
 
     @property
     def checks(self) -> int:
-        """How many are under way or wait."""
+        """How many checks are in progress or wait."""
         return len(self._pending)
 
     def _begin(
         self, key: bytes, token: str, claimed: PodIdentity, lane: Lane
     ) -> asyncio.Task[PodIdentity | None] | None:
-        """None: the lane is full, or the pod or its namespace has its share of it."""
-        # Without the job: until a token is checked, all that it may name is its own pod.
+        """Begin a check. None: the lane is full, or the pod or its namespace has used up its share of it."""
+        # The tenant has no job: an unchecked token may name only its own pod.
         tenant = Tenant(claimed.namespace, claimed.pod_uid, claimed.pod_uid)
         room = self._rooms[lane]
         if not room.take(tenant):
@@ -159,7 +159,7 @@ class IdentityCache:
             room.give_back(tenant)
             del self._pending[key]
             if not done.cancelled():
-                done.exception()  # seen, also when every caller has gone
+                done.exception()  # retrieved even if no caller is left, so that asyncio does not warn
 
         task.add_done_callback(settled)
         return task
@@ -206,7 +206,7 @@ def authenticator(client: KubeClient) -> Authenticate:
         review = await client.review_token(token, (labels.TOKEN_AUDIENCE,))
         if not isinstance(review, TokenIdentity) or not review.pod_uid:
             return None
-        # A server that does not know audiences answers for its own, and names none.
+        # An API server that does not know audiences checks for its own audience, and names none.
         if labels.TOKEN_AUDIENCE not in review.audiences:
             log.warning(
                 "the API server confirmed a token for other audiences: it is refused",

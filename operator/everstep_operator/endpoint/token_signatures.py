@@ -1,11 +1,11 @@
-"""Whether the cluster has signed a token, by the API server's public keys: a forged one then costs no request.
+"""Checks a token's signature by the API server's public keys, so that a forged token costs no request.
 
-A good signature lets nobody in: the TokenReview that follows knows what a signature cannot, that the pod is deleted.
-Keys that are not at hand decide nothing, and those that may be old refuse nothing: an API server that signs with a key
-which this replica has not read yet is right, even if the key has the id of an older one. So a token whose signature is
-bad waits for the keys to be read again where they are older than `RETRY`, and is judged by what was read. Invariants:
-the keys are read at most once in `RETRY` seconds, whatever is sent; no key is used with another algorithm than its own;
-a token costs at most `MAX_OF_ID` checks of a signature each time it is judged.
+A good signature is not enough: a TokenReview follows, because only that shows that the pod was deleted. A token with an
+unknown key is neither accepted nor refused here, and possibly outdated keys refuse no token: the API server may sign
+with a key that this replica has not read yet, even under the id of an older one. So if a signature is bad and the keys
+are older than `RETRY`, the token waits until they are read again, and is judged by the new ones. Invariants: the keys
+are read at most once in `RETRY` seconds, whatever is sent; no key is used with another algorithm than its own; a token
+costs at most `MAX_OF_ID` checks of a signature each time it is judged.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ log = logging.getLogger("everstep.signatures")
 MAX_KEYS = 64
 MAX_OF_ID = 4  # keys of one id that are tried: the id is optional (RFC 7517), and a set may use one twice
 FRESH = 300.0  # seconds after which the keys are read again
-RETRY = 10.0  # seconds from one reading to the next that an unknown key, a bad signature or a failure asks for
-# Symmetric keys are in no public set; the list keeps out what PyJWT may learn one day.
+RETRY = 10.0  # seconds between readings that are caused by an unknown key, a bad signature or a failure
+# No symmetric algorithms, because a public set has no such keys; a fixed list, because PyJWT may add algorithms.
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"})
 
 
 class Proof(Enum):
     SIGNED = "signed"
     FORGED = "forged"
-    UNKNOWN = "unknown"  # the key is not at hand
+    UNKNOWN = "unknown"  # the key is not available
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """The keys of one id. Not `complete`: the set has another under it that cannot be used, or too many."""
+    """The keys of one id. Not `complete`: the set has too many keys with this id, or one that cannot be used."""
 
     keys: tuple[jwt.PyJWK, ...] = ()
     complete: bool = True
@@ -58,8 +58,8 @@ class SigningKeys:
         self._failure: str | None = None
 
     async def prove(self, token: str, claims: Claims) -> Proof:
-        """By the keys of the id that the token names. Begins to read the keys again where they are old, or do not
-        verify it; returns after that reading where it may make a bad signature a good one."""
+        """Check the token by the keys with the id that it names. Begins to read the keys again if they are old, or do
+        not verify the token; waits for that reading if it may turn a bad signature into a good one."""
         if self._verifies(token, claims.key_id):
             self._refresh(FRESH)
             return Proof.SIGNED
@@ -68,11 +68,11 @@ class SigningKeys:
             await self.ready()
             if self._verifies(token, claims.key_id):
                 return Proof.SIGNED
-        # Where the reading failed, the old keys refuse nothing: the review decides.
+        # If the reading failed, the old keys refuse no token: the review decides.
         return Proof.FORGED if self._refuses(claims.key_id) and not self._are_old() else Proof.UNKNOWN
 
     async def ready(self) -> None:
-        """Return when a reading that is under way has ended."""
+        """Return when a reading in progress has ended."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
 
@@ -114,7 +114,7 @@ class SigningKeys:
                 extra={"reason": failure},
             )
         self._failure = failure
-        if failure is None:  # else the old ones are as right as before
+        if failure is None:  # otherwise the old keys stay
             self._keys, self._keys_at = found, began
 
 
@@ -124,12 +124,12 @@ _NONE = _Named()
 def _is_good(key: jwt.PyJWK, signed: bytes, signature: bytes) -> bool:
     try:
         return bool(key.Algorithm.verify(signed, key.key, signature))
-    except ValueError:  # of a form that this algorithm does not have
+    except ValueError:  # the signature does not have this algorithm's form
         return False
 
 
 def _usable(found: Mapping[str, Any]) -> dict[str, _Named]:
-    """The keys of the set that sign tokens, by their id; "" where a key has none."""
+    """The keys of the set that sign tokens, by their id; "" for a key without an id."""
     keys: dict[str, _Named] = {}
     rows = found.get("keys")
     for number, row in enumerate(rows if isinstance(rows, list) else []):
@@ -139,13 +139,13 @@ def _usable(found: Mapping[str, Any]) -> dict[str, _Named]:
         key_id = key_id if isinstance(key_id, str) else ""
         named = keys.get(key_id, _NONE)
         key = _key(row) if number < MAX_KEYS and len(named.keys) < MAX_OF_ID else None
-        # What cannot be used may still have signed: then nothing with its id is called forged.
+        # A key that cannot be used here may still have signed a token, so no token with its id is called forged.
         keys[key_id] = _Named(named.keys, False) if key is None else _Named((*named.keys, key), named.complete)
     return keys
 
 
 def _key(row: dict[str, Any]) -> jwt.PyJWK | None:
-    """None: of a kind that this release does not know, or that is in no public set."""
+    """Parse a key. None: it is of a kind that this release does not know, or that belongs in no public set."""
     try:
         key = jwt.PyJWK(row)
     except (jwt.PyJWTError, TypeError, ValueError):

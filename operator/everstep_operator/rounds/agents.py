@@ -1,4 +1,4 @@
-"""Which jobs have their rounds kept here, and which caller is an agent of one."""
+"""Finds the jobs whose rounds are kept here, and the callers that are agents of one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.worker_pods import has_ended
 
-BACKEND = "everstep"  # of spec.rendezvous, and its default
+BACKEND = "everstep"  # the value of spec.rendezvous, and its default
 
 
 def rendezvous_backend(job: Unstructured) -> str:
-    """Read without the rest of the spec: agents must not wait for a spec that this version does not understand."""
+    """The job's backend, read without the rest of the spec: a spec that this version does not understand must not stop
+    the agents."""
     return str((job.spec.get("rendezvous") or {}).get("backend", BACKEND))
 
 
@@ -23,12 +24,12 @@ def job_ref(job: Unstructured) -> JobRef:
 
 
 def view_of(rounds: RoundStore, job: Unstructured) -> RoundView | None:
-    """The job's round; None where its rounds are not kept here, or are not known yet."""
+    """The job's round; None if its rounds are not kept here, or are not known yet."""
     return rounds.view(job_ref(job)) if rendezvous_backend(job) == BACKEND else None
 
 
 async def find_agent(callers: Callers, caller: Caller) -> Agent:
-    """Raises RoundsRefused, RoundsUnavailable, and what `Callers.look_up` raises."""
+    """The agent that the caller is. Raises RoundsRefused, RoundsUnavailable, and the errors of `Callers.look_up`."""
     caller = await callers.look_up(caller)
     name = caller.identity.pod_name
     assert caller.pod is not None
@@ -37,7 +38,7 @@ async def find_agent(callers: Callers, caller: Caller) -> Agent:
     if caller.job_key is None or (worker := caller.worker) is None:
         raise RoundsRefused(f"pod {name} belongs to no TrainingJob")
     if caller.job is None:
-        # Not for good: the two caches are of different moments. A job that is gone takes its pods with it.
+        # Retryable: the two caches show different moments, and a job that is gone takes its pods with it.
         raise RoundsUnavailable(f"pod {name}: its TrainingJob {caller.job_key[1]} is not known at the moment")
     backend = rendezvous_backend(caller.job)
     if backend != BACKEND:

@@ -1,8 +1,8 @@
-"""Reads documents without holding the event loop: a large one in pieces, and in one turn of the loop one piece.
+"""Reads documents without blocking the event loop: a large one in pieces, one piece in one turn of the loop.
 
-A megabyte takes 25 ms to read, for which everybody waited. The longest piece is the JSON itself, 3 ms. Fair queueing
-between namespaces and their jobs decides which piece is next: many large documents of one job delay the large documents
-of another a little, and small documents not at all.
+Reading a megabyte takes 25 ms, for which all other requests would wait. The longest piece is the JSON itself, 3 ms.
+Fair queueing between namespaces and their jobs decides which piece is next: many large documents of one job delay the
+large documents of another a little, and small documents not at all.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 
 
 class DocumentReader:
-    """For one replica, in one event loop."""
+    """The reader of one replica, in one event loop."""
 
     def __init__(self) -> None:
         self._queue = FairQueue(lambda start: asyncio.get_running_loop().call_soon(start), max_of_group=1, max_of_all=1)
 
     async def read(self, data: bytes, job: JobRef) -> tuple[str, Document]:
-        """The document as text and as what it says. Raises DocumentInvalid."""
+        """The document as text, and decoded. Raises DocumentInvalid."""
         try:
             text = data.decode()
         except UnicodeDecodeError as e:

@@ -1,8 +1,8 @@
-"""Whether bytes have the shape of a rendezvous document, before anything is made of them.
+"""Checks that bytes have the shape of a rendezvous document, before any objects are made of them.
 
-`json.loads` builds all that a megabyte may hold, which takes the event loop up to 23 ms, and only then is it looked at.
-Here the first value of a wrong type or list that is too long ends the reading, and fields that this release does not
-know are passed over: 2 ms at most. What is right by these types is judged by `everstep.contract.document` as before.
+`json.loads` builds all objects of a megabyte before any check, which blocks the event loop for up to 23 ms. Here the
+first value of a wrong type, or the first list that is too long, ends the reading, and fields that this release does not
+know are skipped: 2 ms at most. A document of the right shape is then checked by `everstep.contract.document`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everstep.contract.document import (
     DocumentInvalid,
 )
 
-SMALL = 16 * 1024  # bytes that cost nothing: the contract's own errors name the field better
+SMALL = 16 * 1024  # bytes; a smaller document is cheap, so the contract checks it and names the wrong field better
 
 _Names: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=MAX_MEMBERS)]
 _Member: TypeAlias = tuple[int, str, int, int, str, int, int]
@@ -69,7 +69,7 @@ def check_shape(data: bytes) -> None:
 
 
 def _other_version(data: bytes) -> str | None:
-    """A newer release's document may have another shape: then that is what is wrong with it."""
+    """The version of a document of a newer release, which may have another shape; None if it has this version."""
     try:
         version = _VERSION.decode(data).version
     except (ValueError, RecursionError):

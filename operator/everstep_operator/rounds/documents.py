@@ -1,9 +1,9 @@
-"""Where a job's rendezvous document is kept, so that no operator's death loses it: a ConfigMap that the job owns.
+"""Keeps a job's rendezvous document in a ConfigMap that the job owns, so that it outlives the operator.
 
-Its resource version is the document's version: the API server compares and swaps. And the number of a new round:
-`publish` raises `status.world.round` by the job's resource version and gives the number to one caller only, ever
-(ADR 0001). Knows nothing of agents. Invariant: whatever is lost between a publication and the document that was meant
-to carry its number, the next number is larger.
+The ConfigMap's resource version is the document's version, so the API server does the compare-and-swap. `publish` gives
+a new round its number: it raises `status.world.round` by a compare-and-swap of the job, and gives the number to one
+caller only, ever (ADR 0001). This module knows nothing of agents. Invariant: even if the document for a published
+number is never written, the next number is larger.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
 
 KEY = "document"
-# Of the agents: presence is in the leader's memory, and the next one must know its patience. Not in the data, of which
-# a document may fill all that a ConfigMap takes.
+# The agents' lease. Presence is in the leader's memory, and the next leader must know how long to wait for agents. It
+# is an annotation, because a document may fill all the data that a ConfigMap can hold.
 LEASE = f"{labels.GROUP}/lease-seconds"
-TRIES = 8  # of a publication that meets the planner's own status writes
+TRIES = 8  # attempts at a publication while the planner writes the status too
 
 
 class RoundsUnavailable(RetryableError):
-    """The API server did not do it, or it is not known whether it did: try again."""
+    """The API server did not answer, or it is unknown whether it wrote: try again."""
 
 
 class RoundsRefused(TerminalError):
-    """This will not be done for this sender; the text is sent to it."""
+    """This is refused for this sender for good; the message is sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class JobRef:
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document as the API server holds it; version 0 and None: there is none."""
+    """A document in the API server; version 0 and None: there is none."""
 
     document: str | None = None
     version: int = 0
@@ -111,7 +111,7 @@ class RoundDocuments:
         return self._kept(job, written)
 
     async def publish(self, job: JobRef, above: int) -> int:
-        """A round number that nobody else has or will get, greater than `above` and than any that was published.
+        """A round number that no other caller has or will get, greater than `above` and than any published number.
 
         Raises RoundsUnavailable, RoundsRefused when the job is gone.
         """
@@ -133,7 +133,7 @@ class RoundDocuments:
                     resource_version=found.metadata.resource_version,
                 )
             except Conflict:
-                continue  # the planner wrote, or another operator published: the next number is above that one's
+                continue  # the planner wrote, or another operator published: the next attempt reads the new number
             except NotFound as e:
                 raise RoundsRefused(f"job {job.name} is gone") from e
             except KubeError as e:
@@ -145,7 +145,7 @@ class RoundDocuments:
     def _kept(job: JobRef, found: ConfigMap) -> StoredDocument:
         meta = found.metadata
         if controller_uid(meta) != job.uid:
-            # Of a deleted job of that name, and then it goes; or somebody's own, and then they must rename it.
+            # It belongs to a deleted job of that name, and will go; or it is a user's own, and they must rename it.
             raise RoundsUnavailable(
                 f"ConfigMap {meta.name} does not belong to this job: the document has no place until it is gone"
             )

@@ -1,9 +1,9 @@
-"""One job's rounds, as this leader knows them: its document, which agents are present, and which calls wait.
+"""One job's rounds in this leader's memory: its document, the agents that are present, and the calls that wait.
 
-The document is durable (`documents`); presence and watches are this leader's memory. What a document means is the
-agents' business (`everstep.rendezvous`), with two exceptions. A round's number is given here, by publication, so that
-no two memberships ever have the same number, whichever replica believes that it leads. And agents that ask for it have
-their join requests written here, many in one swap, by the same pure machine. Invariants: a round's number only grows;
+The document is durable (`documents`); presence and watches are only in this leader's memory. The agents decide on the
+content of a document (`everstep.membership`), with two exceptions. A round's number is assigned here, by publication:
+so no two memberships ever have the same number, whichever replica believes that it leads. And join requests of agents
+that ask for it are written here, many in one swap, by the same pure machine. Invariants: a round's number only grows;
 its members never change; a closed job stays closed; a refused call changes nothing.
 """
 
@@ -36,11 +36,11 @@ from everstep_operator.runtime.errors import NotLeading
 
 log = logging.getLogger("everstep.rounds")
 
-API_TIMEOUT = 10.0  # seconds, for what one call asks of the API server
-MAX_CACHE_SECONDS = 5.0  # a read asks the API server again after this time: somebody may have edited the ConfigMap
-# With more agents present than this, only one at a time is told who is present, because each that is told will write.
+API_TIMEOUT = 10.0  # seconds for one call's requests to the API server
+MAX_CACHE_SECONDS = 5.0  # a read asks the API server again after this time: a person may have edited the ConfigMap
+# With more agents present than this, only one at a time gets the list of them, because each agent with it will write.
 MAX_UNCOORDINATED_AGENTS = 32
-WRITER_SECONDS = 0.25  # for how long that one agent is the only one, unless it has written before
+WRITER_SECONDS = 0.25  # for how long that agent is the only one, unless it writes sooner
 # Join requests are gathered for this time before they are written in one swap. The part for each byte of the document
 # is twenty times what it takes to find the requests that are not in the document yet.
 BATCH_SECONDS, BATCH_SECONDS_PER_AGENT, BATCH_SECONDS_PER_BYTE = 0.02, 2.5e-4, 7e-7
@@ -52,7 +52,7 @@ WRITES_AT_ONCE, WRITES_PER_SECOND = 200.0, 20.0  # of the job's document
 
 @dataclass(frozen=True, slots=True)
 class VersionedDocument:
-    """What the store holds; see `everstep.contract.rounds`."""
+    """The store's document and its version; see `everstep.contract.rounds`."""
 
     document: str | None
     version: int
@@ -61,10 +61,10 @@ class VersionedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What all jobs of one replica share.
+    """The environment that all jobs of one replica share.
 
-    `epoch` is that of the replica's leadership and raises NotLeading. `changed` is told when a job's view may be
-    another. `is_current`: whether the store still uses this object, and not another for the same job.
+    `epoch` gives the epoch of the replica's leadership, or raises NotLeading. `changed` is called when a job's view may
+    have changed. `is_current`: whether the store still uses this object, and not another one for the same job.
     """
 
     documents: RoundDocuments
@@ -77,22 +77,22 @@ class Environment:
 
 
 class JobRounds:
-    """Of one job, during one leadership. The lock is held while the document is read or written."""
+    """One job's rounds during one leadership. The lock is held while the document is read or written."""
 
     def __init__(self, ref: JobRef, epoch: int, presences: Presences, environment: Environment) -> None:
         self.ref, self.epoch, self.presences, self.watches = ref, epoch, presences, Watches()
-        self.was_read = False  # the document, at least once, in this leadership or the one before
+        self.was_read = False  # whether the document was read in this leadership or the one before
         self._env = environment
         self._lock = asyncio.Lock()
         self._stored: StoredDocument | None = None  # None: not known
         self._document: Document | None = None
-        self._urgent = 0  # the newest version of which watchers are told at once or soon
+        self._urgent = 0  # the newest version that watchers must learn at once or soon
         self._read_at = 0.0
         self._writes_left, self._refilled_at = WRITES_AT_ONCE, self._now()
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._batch_timer: asyncio.TimerHandle | None = None
         self._batch_at = float("-inf")  # when the last batch of join requests was written
-        self._writer: tuple[int, str, float] = (-1, "", 0.0)  # at this version, this pod was told who is present, then
+        self._writer: tuple[int, str, float] = (-1, "", 0.0)  # version, pod and time of the last answer to `present`
         self._answer: tuple[int, bytes] = (-1, b"")  # of `present`, at a number of changes
 
     # --- what agents call
@@ -109,7 +109,7 @@ class JobRounds:
         if known != seen.version:
             asyncio.get_running_loop().call_soon(self.watches.wake, Urgency.LATER)  # once this one waits
         await self.watches.wait(worker.pod_uid, min(wait, MAX_WAIT))
-        self._env.epoch()  # it may have been long: another replica may lead
+        self._env.epoch()  # the wait may have been long, and another replica may lead now
         await self._loaded(known)
         seen = self._versioned()
         return None if (seen.version, seen.expirations) == (known, expirations) else seen
@@ -140,7 +140,7 @@ class JobRounds:
 
     def ask(self, name: str) -> float:
         if self._document is not None and self._document.closed is not None:
-            return 0.0  # the agent will find out why it cannot join
+            return 0.0  # the agent finds by itself why it cannot join
         self.presences.ask(name)
         self.write_soon()
         return WRITE_GRACE_SECONDS + len(self.presences) * WRITE_GRACE_SECONDS_PER_AGENT
@@ -155,10 +155,10 @@ class JobRounds:
         self.after_presence()
 
     async def present(self, worker: Worker) -> bytes:
-        await self._loaded(0)  # else no agent would be awaited
+        await self._loaded(0)  # the document names the agents that are awaited
         now = self._now()
         self.presences.expire(now)
-        # An agent that asks this is about to write. Among many, the first writes for all: being late costs the others.
+        # An agent that asks this is about to write. Among many agents, the first one writes for all.
         version = self._stored.version if self._stored is not None else 0
         if (
             len(self.presences) > MAX_UNCOORDINATED_AGENTS
@@ -176,7 +176,7 @@ class JobRounds:
     # --- what the operator calls
 
     def view(self) -> RoundView | None:
-        """The round, for a plan. None: not known yet; it is read, and `changed` is told."""
+        """The round, for a plan. None: not known yet; then it is read, and `changed` is called."""
         if self._stored is None:
             if not self._lock.locked():
                 self._env.start(self._look())
@@ -192,7 +192,7 @@ class JobRounds:
                 raise RoundsUnavailable("another operator changed the document at the same time")
 
     def stop(self) -> None:
-        """End every timer, and wake whatever waits, so that it looks elsewhere."""
+        """End every timer, and wake all waiting calls, so that they find the newer object."""
         for timer in filter(None, (self._expiry_timer, self._batch_timer)):
             timer.cancel()
         self.watches.wake(Urgency.NOW)
@@ -219,7 +219,7 @@ class JobRounds:
             log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
 
     async def _load(self) -> None:
-        """Read what the API server holds. The lock is held."""
+        """Read the document from the API server. The lock is held."""
         try:
             async with asyncio.timeout(API_TIMEOUT):
                 stored = await self._env.documents.load(self.ref)
@@ -232,7 +232,8 @@ class JobRounds:
         self._take(stored, None if found is None else found[1])
 
     async def _put(self, expected: int, text: str, document: Document) -> int | None:
-        """Write the document: its version; None if another is there, or if it got another number. The lock is held."""
+        """Write the document. Returns its version; None if the store has another, or if its round got another number.
+        The lock is held."""
         self._spend_write()
         try:
             async with asyncio.timeout(API_TIMEOUT):
@@ -258,7 +259,8 @@ class JobRounds:
         self._writes_left -= 1
 
     async def _write(self, expected: int, text: str, document: Document) -> tuple[StoredDocument | None, Document]:
-        """What is stored now, and as which document: it differs from `document` if its round got another number."""
+        """The stored document, and the document as written: it differs from `document` if its round got another
+        number."""
         last = self._document.round if self._document is not None else 0
         if document.round > last:
             number = await self._env.documents.publish(self.ref, last)
@@ -268,7 +270,7 @@ class JobRounds:
         return await self._env.documents.store(self.ref, expected, text, self.presences.lease), document
 
     def _take(self, stored: StoredDocument, document: Document | None) -> None:
-        """`stored` is what is known now, and `document` what it says."""
+        """Take `stored` as the newest state; `document` is its decoded form."""
         before, changed = self._document, self._stored is None or self._stored.version != stored.version
         self._stored, self._document, self._read_at = stored, document, self._now()
         if not self.was_read:
@@ -305,7 +307,7 @@ class JobRounds:
             self._batch_timer = loop.call_at(due, lambda: self._env.start(self._write_batch(attempt)))
 
     async def _write_batch(self, attempt: int) -> None:
-        """A request that is not written is tried again, or its agent writes it after its grace."""
+        """Write one batch. A request that is not written is tried again, or its agent writes it after its grace."""
         self._batch_timer, self._batch_at = None, asyncio.get_running_loop().time()
         try:
             await self._loaded(0)
@@ -342,7 +344,7 @@ class JobRounds:
             self._expiry_timer.cancel()
         self._expiry_timer = None
         if earliest != float("inf"):
-            # At most a hundred times a second: with a clock that stands still this would spin.
+            # At most a hundred times a second: if the clock stood still, this would spin.
             self._expiry_timer = asyncio.get_running_loop().call_later(max(0.01, earliest - now), self._expire)
 
     def _expire(self) -> None:

@@ -1,9 +1,9 @@
-"""Which agents of one job are present, and whose pod each is. Pure: `now` is an argument, in monotonic seconds.
+"""The agents of one job that are present, and the pod of each. Pure: `now` is an argument, in monotonic seconds.
 
-It lives in the leader's memory alone. So a new leader awaits the agents that the document names: none of them counts as
-expired before it had one lease's time to announce itself again. One that leads again, with nobody in between, goes on
-with what it knew. Invariants: a presence is renewed and withdrawn only by the pod that announced it; numbers and bytes
-are bounded, for a pod and for the job.
+Presence is only in the leader's memory. So a new leader waits for the agents that the document names: none of them
+counts as expired before it had one lease's time to announce itself again. A replica that leads again, with no other
+leader in between, keeps its former presences. Invariants: only the pod that announced a presence renews and withdraws
+it; numbers and bytes are bounded, for a pod and for the job.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from everstep.contract.rounds import MAX_PRESENT_BYTES, MAX_TTL
 from everstep_operator.errors import RetryableError, TerminalError
 
 MAX_PRESENT = 4096
-MAX_OF_POD = 8  # lives of an agent in one pod, of which all but one are about to expire
+MAX_OF_POD = 8  # agents that one pod has started one after the other; all but one are about to expire
 LEASE = 3.0  # seconds; the default of an agent
 
 
 class PresenceRefused(TerminalError):
-    """The pod may not do this; the text is sent to it."""
+    """The pod may not do this; the message is sent to it."""
 
 
 class PresenceFull(RetryableError):
@@ -37,7 +37,7 @@ class Worker:
     incarnation: int
 
     def may_be(self, member: Member) -> bool:
-        """Whether an agent of this pod can be that member; -1 is an agent that was told no index."""
+        """Whether an agent of this pod can be that member; index -1: the agent was given no index."""
         return member.index < 0 or (member.index, member.incarnation) == (self.index, self.incarnation)
 
 
@@ -48,13 +48,13 @@ class _Presence:
     ttl: float
     until: float
     pod_uid: str
-    asks: bool = False  # for a round, and it was in none since
+    asks: bool = False  # whether it asks for a round and was in none since
 
 
 class Presences:
-    """`changes` grows with every change of who is present or with what; `expirations` with each presence that ended.
+    """`changes` grows with every change of a presence or its value; `expirations` with each presence that ended.
 
-    `lease` is the longest that was asked for, in seconds.
+    `lease` is the longest requested lease, in seconds.
     """
 
     def __init__(self, expirations: int, now: float) -> None:
@@ -62,7 +62,7 @@ class Presences:
         self._present: dict[str, _Presence] = {}
         self._of_pod: dict[str, set[str]] = {}
         self._bytes = 0
-        self._earliest = float("inf")  # nothing ends before; renewing makes it too early, never too late
+        self._earliest = float("inf")  # no presence ends before this; a renewal can only make it too early
         self._awaited: dict[str, Member] = {}
         self._document: Document | None = None
         self._began, self.lease = now, LEASE
@@ -71,9 +71,9 @@ class Presences:
         return len(self._present)
 
     def await_members(self, document: Document | None, lease: float) -> None:
-        """Of a document that this leader reads for the first time: its agents are alive until they had time to come.
+        """Wait for the agents of a document that this leader reads for the first time: they count as present meanwhile.
 
-        `lease` is what the job's agents asked of the leader before, in seconds.
+        `lease` is the lease that the job's agents requested from the former leader, in seconds.
         """
         self._document, self.lease = document, max(self.lease, min(lease, MAX_TTL))
         if document is not None:
@@ -82,9 +82,10 @@ class Presences:
             self._earliest = min(self._earliest, self._began + self.lease)
 
     def resume(self, expirations: int, now: float) -> None:
-        """The same replica leads again, with no other leader in between. No agent could renew: each has one more lease.
+        """The same replica leads again, with no other leader in between. No agent could renew, so each gets one more
+        lease.
 
-        Without this a leader that lost its Lease in a crowd, or to a slow API server, would have forgotten the crowd.
+        Without this, a leader that lost its Lease for a moment under load would forget all agents.
         """
         self.expirations, self.changes, self._began = expirations, self.changes + 1, now
         for presence in self._present.values():
@@ -93,7 +94,7 @@ class Presences:
 
     @property
     def earliest(self) -> float:
-        """When something may end; infinite if nothing is there."""
+        """The earliest time at which a presence may end; infinite if there is none."""
         return self._earliest if self._present or self._awaited else float("inf")
 
     def announce(self, join_request: JoinRequest, value: bytes, ttl: float, worker: Worker, now: float) -> None:
@@ -118,15 +119,15 @@ class Presences:
         self._of_pod.setdefault(worker.pod_uid, set()).add(agent)
         self._bytes, self.changes = size, self.changes + 1
         self._awaited.pop(agent, None)
-        self.lease = max(self.lease, ttl)  # the others of this job have the same
+        self.lease = max(self.lease, ttl)  # all agents of a job have the same
         self._earliest = min(self._earliest, now + ttl)
 
     def ask(self, agent: str) -> None:
-        """It has just announced that it waits for a round."""
+        """The agent has just announced that it waits for a round."""
         self._present[agent].asks = True
 
     def settle(self, document: Document | None) -> None:
-        """The document has this round now: its members do not wait for one that is older."""
+        """The document has a new round: its members no longer wait for it or an older one."""
         for member in document.members if document is not None else ():
             presence = self._present.get(member.agent)
             if presence is not None and document is not None and presence.join_request.after < document.round:
@@ -147,13 +148,13 @@ class Presences:
         return True
 
     def withdraw(self, agent: str, worker: Worker) -> None:
-        """End it now, if it is there. Raises PresenceRefused."""
+        """End the agent's presence now, if there is one. Raises PresenceRefused."""
         awaited = self._awaited.get(agent)
         if self._owned(agent, worker) is not None or (awaited is not None and worker.may_be(awaited)):
             self._end([agent])
 
     def withdraw_pod(self, worker: Worker) -> bool:
-        """The pod is dead: so are its agents. Whether there were any."""
+        """The pod is dead: end the presences of its agents. Whether there were any."""
         agents = self._of_pod.get(worker.pod_uid, set()) | {
             agent
             for agent, m in self._awaited.items()
@@ -163,7 +164,7 @@ class Presences:
         return bool(agents)
 
     def expire(self, now: float) -> bool:
-        """End what has expired; whether anything had."""
+        """End expired presences; whether there were any."""
         if now < self._earliest:
             return False
         ended = [agent for agent, presence in self._present.items() if presence.until <= now]
@@ -191,7 +192,7 @@ class Presences:
         return min(ends, default=float("inf"))
 
     def _settled(self) -> dict[str, JoinRequest]:
-        """Of who is awaited."""
+        """The join requests of awaited agents, which are settled already."""
         if self._document is None:
             return {}
         after = max(0, self._document.round - 1)

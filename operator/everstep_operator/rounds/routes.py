@@ -1,4 +1,4 @@
-"""The round store's HTTP calls: `everstep.contract.rounds` says what they are.
+"""The round store's HTTP calls, which `everstep.contract.rounds` describes.
 
 It knows neither documents nor presences, only how a call reaches the round store and what its outcome is in HTTP.
 Invariants: the job is the token's and never the request's; calls, watches and the memory of bodies are bounded; a
@@ -46,15 +46,15 @@ Call: TypeAlias = Callable[[web.Request, Agent, Caller], Awaitable[web.Response]
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """Of one replica."""
+    """The limits of one replica."""
 
-    # A job may have a third of either when nobody else has any: of the largest job, 4,096 agents, each watches twice.
+    # A job may use a third of either if no other job uses any. In the largest job, of 4,096 agents, each watches twice.
     watches: int = 32_768
     calls: int = 8192  # other than watches, at once
 
 
 class RoundRoutes:
-    """`agent` says which job's agent a caller is; it raises what `agents.find_agent` raises."""
+    """`agent` gives the agent that a caller is; it raises the errors of `agents.find_agent`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RoundRoutes:
         return handle
 
     async def _look(self, request: web.Request) -> web.StreamResponse:
-        """Reads and watches: of watches there may be many more."""
+        """Answer reads and watches; there may be many more watches than reads."""
         if "wait" not in request.query:
             return await self._route("read", self._read)(request)
         async with self._auth.admitted(request, self._watches) as caller:
@@ -133,7 +133,7 @@ class RoundRoutes:
     async def _swap(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
         if self._rounds.is_late(agent, expected):
-            return _late()  # its body costs nobody anything
+            return _late()  # without reading the body
         body = await self._auth.body(request, MAX_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
@@ -154,7 +154,7 @@ class RoundRoutes:
         if JOIN_HEADER not in request.headers:
             return web.Response(status=204)
         grace = self._rounds.ask(agent, _agent(request))
-        response = _seen(await self._rounds.read(agent, 0))  # it would ask for that next
+        response = _seen(await self._rounds.read(agent, 0))  # the agent would ask for the document next
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response
 
@@ -180,7 +180,7 @@ def _seen(sight: VersionedDocument) -> web.Response:
 
 
 def _known(request: web.Request) -> tuple[int, int]:
-    """Version and expirations that the caller has seen."""
+    """The version and the count of expirations that the caller has seen."""
     query = request.query
     return _number(query.get("version", "0"), "version"), _number(query.get("lapses", "-1"), "lapses", low=-1)
 

@@ -32,7 +32,7 @@ def require_lawful(before: Document | None, after: Document) -> None:
 
 
 def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
-    """The document of a job that may have these sizes from now on, whatever its agents ask for.
+    """The document of a job that may have only these sizes from now on, whatever its agents ask for.
 
     It does not end the running round: members in excess leave, missing ones join.
     """
@@ -40,13 +40,13 @@ def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
 
 
 def renumbered(text: str, number: int) -> str:
-    # Not through Document: fields of a newer release would get lost.
+    # Not through Document, which would lose the fields of a newer release.
     return json.dumps({**json.loads(text), "round": number}, separators=(",", ":"))
 
 
 def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tuple[str, Document] | None:
-    """The document, or a new one in place of none, with the sizes that hold from now on. None: it has them, or needs
-    none any more."""
+    """The document, or a new one if there is none, with the sizes that apply from now on. None: it has them already, or
+    no longer needs any."""
     before = Document(sizes) if document is None else document
     if before.closed is not None or (before.ruled and before.sizes == sizes):
         return None
@@ -57,8 +57,8 @@ def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tup
 
 
 def corrected(text: str, document: Document, before: Document | None) -> tuple[str, Document]:
-    """What an agent wrote, with the sizes that it should have left alone: it is of a release that does not know that
-    mark, or would like others."""
+    """An agent's document with the right sizes. The agent should not have changed them: it is of a release that does
+    not know the mark for pinned sizes, or asks for others."""
     if before is None or not before.ruled:
         return text, document
     return with_sizes(text, document, before.sizes) or (text, document)
@@ -67,12 +67,12 @@ def corrected(text: str, document: Document, before: Document | None) -> tuple[s
 def with_join_requests(
     text: str | None, document: Document | None, join_requests: Mapping[str, JoinRequest], asking: Collection[str] = ()
 ) -> Document | None:
-    """The document after all join requests were written that may be, as an agent that joins writes its own and theirs.
+    """The document with all allowed join requests, as an agent that joins would write its own and the others'.
 
-    `join_requests` are of all agents that are present. One from before the present round may be settled, and its owner
-    not know it yet: it counts only of those that are `asking`, such as a newcomer, which knows of no round. None: there
-    is nothing to write; or `text` has what this release does not know and would lose, and the agents, which may be
-    newer, write for themselves.
+    `join_requests` are those of all present agents. A request from before the present round may be settled without its
+    owner's knowing. It counts only if its owner is `asking`, as a new agent is, which knows of no round. None: there is
+    nothing to write, or `text` has fields that this release does not know and would lose. In that case the agents,
+    which may be newer, write by themselves.
     """
     if document is not None and document.closed is not None:
         return None
@@ -90,15 +90,15 @@ def with_join_requests(
     cleared, _ = without_expired(above(begun, wanted), "", join_requests)
     joined, let_in = join_all(cleared, (Join(join_request.member, join_request.sizes) for join_request in wanted))
     if not let_in:
-        return None  # each is told why when it tries by itself
-    # How long survivors wait for replacements is their own affair.
+        return None  # each agent gets the reason when it tries by itself
+    # Survivors themselves decide how long they wait for replacements.
     patient = any(join_request.patient for join_request in join_requests.values())
     formed = apply(joined, Form(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))
     return joined if isinstance(formed, Rejected) else formed
 
 
 def urgency(before: Document | None, after: Document | None) -> Urgency:
-    """How soon those who watch need to know."""
+    """How soon watchers need to know of the change."""
     if before is None or after is None:
         return Urgency.NOW
     if (before.round, before.closed) != (after.round, after.closed):

@@ -1,9 +1,9 @@
 """The round store in the operator: each job has one document, changed by compare-and-swap and watched, and presences.
 
-What one job needs is in `job`; here is which jobs this leader knows. All of it is lost with the leadership, and is read
-or announced again at the next. But a replica that leads again, with no other leader in between, remembers which agents
-were present: a Lease that was lost for a moment costs no agent that waits for a round its place. Invariant: an answer
-belongs to the present leadership.
+`job` has the state of one job; this module has the jobs that this leader knows. Its memory is lost with the leadership,
+and the next leader reads the documents and hears of the agents again. But a replica that leads again, with no other
+leader in between, remembers which agents were present: if the Lease is lost for a moment, no waiting agent loses its
+place. Invariant: an answer belongs to the present leadership.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Agent:
 
 
 class RoundStore:
-    """For one replica, in one event loop. `epoch` is that of its leadership and raises when it does not lead."""
+    """The store of one replica, in one event loop. `epoch` gives the epoch of its leadership; raises without one."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class RoundStore:
         epoch: Callable[[], int],
         changed: Callable[[JobRef], None] = lambda _: None,
     ) -> None:
-        """`changed` is told when a job's view may be another."""
+        """`changed` is called when a job's view may have changed."""
         self._clock, self._epoch, self._reader = clock, epoch, DocumentReader()
         self._jobs: dict[str, JobRounds] = {}
-        self._left: dict[str, JobRounds] = {}  # those of the last leadership
+        self._left: dict[str, JobRounds] = {}  # the jobs of the last leadership
         self._tasks: set[asyncio.Task[None]] = set()
         self._environment = Environment(documents, clock, epoch, changed, self._is_current, self._reader, self._start)
 
@@ -58,23 +58,24 @@ class RoundStore:
         return await self._of(agent.job).read(known)
 
     async def watch(self, agent: Agent, known: int, expirations: int, wait: float) -> VersionedDocument | None:
-        """As soon as version or expirations differ from these; None if they do not within `wait` seconds.
+        """The document as soon as version or expirations differ from these; None if they do not within `wait` seconds.
 
-        A change that only adds agents to those that wait for a round is told to all watchers together: an agent that
-        was told while others came has an old version when it asks again, and would be told of each of them.
+        A change that only adds waiting agents is reported to all watchers together. Otherwise an agent that hears of
+        one newcomer would have an old version when it asks again, and would hear of each newcomer separately.
         """
         return await self._of(agent.job).watch(agent.worker, known, expirations, wait)
 
     def is_late(self, agent: Agent, expected: int) -> bool:
-        """Whether a swap would be refused whatever it writes: among many agents most come too late."""
+        """Whether a swap would be refused whatever it writes: among many agents, most come too late."""
         return self._of(agent.job).is_late(expected)
 
     async def swap(self, agent: Agent, expected: int, data: bytes) -> int | None:
-        """Write the document if the version is still `expected`: its new version; None: read again.
+        """Write the document if the version is still `expected`. Returns its new version; None: the agent must read
+        again.
 
-        A document that begins a round gets the number that is next by now. If that is not the one that it was written
-        with, the agent is told to read again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused,
-        RoundsUnavailable (it may have been written).
+        A document that begins a round gets the next free number. If the agent has written another one, it must read
+        again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused, RoundsUnavailable (the document
+        may have been written).
         """
         if self.is_late(agent, expected):
             return None
@@ -86,9 +87,9 @@ class RoundStore:
         self._of(agent.job).announce(agent.worker, name, value, ttl)
 
     def ask(self, agent: Agent, name: str) -> float:
-        """Have the join request that an agent has just announced written, in one swap with others of the same moment.
+        """Write the join request that an agent has just announced, in one swap with others of the same moment.
 
-        Seconds after which the agent should write it by itself; 0: at once.
+        Returns the seconds after which the agent should write it by itself; 0: at once.
         """
         return self._of(agent.job).ask(name)
 
@@ -101,13 +102,13 @@ class RoundStore:
         self._of(agent.job).withdraw(agent.worker, name)
 
     async def present(self, agent: Agent) -> bytes:
-        """JSON: what each present agent says, by its name."""
+        """JSON: the announcement of each present agent, by its name."""
         return await self._of(agent.job).present(agent.worker)
 
     # --- what the operator calls
 
     def withdraw_pod(self, job_uid: str, worker: Worker) -> None:
-        """The pod is dead, or its node is lost: its agents are withdrawn now, and not when their leases expire."""
+        """The pod is dead, or its node is lost: withdraw its agents now, before their leases expire."""
         if (left := self._left.get(job_uid)) is not None:
             left.presences.withdraw_pod(worker)
         job = self._jobs.get(job_uid)
@@ -118,14 +119,14 @@ class RoundStore:
         job.after_presence()
 
     def view(self, ref: JobRef) -> RoundView | None:
-        """The job's round, for a plan. None: not known yet; it is read, and `changed` is told."""
+        """The job's round, for a plan. None: not known yet; then it is read, and `changed` is called."""
         try:
             return self._of(ref).view()
         except NotLeading:
             return None
 
     async def set_sizes(self, ref: JobRef, sizes: Sizes) -> None:
-        """Agents keep to these sizes from now on. Raises RoundsUnavailable, after which it may be so."""
+        """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""
         await self._of(ref).set_sizes(sizes)
 
     def forget(self, job_uid: str) -> None:
@@ -136,7 +137,7 @@ class RoundStore:
             job.stop()
 
     def forget_all(self) -> None:
-        """The leadership changed: what is remembered may be old, and whatever waits here must look again."""
+        """The leadership changed: this memory may be out of date, and all waiting calls must read again."""
         try:
             epoch = self._epoch()
         except NotLeading:
@@ -156,7 +157,7 @@ class RoundStore:
     # --- which jobs are known
 
     def _of(self, ref: JobRef) -> JobRounds:
-        """What is known of the job, from now on if nothing is. Raises NotLeading."""
+        """The rounds of the job; made now if it was not known. Raises NotLeading."""
         epoch = self._epoch()
         job = self._jobs.get(ref.uid)
         if job is not None and job.epoch != epoch:
@@ -178,7 +179,7 @@ class RoundStore:
         return job
 
     def _is_current(self, job: JobRounds) -> bool:
-        """Whether this is what is known: not of a job that is gone, or of another leadership."""
+        """Whether this object is still in use: its job exists, and the leadership is the same."""
         return self._jobs.get(job.ref.uid) is job
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

@@ -1,9 +1,9 @@
 """Calls that wait until a job's document or its presences change.
 
-To answer all of them costs the operator time in proportion to their number and the document's size. So after a change
-that woke many, the next ones are told together, a moment later, and all the later the less they matter: a thousand
-agents that join never ask for more than the operator can answer, and three are told at once. Bounds: a pod's oldest
-call ends when it has too many.
+Answering all of them takes time in proportion to their number and the document's size. So after a change that woke many
+calls, the next changes are reported together, a moment later; less important changes wait longer. So a thousand joining
+agents never ask for more than the operator can answer, and three agents are answered at once. Bound: a pod's oldest
+call ends when the pod has too many.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import deque
 from enum import Enum
 
 MAX_OF_POD = 8
-AT_ONCE = 32  # told in one turn of the event loop
+AT_ONCE = 32  # calls that are answered in one turn of the event loop
 
 
 class Urgency(Enum):
-    """By how much a change may be told after the last one: seconds for each call that waits."""
+    """How long after the last change a change may be reported: seconds for each waiting call."""
 
     NOW = 0.0  # a round is formed, or the job ends
     SOON = 1e-3  # about the operator's time for one answer
@@ -26,7 +26,7 @@ class Urgency(Enum):
 
 
 class Watches:
-    """Of one job. `wake` ends all that wait, at once or soon."""
+    """The watches of one job. `wake` ends all waits, at once or soon."""
 
     def __init__(self) -> None:
         self._of_pod: dict[str, deque[asyncio.Future[None]]] = {}
@@ -59,7 +59,7 @@ class Watches:
                 del self._of_pod[pod_uid]
 
     def wake_if_new(self, expirations: int) -> None:
-        """Presences end: told if the count is another than at the last call."""
+        """Wake the watches if the count of expirations differs from that at the last call."""
         if self._expirations is not None and self._expirations != expirations:
             self.wake()
         self._expirations = expirations
@@ -80,7 +80,7 @@ class Watches:
         self._tell([woken for own in self._of_pod.values() for woken in own], 0)
 
     def _tell(self, waiting: list[asyncio.Future[None]], told: int) -> None:
-        """A few in each turn of the event loop: the renewal of the Lease must not wait for a thousand answers."""
+        """Answer a few in each turn of the event loop: renewing the Lease must not wait for a thousand answers."""
         for woken in waiting[told : told + AT_ONCE]:
             _end(woken)
         if told + AT_ONCE < len(waiting):
