@@ -174,7 +174,7 @@ class Checkpointer(Commits):
 
     @property
     def report(self) -> LoadReport:
-        """What the newest `restore` left out."""
+        """The report of the newest `restore`: what it left out."""
         return self._loader.report
 
     def should_save(self, step: int) -> bool:

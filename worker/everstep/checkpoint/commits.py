@@ -1,4 +1,4 @@
-"""What may be asked of the commits below a URL, beside whoever trains there: `Checkpointer` has it from here.
+"""The methods of `Checkpointer` for the commits below a URL, which are safe while another process trains there.
 
 Invariant: nothing here takes the log, or changes what a commit holds.
 """
@@ -34,8 +34,8 @@ class Commits:
         return Found.of(record) if record else None
 
     def verify(self, step: int | None = None, *, n: int | None = None) -> tuple[str, ...]:
-        """What is wrong with the shards of the newest commit, that of `step`, or record `n`: each text names a file.
-        Empty if it is whole, or if there is no commit at all. Reads every byte."""
+        """The problems of the shards of the newest commit, that of `step`, or record `n`; each text names a file. Empty
+        if the commit is whole, or if there is no commit at all. Reads every byte."""
         if step is None and n is None and self._catalog.latest() is None:
             return ()
         return self._catalog.verify(step, n)
@@ -85,7 +85,7 @@ class Commits:
         return export_as(self._store, self._catalog.find(step), path, format, keys)
 
     def attached(self, name: str) -> bytes | None:
-        """What was put beside the commit that `restore` has loaded. Not collective."""
+        """The attachment of the commit that `restore` has loaded. Not collective."""
         return attachments.read(self._store, self._restored_id, name) if self._restored_id else None
 
     def attach_to_restored(self, name: str, data: bytes) -> None:

@@ -71,7 +71,7 @@ class Keep:
         return self.best > 0 and self.metric not in metrics
 
     def advice(self, *, by_session: bool) -> str:
-        """What to say of the first such commit."""
+        """The message for the first such commit."""
         call = (
             f"run.log({self.metric}=…) in its step or before the next one, or run.evaluate in its steps"
             if by_session

@@ -1,4 +1,4 @@
-"""What the ranks of one world agree on before and between saves, over torch.distributed or alone.
+"""Agreements among the ranks of one world before and between saves, over torch.distributed or alone.
 
 Called from the training thread only, at points that every rank reaches in the same order; the thread that writes never
 uses a process group, because a save must survive the death of a peer. Bytes travel as tensors: no pickle here either.

@@ -87,7 +87,7 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """What all sizes are multiples of: so many agents may hold one replica of a sharded model together."""
+        """The greatest common divisor of all sizes: that many agents may hold one replica of a sharded model."""
         return math.gcd(*self.allowed) or 1
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """What ended a round, and whether the job's restart budget was charged for it."""
+    """The reason for the end of a round, and whether the job's restart budget was charged for it."""
 
     round: int
     agent: str
@@ -134,7 +134,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What is agreed. `members` are in rank order; `joining` wait for the round after `round`.
+    """The document on which agents agree. `members` are in rank order; `joining` wait for the round after `round`.
 
     `id` is the agent that began the document, or "" if the operator did, which never gives a round's number twice. A
     store that lost its document gets another, with rounds of its own; agents are unique, so it has another id.
@@ -239,8 +239,8 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """What an agent's presence says: who it is, and that it wants a round newer than `after`. `patient`: survivors wait
-    for replacements, and it is they who say for how long. In its bytes it is a `wish`, as older releases read it.
+    """The value of an agent's presence: the member, and that it asks for a round newer than `after`. `patient`:
+    survivors wait for replacements, and decide for how long. Encoded, it is called `wish`, as older releases read it.
     """
 
     member: Member

@@ -1,4 +1,4 @@
-"""What a loader yields: the samples, and what a training loop has to know about them."""
+"""The batch that a loader yields: its samples, and what a training loop needs to know about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes two datasets the same one, as far as a saved position is concerned.
+"""Compares the fingerprints of two datasets: whether a saved position fits the dataset.
 
 Compares length always, then the best that both sides have: an identity given by the user or by the dataset's own
 `fingerprint()`, else the class name. A hash of a few samples is opt-in, because reading is not free and augmented
@@ -88,7 +88,7 @@ def fingerprint(dataset: Any, *, identity: str | None = None, hash_samples: int 
 
 
 def difference(saved: Fingerprint, own: Fingerprint) -> str | None:
-    """What shows that the two are not the same dataset; None if nothing does.
+    """The difference that shows that the two are not the same dataset; None if there is none.
 
     The class name counts only where neither an identity nor samples can be compared: code moves, data stays.
     """
@@ -104,7 +104,7 @@ def difference(saved: Fingerprint, own: Fingerprint) -> str | None:
 
 
 def digest_of(sample: Any) -> bytes:
-    """What tells a sample from others, at best; of what has no hash its class."""
+    """A digest of a sample; if the sample cannot be hashed, of the name of its class."""
     digest = hashlib.blake2b(digest_size=8)
     try:
         _feed(digest, sample, 0)

@@ -252,7 +252,7 @@ class ElasticLoader:
 
     @property
     def dataset(self) -> Any:
-        """What was passed."""
+        """The dataset that was passed."""
         return self._dataset
 
     def reads(self, dataset: Any) -> bool:
@@ -351,7 +351,7 @@ class _Epoch(Iterator[Batch[Any]]):
 
 
 class _Requests:
-    """What torch takes for its batch sampler. Apart from the loader, so that a dropped loader drops its workers."""
+    """The batch sampler for torch. Separate from the loader, so that a dropped loader drops its workers."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -80,7 +80,7 @@ class Mixture:
         return f"mixture:{digest.hexdigest()}"
 
     def order(self) -> Own:
-        """What the loader takes its samples by."""
+        """The order by which the loader takes its samples."""
         places = ":".join(str(part.places) for part in self._parts)
         name = f"mixture-{VERSION}/{places}/length={self._length}/{label(self._shuffle)}"
         parts, length, shuffle = tuple(self._parts), self._length, self._shuffle

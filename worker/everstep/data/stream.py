@@ -76,7 +76,7 @@ class Marks:
 
 
 def mark_of(saved: Any, cursor: Cursor) -> Mark | None:
-    """What a position says of its stream; None if that is of no use. Raises PositionMismatch."""
+    """The mark of a stream in a saved position; None if it is of no use. Raises PositionMismatch."""
     if saved is None:
         return None
     names = {"epoch": int, "index": int, "state": str, "digest": str}
@@ -138,7 +138,7 @@ class Stream:
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """What is called for a rank's own samples."""
+        """The function that is called on each of a rank's own samples."""
         return self._transform
 
     def fingerprint(self) -> str:
@@ -146,14 +146,14 @@ class Stream:
         return f"stream:{type(self._source).__qualname__}"
 
     def move(self, epoch: int, first: int = -1) -> None:
-        """What is read next is of this epoch, and of the step that begins with sample `first`."""
+        """The next samples are of this epoch, and of the step that begins with sample `first`."""
         self._first = first
         if epoch != self._epoch:
             self._epoch, self._marks, self._filler = epoch, [], None
             self._stop()
 
     def restore(self, mark: Mark | None) -> None:
-        """What is read next is read anew: from a mark that another process made, or from the front."""
+        """Begin to read anew: from a mark that another process made, or from the front."""
         self._stop()
         self._marks, self._saved, self._filler = [], mark, None
         if mark is not None:
@@ -179,7 +179,7 @@ class Stream:
 
     def _read(self, index: int) -> Any:
         if self._rest is None or index < self._next:
-            # What is given out has to be behind the samples that prove a mark.
+            # Samples that are given out must come after those that prove a mark.
             before = [m for m in self._marks if m.index + PROBED <= index and m.state]
             self._begin(before[-1] if before else None)
         while True:
@@ -254,7 +254,7 @@ class Stream:
         )
 
     def _state(self) -> str:
-        """What the source says, if JSON can hold it."""
+        """The source's state as JSON, if JSON can hold it; otherwise ""."""
         if not self._says or self._next == 0:
             return ""
         state = self._reading.state_dict()

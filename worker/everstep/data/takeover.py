@@ -33,9 +33,9 @@ log = logging.getLogger("everstep.data")
 
 
 class TakenOver(ElasticLoader):
-    """What trains in place of `loader`. `ranks`: the processes that the job is built for. `world`: this process's place
-    in the present one. `sizes`: of worlds that a `DistributedSampler` may have been made for; by default the present
-    one's. `micros`: batches of the loader that a process takes in a step. Raises LoaderUnusable."""
+    """The loader that replaces `loader`. `ranks`: the processes for which the job is built. `world`: this process's
+    place in the present one. `sizes`: of the worlds for which a `DistributedSampler` may have been made; by default the
+    present one's. `micros`: batches of the loader that a process takes in a step. Raises LoaderUnusable."""
 
     _seed_was_passed = False  # a script that seeds nothing has another in each process
 
@@ -102,7 +102,7 @@ class TakenOver(ElasticLoader):
 
 
 def name_of(loader: DataLoader[Any]) -> str:
-    """What to call it in an error: what it reads, and by which sampler."""
+    """The loader's description in an error: its dataset and its sampler."""
     kind = type(loader).__qualname__
     sampler = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
     return f"the {kind} of {type(loader.dataset).__qualname__} ({type(sampler).__qualname__})"
@@ -184,7 +184,7 @@ def _size(dataset: Any) -> int:
 
 
 def _facts(loader: DataLoader[Any]) -> tuple[tuple[str, Any], ...]:
-    """What was taken from a DataLoader, and what can be changed in it afterwards."""
+    """The settings taken from a DataLoader that a script can change afterwards."""
     batches: Any = loader.batch_sampler
     return (
         ("batch_sampler.batch_size", batches.batch_size),

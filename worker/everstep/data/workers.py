@@ -28,7 +28,7 @@ DEFAULT_CONTEXT: Final = "fork" if _LINUX else None
 
 
 class WorkerStart:
-    """What a worker does first: bind its life to the trainer's, then the user's own `worker_init_fn`."""
+    """A worker's first call: it makes the worker end with the trainer, then calls the user's own `worker_init_fn`."""
 
     def __init__(self, then: Callable[[int], None] | None = None) -> None:
         self._then = then

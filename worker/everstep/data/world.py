@@ -11,7 +11,7 @@ from everstep.data.plan.assignment import World
 
 
 def world_of(rank: int | None, world_size: int | None) -> World:
-    """What was passed; else torch.distributed's; else what torchrun set in the environment; else rank 0 of 1."""
+    """The given rank and size; else torch.distributed's; else those of torchrun's environment; else rank 0 of 1."""
     if rank is not None and world_size is not None:
         return World(rank, world_size)
     if rank is not None or world_size is not None:

@@ -30,7 +30,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do. Known without I/O, so it says what the backend offers, not what the server grants.
+    """A store's capabilities. Known without I/O, so they say what the backend offers, not what the server grants.
 
     `conditional_create`: `create` is atomic against every other creator. `multipart`: a writer's parts go to the store
     as they come, so a crash may leave some behind for `sweep_uploads`; without it they wait on the local disk.

@@ -86,7 +86,7 @@ class ObjectWriter:
         except StorageError as abort_error:
             if e is None:
                 raise
-            # What broke the body is the news; the parts that stay are `sweep_uploads`' to remove.
+            # The body's error is the one to raise; `sweep_uploads` removes the parts that stay.
             log.warning("%s: the upload of %s was not removed: %s", self._store.url, self._name, abort_error)
 
     def _send_parts(self, view: memoryview) -> memoryview:

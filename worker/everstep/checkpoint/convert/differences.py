@@ -26,7 +26,7 @@ from everstep.storage import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not the same under a name. `kind`: "missing" (in the second), "added" (in the second only), "shape",
+    """A difference under one name. `kind`: "missing" (in the second), "added" (in the second only), "shape",
     "dtype", "values" (`elements` differ, by at most `greatest`; infinity beside NaN) or "value" (no tensor)."""
 
     name: str
@@ -51,7 +51,7 @@ def of_commit(store: ObjectStore, record: CommitRecord) -> Source:
 
 
 def differences(one: Source, other: Source) -> Iterator[Difference]:
-    """What differs, by name. Names of tensors are their places in the state: of tied ones each has one."""
+    """The differences, by name. A tensor's name is its place in the state; each of several tied tensors has one."""
     here, there = _Tree.of(one), _Tree.of(other)
     for name in sorted({*here.leaves, *there.leaves}):
         if name not in there.leaves:
@@ -87,8 +87,8 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Tree:
-    """What a source holds, by path: the leaves, and what each container is, in words. Leaves of the same names may lie
-    in another container."""
+    """The content of a source, by path: its leaves, and the kind of each container in words. Leaves of the same names
+    may be in containers of different kinds."""
 
     leaves: dict[str, _Tensor | Json] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def export_as(
 
 
 def bodies_of(record: CommitRecord, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """What a commit holds of these keys, or of all. Raises `StateMismatch` for one that it does not have."""
+    """A commit's content under these keys, or under all. Raises `StateMismatch` for a key that it does not have."""
     values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
     state: dict[str, Any] = dict(values.get("state", {}))
     for key in keys or ():

@@ -1,4 +1,4 @@
-"""What other libraries have written, as an import and a comparison see it: names, shapes and types first, bytes last.
+"""Files of other libraries as sources of an import or a comparison: names, shapes and types first, bytes last.
 
 Knows no file format: `source_files` and `source_dcp` open them. Invariant: what a commit cannot hold is refused here,
 by name, before a byte of a tensor is read.

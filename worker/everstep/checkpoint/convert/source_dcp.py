@@ -195,7 +195,7 @@ def _load(reader: _Reader, state: dict[str, Any]) -> None:
 
 
 def cause_of(error: CheckpointException) -> BaseException:
-    """What went wrong in this process: torch gathers what each rank raises, also what is no `Exception`."""
+    """The error of this process: torch gathers the errors of all ranks, also those that are no `Exception`."""
     return next((failure[0] for _, failure in sorted(error.failures.items())), error)
 
 

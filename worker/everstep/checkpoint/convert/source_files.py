@@ -26,7 +26,7 @@ _INDEX: Final = ".safetensors.index.json"
 
 
 def open_source(path: Path, key: str = MODEL, stateful: Iterable[str] = ()) -> Source:
-    """What lies at `path`: a folder of `torch.distributed.checkpoint`, a folder of Hugging Face (its index, or its one
+    """The source at `path`: a folder of `torch.distributed.checkpoint`, a folder of Hugging Face (its index, or its one
     safetensors file), a safetensors file, or a file of `torch.save`.
 
     `key`: of the state that a model's tensors become, where the files say none. `stateful`: as in `source.of_state`.

@@ -1,1 +1,1 @@
-"""What a commit is in the store, byte by byte: names, records, boxes and checksums. Pure but for `chunks`; no torch."""
+"""The format of a commit in the store: names, records, boxes and checksums. Pure except `chunks`; without torch."""

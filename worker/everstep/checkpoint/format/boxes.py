@@ -29,7 +29,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the box out of a tensor that it is a part of."""
+        """The slices that cut the box out of its tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 

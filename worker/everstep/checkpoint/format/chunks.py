@@ -69,7 +69,7 @@ def check_size(store: ObjectStore, shard: Shard) -> None:
 
 
 def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
-    """What is wrong with a shard: nothing, or one text that names it. Reads every byte, holds one chunk."""
+    """The problems of a shard: none, or one text that names it. Reads every byte, and holds one chunk in memory."""
     buffer = bytearray(min(shard.bytes, shard.chunk_bytes))
     try:
         check_size(store, shard)
@@ -81,7 +81,7 @@ def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
 
 
 def verify(store: ObjectStore, record: CommitRecord) -> tuple[str, ...]:
-    """What is wrong with a commit's shards, sorted; empty if nothing is. Holds a chunk a thread."""
+    """The problems of a commit's shards, sorted; empty if there are none. Holds one chunk for each thread."""
     found = in_parallel(lambda shard: problems(store, shard), record.shards)
     return tuple(sorted(text for texts in found for text in texts))
 

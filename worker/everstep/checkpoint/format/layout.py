@@ -1,4 +1,4 @@
-"""Where things are below a checkpoint URL, and the only code that builds or takes apart those names.
+"""The names of objects below a checkpoint URL. Only this module builds them and takes them apart.
 
 Pure. Invariant: a name that `owner_of` understands was built here, and clean-up touches no other.
 """

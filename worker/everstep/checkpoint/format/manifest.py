@@ -115,7 +115,7 @@ Record = OpenRecord | CommitRecord
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote for a save: its shard, the entries in it, and the values that only it has."""
+    """One rank's part of a save: its shard, the entries in it, and the values that only this rank has."""
 
     rank: int
     save_id: str

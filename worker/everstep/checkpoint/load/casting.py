@@ -1,4 +1,4 @@
-"""What `cast=True` may not do: make another number of one that the commit has.
+"""Refuses a load with `cast=True` that would turn a number of the commit into another value.
 
 Rounding is what a narrower type is for. A finite number that becomes infinite, a fraction that becomes whole, or an
 integer that wraps around is another value. Invariant: such a load is refused on every rank, before the objects are

@@ -74,7 +74,7 @@ class Filler:
             raise Damaged(f"{shard.path}: chunk {chunk} fails its checksum: the bytes were changed")
 
     def _view(self, run: Run, into: int, most: int) -> Any:
-        """Where a run is read to; without a place, `into` bytes from the beginning of the spare buffer."""
+        """The memory into which a run is read; without a place, `into` bytes from the spare buffer's beginning."""
         size = run.end - run.begin
         if run.place is not None:
             at = run.place.at + run.begin - run.place.begin

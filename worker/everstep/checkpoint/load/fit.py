@@ -1,4 +1,4 @@
-"""What of a commit goes where in the state that was passed, decided before the first byte is read.
+"""Fits a commit into the state that was passed: decides which part goes where, before the first byte is read.
 
 Knows trees, shapes and names, and reads nothing. Invariant: what cannot be loaded as it was asked for is refused here,
 with every name that is at fault, while the state is still as it was; and no value is put under another name.
@@ -160,7 +160,7 @@ class _Fitting:
     def _module(self, key: str, module: torch.nn.Module, body: Body, live: Any) -> None:
         own, free = live["tree"], migrated(module)
         if self._of_session:
-            # What is loaded before the module gives its buffers the size that they had when they were saved.
+            # These are loaded before the module gives its buffers the size that they had when they were saved.
             free += tuple(name for name, _ in module.named_buffers())
         tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Body = dict[str, Any]
 
-# What torch's optimizers keep in the shape of the parameter.
+# The state of torch's optimizers that has the shape of the parameter.
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
      "sum", "ax", "prev"}

@@ -66,7 +66,7 @@ def _items(tree: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
 
 
 def _tagged(tree: Any) -> tuple[str, str] | None:
-    """What an encoded tensor or array is, and its name in the commit."""
+    """The kind of an encoded tensor or array, and its name in the commit."""
     if isinstance(tree, dict) and len(tree) == 1:
         ((tag, name),) = tree.items()
         if tag in _TAGS and isinstance(name, str):

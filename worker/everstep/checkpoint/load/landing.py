@@ -1,6 +1,6 @@
-"""Where a commit's bytes land: in the live tensors where that comes to the same, else in new memory.
+"""Chooses where a commit's bytes are read to: into the live tensors if the result is the same, else into new memory.
 
-To touch new memory for the first time costs more than to read the bytes, and the state would be held twice. Knows trees
+The first use of new memory costs more than reading the bytes, and the state would be held twice. Knows trees
 and tensors, nothing of files. Invariant: a live tensor is filled in place only if the commit fits all of the state, and
 all of that tensor's key exactly; so what is refused because it does not fit is refused before it was changed.
 """

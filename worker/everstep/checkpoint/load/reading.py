@@ -49,7 +49,7 @@ class Fold:
 
 @dataclass(slots=True)
 class Plan:
-    """What to read. Buffers are the targets' tensors in order, then those of the folds."""
+    """The tasks of a load. Buffers are the targets' tensors in order, then those of the folds."""
 
     sizes: list[int] = field(default_factory=list)
     own: list[Task] = field(default_factory=list)

@@ -106,7 +106,7 @@ def load(
 
 
 class _Gone(Exception):
-    """What was read is not there any more, and there is a newer one."""
+    """The commit that was being read was deleted, and there is a newer one."""
 
 
 def _load(
@@ -173,7 +173,7 @@ def _load(
 def _read_values(
     store: ObjectStore, candidates: Iterator[CommitRecord], only: tuple[str, ...] | None, map_location: Any, told: Any
 ) -> tuple[CommitRecord, dict[str, Any]]:
-    """What the first commit holds that can be read."""
+    """The content of the first readable commit."""
     tried = False
     for record in candidates:
         tried = True

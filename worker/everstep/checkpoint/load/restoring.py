@@ -127,7 +127,8 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
         todo = reading.plan(record, targets)
     except (StorageError, CheckpointError) as e:
         problem = e
-    # Where ranks want different things, or what one has read costs the others no more than a copy, each reads all.
+    # Each rank reads everything itself if ranks want different tensors, or if bytes that one rank has read cost the
+    # others no more than a copy.
     alike = ranks.world_size > 1 and _agree(ranks, _digest(targets))
     together = alike and not _agree(ranks, _page_cache(store, ranks.rank))
     divided = reading.divide(todo.shared, record.shards, ranks.world_size) if together else []

@@ -25,7 +25,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What of a commit to take. The default is all of it, which must then fit exactly."""
+    """Which part of a commit to load. The default is all of it, which must then fit exactly."""
 
     strict: bool = True
     include: tuple[str, ...] | None = None

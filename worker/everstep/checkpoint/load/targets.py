@@ -51,7 +51,7 @@ def targets(
     state: Mapping[str, Any], captured: Captured, record: CommitRecord, rank: int, group: Any = None,
     selection: Selection | None = None,
 ) -> list[Target]:  # fmt: skip
-    """What `state` needs of the commit, in the order of the commit's entries. `captured` is what it holds now.
+    """The targets in `state` for the commit's entries, in their order. `captured` is the present content of `state`.
 
     Raises `StateMismatch` if the commit does not fit: here, before anything is read, so that every rank learns of it.
     """

@@ -1,4 +1,4 @@
-"""What may be appended to the commit log, decided without I/O: the protocol of docs/adr/0001 as functions.
+"""Decides which records may be appended to the commit log, without I/O: the protocol of docs/adr/0001 as functions.
 
 The log is dense: record n is created conditionally at n = last + 1, so of all writers that saw the same end exactly
 one appends. Invariants that these functions keep, whatever the interleaving:
@@ -42,7 +42,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who wants to take the log. `round` is the fencing token: the round that the claiming world is in now.
+    """The claimant of the log. `round` is the fencing token: the round that the claiming world is in now.
 
     `job_uid` is "" outside Kubernetes. `rendezvous` names the count that `round` belongs to; "" if the job's operator
     counts its rounds, or if there are none. A process with neither (plain `python`) takes the log from anybody.
@@ -156,7 +156,7 @@ def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
 
 
 def _key(who: Owner | Claim) -> tuple[str, str]:
-    """What counts the rounds of an owner: only rounds of one count have an order."""
+    """Identifies the numbering of an owner's rounds: only rounds of one numbering are comparable."""
     return who.job_uid, who.rendezvous
 
 

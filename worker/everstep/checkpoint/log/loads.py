@@ -45,7 +45,7 @@ class Loads:
         self._marked = commit
 
     def end(self) -> None:
-        """What was loaded is no poison, or was not used: take this run's mark back."""
+        """Remove this run's mark from the loaded commit, because it did no harm or was not used."""
         if (marked := self._marked) != NONE:
             self._store.delete(load_name(marked, self._own.n))
             self._marked = NONE

@@ -51,7 +51,7 @@ def text_of(url: str | os.PathLike[str] | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for: arguments first, then the environment, then defaults."""
+    """The requested settings: from the arguments first, then from the environment, then defaults."""
 
     url: str
     keep: Keep
@@ -112,7 +112,7 @@ class Settings:
 
 
 def _rules(environ: Mapping[str, str], last: int) -> Keep:
-    """What stays, as the variables say beside `last`."""
+    """The rules for commits to keep, from `last` and the environment variables."""
     steps, hours = (
         _number(environ, name) for name in (env.CHECKPOINT_KEEP_EVERY_STEPS, env.CHECKPOINT_KEEP_EVERY_HOURS)
     )
@@ -159,7 +159,7 @@ def open_together(
         try:
             if probed is not None and not settings.single_committer:
                 probe(probed)
-            # What torchrun starts again takes the place of what it has ended, or cannot reach.
+            # A process that torchrun starts again replaces one that torchrun has ended or cannot reach.
             if probed is not None and begins and os.environ.get(_RESTARTS, "0") in ("", "0"):
                 wait_for_owner(probed, lambda: _to_ask(log_, wanted), wanted)
             record = log_.open(wanted)

@@ -16,7 +16,7 @@ from everstep.checkpoint.format.manifest import OpenRecord, encode_record
 from everstep.checkpoint.ranks import Ranks
 from everstep.storage import NotFound, ObjectStore, RetryableError, StorageError, StoreUnusable
 
-# What one client of a network file system wrote, another may see late. NFS asks the server at the first look-up.
+# One client of a network file system may see late what another one wrote. NFS asks the server at the first look-up.
 PATIENCE: Final = 10.0
 _PAUSE: Final = 0.1
 

@@ -120,7 +120,7 @@ class Catalog:
         raise NoCommit(f"{self._store.url}: no commit of step {step}{deleted}; there are {shown}")
 
     def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
-        """What is wrong with a commit's shards, each text naming a file; empty if it is whole. Reads every byte."""
+        """The problems of a commit's shards; each text names a file. Empty if the commit is whole. Reads every byte."""
         return verify(self._store, self.find(step, n))
 
     def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:

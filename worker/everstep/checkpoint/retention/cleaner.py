@@ -150,7 +150,7 @@ def enough(
 
 
 def sizes_in(store: ObjectStore) -> dict[str, dict[str, int]]:
-    """What saves have left: save id → object → bytes."""
+    """The objects of all saves: save id → object → bytes."""
     sizes: dict[str, dict[str, int]] = {}
     for info in store.list(DATA):
         sizes.setdefault(info.name.split("/")[1], {})[info.name] = info.size

@@ -81,7 +81,7 @@ class Marker:
 
 
 def kept_of(record: CommitRecord, later: Mapping[str, float] = MappingProxyType({})) -> Kept:
-    """What retention has to know of a commit, whose metrics `later` were known after its save."""
+    """The facts on a commit that retention needs. `later`: metrics that became known after its save."""
     try:
         at = datetime.fromisoformat(record.at).timestamp()
     except ValueError:

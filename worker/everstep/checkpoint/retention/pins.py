@@ -60,7 +60,7 @@ _PAUSE: Final = 0.2  # seconds; a deletion that gives way does so within a few r
 
 @dataclass(frozen=True)
 class Holds:
-    """What holds saves: `objects` are the names of the objects, by the save's id and by what it is held."""
+    """The pins, marks and tags that hold saves. `objects`: names of the objects, by the save's id and what holds it."""
 
     objects: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 

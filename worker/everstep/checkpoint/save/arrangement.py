@@ -1,5 +1,5 @@
-"""What this rank's shard will hold, remembered from save to save: names, shapes and placements seldom change, and for a
-state of many tensors working them out would keep training waiting longer than the copy.
+"""Remembers the arrangement of this rank's shard from save to save: names, shapes and placements seldom change. For a
+state of many tensors, computing them again would delay training longer than the copy does.
 
 Knows nothing of files and of what tensors contain. Invariant: an arrangement is used again only for a state that equals
 the one it was made for in everything that it depends on.

@@ -1,7 +1,7 @@
-"""What a script's checkpointers still have to save when it ends in order, without having closed them.
+"""Completes the saves in flight when a script ends normally without having closed its checkpointers.
 
-A thread is ended with the interpreter wherever it is, so a save in flight would be lost without a word. A script that
-ends by an error does not wait for it: others wait for the script, and the commit before stays.
+A thread ends with the interpreter at any point, so a save in flight would be lost silently. A script that ends by an
+error does not wait for its save: other processes wait for the script, and the commit before stays.
 
 Invariant: after the script's own threads, and before those of executors, which write, are told to end.
 """

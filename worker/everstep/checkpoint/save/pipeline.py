@@ -64,7 +64,7 @@ def _threads(capabilities: Capabilities) -> int:
     # One thread takes them in order, which is what a store without parallel parts asks for.
     if not capabilities.parallel_parts:
         return 1
-    # Who writes a file keeps a core busy, and one core is the training's.
+    # Each thread that writes a file keeps a core busy, and one core is left to training.
     return max(1, min(THREADS, _cores() - 1)) if capabilities.local else THREADS
 
 

@@ -1,5 +1,5 @@
-"""What one rank writes of a state: its even share of what several ranks hold alike, all of what only it holds. Rank 0
-writes what ranks may hold apart and one of them is to be saved of, whole.
+"""Decides what one rank writes of a state: an even share of what several ranks hold alike, and all that only it holds.
+If ranks may hold different values and one of them is saved, rank 0 writes it, whole.
 
 Decided without asking another rank, from what all of them know: shapes, placements and the ranks' order; of a union,
 also which ranks hold what. Invariant: the

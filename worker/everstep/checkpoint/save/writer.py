@@ -39,7 +39,7 @@ def _ignored(kind: str, **fields: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What every commit of this writer says of itself."""
+    """The fields that are the same in every commit of this writer."""
 
     own: OpenRecord
     peer_timeout: float
@@ -153,7 +153,7 @@ class Writer:
         self._queue.put(task)
 
     def _note(self, task: Callable[[], None]) -> None:
-        """What may be dropped, as neither a save nor the end may."""
+        """Queue work that may be dropped; a save or the end may not."""
 
         def run() -> None:
             self._notes -= 1
@@ -230,7 +230,7 @@ class Writer:
         return Committed(record.step, record.n, now, size, seconds)
 
     def _united(self, parts: Sequence[Part]) -> dict[str, Json]:
-        """What the commit holds of the ranks' unions, by key. Raises `StateMismatch`, and so does the next save."""
+        """The commit's content from the ranks' unions, by key. Raises `StateMismatch`, and so does the next save."""
         held: dict[str, list[tuple[int, Any]]] = {}
         for part in parts:
             for key, body in part.union.items():

@@ -136,7 +136,7 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
-    """What a commit holds for each key of `state`. A rank that the commit did not have keeps its own per-rank state.
+    """The commit's content for each key of `state`. A rank that the commit did not have keeps its own per-rank state.
 
     Raises `StateMismatch` for a key that the commit does not have and that is not optional, or has as something else.
     """
@@ -161,7 +161,7 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
 
 
 def asked_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a key's body is for this rank: all, or the names that it holds. Raises `StateMismatch`."""
+    """The part of a key's body that is for this rank: all, or the names that it holds. Raises `StateMismatch`."""
     target = inside(state[key])
     if body["kind"] == "stateful" and kind_of(state[key]) == "optimizer":
         raise StateMismatch(

@@ -41,7 +41,7 @@ def gather(ranks: Ranks, data: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one rank holds of a tensor: `box` of `shape`."""
+    """One rank's part of a tensor: `box` of `shape`."""
 
     rank: int
     dtype: str

@@ -1,6 +1,6 @@
-"""Where in memory tensors lie, and whether they share some of it.
+"""Finds the memory ranges of tensors, and whether tensors share memory.
 
-Knows tensors and where they are, nothing of trees.
+It knows tensors and their addresses, nothing of trees.
 """
 
 from __future__ import annotations

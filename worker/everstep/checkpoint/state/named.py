@@ -82,7 +82,7 @@ def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str
 def by_number(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str, tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, of what `by_name` gave for these parameters.
+    """The argument for `optimizer.load_state_dict`, from the result of `by_name` for these parameters.
 
     Raises `StateMismatch` for a parameter that `tree` lacks, and for parameters of one group whose options differ.
     """

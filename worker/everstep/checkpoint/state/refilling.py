@@ -22,7 +22,7 @@ from everstep.checkpoint.state.sharding import is_sharded, placed_as
 
 @dataclass(slots=True)
 class Taken:
-    """What was refilled by now: objects by their `id`, and ranges of memory, sorted and apart from each other."""
+    """The objects refilled so far, by their `id`, and the ranges of memory, sorted and without overlap."""
 
     objects: set[int] = field(default_factory=set)
     begins: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP) is here, and what of a commit it needs.
+"""Finds this rank's part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP), and what it needs of a commit.
 
 The resharding is that of torch DCP's planner (`create_read_items_for_chunk_list`). The boxes are computed here: DCP's
 plan gives other ones than FSDP2 over tensor parallelism holds where an axis does not divide evenly (7 rows over 3 x 2
@@ -53,7 +53,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
-    """What this rank holds of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
+    """This rank's part of a DTensor; None if it is not in the tensor's mesh. Ranks are those in `group`."""
     check_placements(name, tensor)
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if here is None:
@@ -131,7 +131,7 @@ def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
 
 
 def reads(entry: Entry, box: Box) -> list[Read]:
-    """What of the entry's pieces makes up this box of the tensor."""
+    """The reads from the entry's pieces that make up this box of the tensor."""
     if box == whole(entry.shape):
         return [Read(i, whole(p.shape), Box(p.offset, p.shape)) for i, p in enumerate(entry.pieces)]
     from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415

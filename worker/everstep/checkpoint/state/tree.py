@@ -199,8 +199,8 @@ def _text(value: str, path: str) -> str:
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are. All ranks must see the same tensors as tied, also a rank whose part of a sharded
-    one is empty and has no address: the storage has an identity then too."""
+    """Identifies the memory of a tensor's elements. All ranks must find the same tensors tied, even a rank whose part
+    of a sharded tensor is empty and has no address; its storage still has an identity."""
     if not is_sharded(tensor):
         return (tensor.data_ptr(),)
     local = tensor.to_local()  # type: ignore[attr-defined]

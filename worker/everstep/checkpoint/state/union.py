@@ -58,7 +58,7 @@ def levels_of(body: Mapping[str, Any]) -> int:
 
 
 def merged(bodies: Sequence[tuple[int, Mapping[str, Any]]], key: str) -> Json:
-    """What a commit holds under `key`, of what these ranks hold, as (rank, encoded body).
+    """The commit's content under `key`, from the ranks' content as (rank, encoded body).
 
     Raises `StateMismatch` naming a value that two ranks hold differently.
     """

@@ -1,4 +1,4 @@
-"""Who reads what: from a position in the epoch to the samples, micro-batches and weights of one rank.
+"""Assigns samples to ranks: from a position in the epoch to the samples, micro-batches and weights of one rank.
 
 Pure arithmetic on positions; knows no dataset and no order. Invariants, at every world size:
 

@@ -63,7 +63,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a sampler draws, epoch by epoch (`data.randomness.draws`). Samples may come more than once, or never.
+    """The order that a sampler draws, epoch by epoch (`data.randomness.draws`). A sample may repeat, or never come.
 
     `draw(seed, epoch)`: the samples of an epoch, always `length` of them and the same for the same arguments. `name`:
     what drew them.
@@ -87,7 +87,7 @@ Shuffle = InOrder | Shuffled | Blocks | Drawn | Own
 
 
 def shuffle_of(asked: bool | Shuffle) -> Shuffle:
-    """What a `shuffle` argument means: True, False, or a shuffle itself."""
+    """The shuffle that a `shuffle` argument means: True, False, or a shuffle itself."""
     match asked:
         case True:
             return Shuffled()

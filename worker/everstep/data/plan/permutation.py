@@ -62,7 +62,7 @@ class Permutation:
         return self._walk(position, range(ROUNDS))
 
     def position_of(self, item: int) -> int:
-        """Where `item` stands: the inverse of `at`. Raises IndexError outside [0, n)."""
+        """The place of `item`: the inverse of `at`. Raises IndexError outside [0, n)."""
         self._check(item)
         if self._table is not None:
             return int(np.flatnonzero(self._table == item)[0])

@@ -1,4 +1,4 @@
-"""What one rank reads from a position on, in order: the plan that both the loader and the simulations follow.
+"""The reading plan: the samples that one rank reads from a position on, in order, for the loader and for simulations.
 
 Pure: order plus assignment, no dataset. Samples are looked up for many steps at a time, because the order costs tens of
 nanoseconds a sample in bulk and much more one by one; how many are looked up ahead changes nothing.

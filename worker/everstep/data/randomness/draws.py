@@ -47,7 +47,7 @@ def drawn_by(sampler: Any, samples: int) -> Drawn:
 
 
 def digest(drawn: Indices) -> str:
-    """What tells one epoch's samples from another's, in hexadecimal."""
+    """A digest that tells one epoch's samples from another's, in hexadecimal."""
     return hashlib.blake2b(np.ascontiguousarray(drawn, dtype="<i8").tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -24,7 +24,7 @@ from everstep.data.errors import DataError
 
 @dataclass(slots=True)
 class Reading:
-    """What is being read now. `index` moves from sample to sample; None while a dataset reads many at once."""
+    """The sample that is being read. `index` moves from sample to sample; None while a dataset reads many at once."""
 
     seed: int
     epoch: int

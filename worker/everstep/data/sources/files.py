@@ -24,7 +24,7 @@ log = logging.getLogger("everstep.data")
 
 @dataclass(frozen=True)
 class Files:
-    """What lies below `root`, a folder or URL. With a cache all of it is read through that."""
+    """The files below `root`, a folder or URL. With a cache, all of them are read through it."""
 
     root: str
     cache: Cache | None

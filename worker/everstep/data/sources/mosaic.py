@@ -107,7 +107,7 @@ class _Unpack:
 
 
 def _entries(files: Files) -> dict[str, dict[str, Any]]:
-    """What the index says of each shard that has samples, by the name of its file."""
+    """The index's entry for each shard that has samples, by the name of its file."""
     where = f"{files.root}/{INDEX}"
     try:
         index = json.loads(files.read(INDEX))

@@ -21,7 +21,7 @@ from everstep.data.shards import Shard, ShardedDataset
 from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 
 Counts = Mapping[str, Any] | str | os.PathLike[str]
-# What webdataset leaves out of samples unless it is told otherwise.
+# Names that webdataset leaves out of samples by default.
 _META = re.compile(r"__[^/]*__($|/)")
 
 
@@ -126,7 +126,7 @@ def _listed(path: Path, name: str) -> list[list[tarfile.TarInfo]]:
 
 
 def _common_folder(urls: Sequence[str]) -> str:
-    """What all begin with, up to a "/": the same data has the same names wherever it lies. "" if there is nothing."""
+    """The common prefix of all URLs, up to a "/", so that names do not depend on the data's place; "" if none."""
     first, last = min(urls), max(urls)
     same = next(
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(min(first, last, key=len))
@@ -154,7 +154,7 @@ def _expand(url: str) -> list[str]:
 
 
 class _Counts:
-    """What the user, or a file, says of tar files; found by URL, else by the name of the file, if that is one alone."""
+    """The sample counts of tar files, from the user or a file, by URL, or by the file's name if that is unique."""
 
     def __init__(self, asked: Counts, listed: Sequence[str]) -> None:
         self._known = asked if isinstance(asked, Mapping) else _from_file(str(asked))

@@ -168,7 +168,7 @@ class FsspecStore(ObjectStore):
         return fs, str(root)
 
     def arguments(self) -> dict[str, Any]:
-        """What the file system is made with."""
+        """The arguments with which the file system is made."""
         options = self._options() if callable(self._options) else self._options
         return {"skip_instance_cache": True, "use_listings_cache": False, "asynchronous": False, **options}
 

@@ -40,7 +40,7 @@ _READ_SIZE = 2**20
 _VECTORS = 1024  # the kernel's bound on the buffers of one read
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
-# What `link` says on a file system without hard links; vfat and some FUSE mounts say EPERM.
+# The errors of `link` on a file system without hard links; vfat and some FUSE mounts give EPERM.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 

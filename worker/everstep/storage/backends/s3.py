@@ -210,7 +210,7 @@ class S3Store(FsspecStore):
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "retries": {"mode": "standard", "total_max_attempts": 1},
-            # What is read is checked above, with stronger sums; some look-alikes send those of the whole with a part.
+            # Data is verified at a higher layer with stronger sums; some S3 clones send the whole's sum with a part.
             "response_checksum_validation": "when_required",
         }
         arguments = super().arguments()

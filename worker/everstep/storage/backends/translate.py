@@ -45,7 +45,7 @@ _RETRY_ERRNO = {
     errno.EHOSTUNREACH, errno.ENETUNREACH,
 }  # fmt: skip
 _WORDS = 400
-# What a 404 carries where no S3 wrote it: a proxy, or a gateway that stops, says the same of objects that exist.
+# Error codes of a 404 that no S3 server wrote: a proxy or a stopping gateway gives it for objects that exist.
 _BARE = {"", "404", "Not Found"}
 
 
@@ -104,7 +104,7 @@ def server_code(e: BaseException) -> tuple[str, int | None]:
 
 
 def cannot_open(url: str, scheme: str, e: Exception) -> str:
-    """What to say when the file system of a scheme cannot be made."""
+    """The message when the file system of a scheme cannot be made."""
     extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
     if isinstance(e, ImportError) and scheme in extra:
         return f"{url}: the package for {scheme}:// is missing: pip install 'everstep[{extra[scheme]}]' ({e})"

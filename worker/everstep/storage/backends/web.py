@@ -142,7 +142,7 @@ def _length(answer: Any) -> int | None:
 
 
 def _hopeless(e: Exception) -> str | None:
-    """What to do about an error that lasts: the wrong scheme, a certificate, a URL that is none. None for others."""
+    """The remedy for a lasting error: a wrong scheme, a certificate, an invalid URL. None for other errors."""
     import aiohttp  # noqa: PLC0415  an extra
 
     if isinstance(e, aiohttp.ClientConnectorCertificateError):
