@@ -229,7 +229,7 @@ class _Follower:
         """Beat over the connection until it ends, nothing comes through it, or this follower is stopped."""
         with self._lock:
             self._sock = sock
-        # `stop` shuts `_sock` down. One that came before it was set is seen in the loop's condition.
+        # `stop` shuts `_sock` down. If it came before `_sock` was set, the condition below ends the loop.
         began = time.monotonic()
         with sock, contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
