@@ -80,6 +80,20 @@ def test_rank_killed_is_replaced_and_the_run_ends_with_the_undisturbed_bits(
     assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
 
 
+@pytest.mark.parametrize("kill", ["1@5:gradients", "1@5:optimizer"])
+def test_script_with_an_evaluation_ends_with_the_undisturbed_bits(kill: str, tmp_path: Path, folder: Path) -> None:
+    """Members that voted and lost the answer, and a new one, meet about the evaluations too when a round begins."""
+    script = tmp_path / "script.py"
+    text = (SCRIPTS / "tensor_parallel.py").read_text()
+    looked_at = "    run.evaluate(lambda: {'seen': 1.0}, every=3)\n    for step in"
+    script.write_text(text.replace("    for step in", looked_at))
+    code, log = under_agent(tmp_path / "killed", script, kill)
+    assert code == 0, log[-3000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    assert differences(found(tmp_path / "killed"), undisturbed(folder, "tensor_parallel")) == ""
+    assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
+
+
 @pytest.mark.parametrize(
     "kill", ["0@5:backward", pytest.param("1@5:gradients", marks=pytest.mark.long), "3@5:optimizer"]
 )

@@ -193,6 +193,10 @@ class Recovery:
 
         def settle(round_: AnnouncedRound) -> int:
             os.environ.update(round_.environment)  # before any code of the script reads its place in the world
+            if self._sharded is not None:
+                # `moved` is collective. Members that voted, and lost the answer, ask for it before all else in a round.
+                self._sharded.mesh.move(round_.rank, round_.world_size)
+                self._sharded.answer_undecided(step, validity)
             moved()
             met_at = time.monotonic()
             found, how = self._settle(step, validity, round_, start)
@@ -205,7 +209,6 @@ class Recovery:
         assert self._reducers is not None
         assert self.rollback is not None
         if self._sharded is not None:
-            self._sharded.mesh.move(round_.rank, round_.world_size)
             found, how = self._sharded.settle(step, validity, round_.number, start)
             self._round.open()
         else:

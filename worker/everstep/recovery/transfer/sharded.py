@@ -127,6 +127,10 @@ class ShardedState:
                 "built, `torch.manual_seed(0)`, as tensor parallelism asks of every script"
             )
 
+    def answer_undecided(self, step: int, validity: Validity) -> None:
+        """Tell members that voted for a step whether it was made, until none of them asks. Collective."""
+        self._member_states(step, validity)
+
     def _member_states(self, step: int, validity: Validity) -> list[MemberShard]:
         """What all members hold, once none of them is undecided."""
         digest = state_digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
