@@ -53,14 +53,14 @@ class Play:
     def exits(self, slot: int, code: int, fault: Fault = Fault.OUTSIDE, why: str = "x") -> Any:
         return self.take(e.Exited(slot, self.pid(slot), code, fault, why))
 
-    def speak(self, number: int) -> None:
-        """All processes say hello, are ready and train in the round."""
+    def speak(self, number: int, step: int = 5) -> None:
+        """All processes say hello, are ready and train in the round from this step on."""
         for slot in range(len(self.state.slots)):
             self.take(e.Hello(slot, self.pid(slot)))
         for slot in range(len(self.state.slots)):
             self.take(e.Ready(slot, self.pid(slot)))
         for slot in range(len(self.state.slots)):
-            self.take(e.Trains(slot, self.pid(slot), number, 5))
+            self.take(e.Trains(slot, self.pid(slot), number, step))
 
 
 def plain(processes: int = 2, **config: Any) -> Play:
@@ -448,6 +448,38 @@ def test_script_that_is_refused_after_the_job_has_come_to_a_step_is_restarted() 
     told = play.exits(0, 1, Fault.REFUSED, "LoopError: write this")
     assert "Charge" in kinds(told)
     assert "Finish" not in kinds(told)
+
+
+def test_newcomer_that_is_refused_is_restarted_because_the_others_have_trained() -> None:
+    """Its own agent has seen no step of the job: the agents of earlier rounds have."""
+    play = Play(max_restarts=99)
+    play.take(e.Began(True))
+    play.form(7, "a", "b", "c", keeps=True)
+    play.take(e.Hello(0, play.pid()))
+    told = play.exits(0, 1, Fault.REFUSED, "LoopError: write this")
+    assert [kind for kind in kinds(told) if kind in ("Charge", "CloseJob")] == ["Charge"]
+
+
+def test_newcomer_that_is_refused_before_its_first_round_is_restarted() -> None:
+    play = Play(max_restarts=99)
+    play.take(e.Began(True))
+    told = play.exits(0, 1, Fault.REFUSED, "LoopError: write this")
+    assert "CloseJob" not in kinds(told)
+
+
+def test_replacement_that_is_refused_is_restarted_because_its_job_has_trained_since_step_0() -> None:
+    """The job began at step 0 and has trained for hours in one round, when a process is lost."""
+    play = plain(1, max_restarts=99)
+    play.speak(1, step=0)
+    play.exits(0, -9)
+    told = play.exits(0, 1, Fault.REFUSED, "LoopError: write this")
+    assert [kind for kind in kinds(told) if kind in ("Charge", "CloseJob")] == ["Charge"]
+
+
+def test_script_that_is_refused_in_the_first_steps_of_a_job_that_speaks_ends_the_job() -> None:
+    play = plain(1, max_restarts=99)
+    play.speak(1, step=0)
+    assert "CloseJob" in kinds(play.exits(0, 1, Fault.REFUSED, "LoopError: write this"))
 
 
 def test_collectives_that_do_not_match_end_the_job_however_many_restarts_are_left() -> None:

@@ -65,6 +65,7 @@ HURT_SECONDS = 1.0  # after a failed collective; if a member died, the round is 
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
 MOST_OUTSIDE = 20  # kills from outside per process without progress; more count as the program's fault
 MOST_STALLS = 3  # in a row in one step; more are not chance
+FIRST_ROUND = 1
 FINAL = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED)
 
 
@@ -152,11 +153,20 @@ def _exited(state: State, event: Exited) -> Step:
         return state, ()
     if event.code in FINAL and event.fault is not Fault.LEAVER:
         return end(state, Ending(event.code, event.why), signal.SIGTERM)
-    if event.fault is Fault.REFUSED and state.reached <= 0:
+    if event.fault is Fault.REFUSED and _is_first(state):
         # A restart could save no training, and the same script would be refused again.
         return _end_job(state, event.code, f"{event.why} (the script is refused, and not restarted)")
     number = state.round.number if state.round is not None else 0
     return _failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
+
+
+def _is_first(state: State) -> bool:
+    """Whether the job is known to train its first steps in this round. A process that comes later may be refused before
+    it has a step, however far the others are: they go on without it, and it may be started again."""
+    round_ = state.round
+    if round_ is None or state.over or state.reached > 0:
+        return False
+    return round_.number <= FIRST_ROUND or (state.trained is not None and state.trained.number == round_.number)
 
 
 def _failed(state: State, failure: Failure, fault: Fault) -> Step:
