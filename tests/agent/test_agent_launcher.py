@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +85,46 @@ def test_the_main_module_is_described_as_the_interpreter_does_it(script: Path) -
     assert done.stdout == plain.stdout, done.stderr
 
 
+def test_builtins_of_the_main_module_are_a_module(script: Path) -> None:
+    """Scripts that replace `print` on other ranks write `__builtins__.print = …`."""
+    script.write_text("__builtins__.print('hello')\n")
+    assert run("--standalone", script).stdout == "hello\n"
+
+
+def test_classes_of_a_module_that_is_run_are_found_after_its_last_line(tmp_path: Path) -> None:
+    """A thread that still writes a checkpoint, or a function of atexit, pickles them."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        "import atexit, pickle, sys\nclass State: ...\n"
+        "atexit.register(lambda: print(type(pickle.loads(pickle.dumps(State()))) is State, sys.argv))\n"
+    )
+    plain = subprocess.run(
+        [sys.executable, "-m", "package.train", "a"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    done = run("--standalone", "-m", "package.train", "a", cwd=tmp_path)
+    assert plain.stdout.startswith("True")
+    assert done.stdout == plain.stdout, done.stderr
+
+
+def test_script_that_reads_a_terminal_gets_an_error_and_is_not_stopped_for_ever(script: Path) -> None:
+    """It runs in the background of the terminal, where a read stops a process by default."""
+    script.write_text("input('continue? ')\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["EVERSTEP_PRELOAD"] = ""
+        os.execv(sys.executable, [sys.executable, "-m", "everstep.agent.main", str(script)])
+    said, until = b"", time.monotonic() + 60
+    with contextlib.suppress(OSError):  # all that had the terminal open have ended
+        while time.monotonic() < until:
+            if select.select([terminal], [], [], 1.0)[0]:
+                said += os.read(terminal, 65536)
+    os.close(terminal)  # hangs up: what is left of it ends
+    _, status = os.waitpid(pid, 0)
+    assert b"EOFError" in said, said.decode()
+    assert os.waitstatus_to_exitcode(status) == 1
+
+
 # --- alone
 
 
@@ -95,6 +139,20 @@ def test_standalone_processes_find_each_other_and_reduce(script: Path) -> None:
     )
     done = run("--standalone", "--nproc-per-node=2", script, EVERSTEP_PRELOAD="torch,torch.distributed")
     assert (done.returncode, done.stdout) == (0, "3\n3\n"), done.stderr
+
+
+# --- a refusal
+
+
+@pytest.mark.parametrize(("cause", "starts"), [("None", 1), ("OSError('the store is away')", 3)])
+def test_refusal_that_tells_of_another_error_is_restarted(script: Path, cause: str, starts: int) -> None:
+    """The script has caught what a restart may heal, and was refused for that: `LoopError … from error`."""
+    script.write_text(
+        "class Refusal(RuntimeError):\n    everstep_refused_after = 0\n"
+        f"print('start')\nraise Refusal('its loop was ended by an error') from {cause}\n"
+    )
+    done = run("--standalone", "--max-restarts=2", script)
+    assert (done.returncode, done.stdout.split()) == (1, ["start"] * starts), done.stderr
 
 
 # --- the first error

@@ -33,8 +33,11 @@ _TOLD = "__everstep_told__"
 def refused_after(error: BaseException) -> int | None:
     """How many steps the process had completed when the session refused the script; None for other errors.
 
-    A refusal is known by an attribute, because the library that raises it may not be imported here.
+    A refusal is known by an attribute, because the library that raises it may not be imported here. One that was raised
+    from another error is not counted: a restart may heal that error.
     """
+    if error.__cause__ is not None:
+        return None
     steps = getattr(error, "everstep_refused_after", None)
     return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
 

@@ -26,6 +26,9 @@ MAX_LINE = 1024 * 1024
 PR_SET_PDEATHSIG = 1
 # A terminal or a supervisor sends these to the agent's whole process group. Only the agent handles them.
 FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# A training process is in the background of a terminal. By default these stop it for ever when it reads there (`input`,
+# `breakpoint()`) or sets the terminal up. While they are ignored, a read is an error with a traceback.
+OF_A_TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 # Threads that survive a fork well. This one is jemalloc's, which pyarrow loads, and so Hugging Face's datasets.
 # jemalloc holds its locks during a fork, and works without the thread in the child.
 FORKS_WELL = ("jemalloc_bg_thd",)
@@ -120,6 +123,8 @@ class Parent:
                 for number in FOR_THE_AGENT:
                     signal.signal(number, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                for number in OF_A_TERMINAL:
+                    signal.signal(number, signal.SIG_IGN)
                 os.setpgid(0, 0)
                 die_with(self._pid)
                 return command

@@ -7,6 +7,7 @@ message.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import faulthandler
 import io
@@ -67,7 +68,7 @@ def main(command: Mapping[str, Any]) -> None:
     try:
         if command["module"]:
             sys.path[0] = os.getcwd()
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            _run_module(target)
         else:
             sys.path[0] = str(Path(target).resolve().parent)
             _run(target)
@@ -97,15 +98,28 @@ def _draw_others() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
+def _main_module() -> ModuleType:
+    """An empty `__main__`, which stays what it is until the process ends: threads and functions of `atexit` that go on
+    after the program's last line find its classes there."""
+    module = ModuleType("__main__")
+    # In this module the name is a dictionary: the interpreter gives a main module the module.
+    module.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_module(name: str) -> None:
+    """As `python -m`. `runpy.run_module` would put the `__main__` of before back after the program's last line."""
+    _main_module()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # not public: the interpreter itself calls it
+
+
 def _run(path: str) -> None:
     """Run the script as the interpreter does: `__main__` stays in place until the process ends."""
-    main_module = ModuleType("__main__")
+    main_module = _main_module()
     path = str(Path(path).absolute())
     loader = SourceFileLoader("__main__", path)
-    main_module.__dict__.update(
-        __file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None, __annotations__={}
-    )
-    sys.modules["__main__"] = main_module
+    main_module.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
     try:
         with io.open_code(path) as file:
             source = file.read()
