@@ -32,12 +32,20 @@ def parse_spec(raw: Mapping[str, Any]) -> TrainingJobSpec:
 def parse_status(raw: Mapping[str, Any] | None) -> Status:
     """The status as stored; an empty one when there is none. Unknown fields are ignored.
 
-    Raises SpecError when a known field holds what its type cannot be; the caller rebuilds from observation then.
+    A field that holds what its type cannot be (somebody edited it, or another version wrote it) is left out and is
+    built anew from observation; of a list, the entry. The rest stands: a job that has ended must not start again.
     """
+    known = without_nulls(raw or {})
     try:
-        return Status.model_validate(without_nulls(raw or {}))
+        return Status.model_validate(known)
     except ValidationError as e:
-        raise first_problem("status", e) from e
+        places = [problem["loc"] for problem in e.errors(include_url=False, include_input=False)]
+    entries = {(where[0], where[1]) for where in places if len(where) > 1 and isinstance(where[1], int)}
+    fields = {where[0] for where in places} - {name for name, _ in entries}
+    kept = {name: value for name, value in known.items() if name not in fields}
+    for name in {str(name) for name, _ in entries}:
+        kept[name] = [entry for at, entry in enumerate(known[name]) if (name, at) not in entries]
+    return Status.model_validate(kept)
 
 
 def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:

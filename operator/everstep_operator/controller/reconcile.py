@@ -197,11 +197,7 @@ class Reconciler:
         if memory is None or memory.uid != uid:
             if memory is not None:
                 self._forget(memory.uid)
-            try:
-                status = parse_status(obj.status)
-            except SpecError:
-                status = Status()
-            memory = _JobMemory(uid, JobProgress(status, self._clock.now()))
+            memory = _JobMemory(uid, JobProgress(parse_status(obj.status), self._clock.now()))
             self._memory[key] = memory
         return memory
 
@@ -234,10 +230,7 @@ class Reconciler:
 
     async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
         """Report a spec that the API server should have refused (an older CRD): once, and without any other action."""
-        try:
-            status = parse_status(obj.status)
-        except SpecError:
-            status = Status()
+        status = parse_status(obj.status)
         made = {c.type: c for c in status.conditions}
         for type_, value in (
             (ConditionType.READY, ConditionStatus.FALSE),
