@@ -170,9 +170,7 @@ class RecoveryRecord(StatusModel):
 class Failure(StatusModel):
     """The first root cause of a failed job. Later failures do not replace it."""
 
-    cause: Cause | None = Field(
-        default=None, description="Why the worker was lost; absent where none was, as at the deadline."
-    )
+    cause: Cause = Field(description="Why the worker was lost.")
     message: Annotated[str, StringConstraints(max_length=1024)] = Field(description="One sentence for a person.")
     at: Timestamp | None = Field(default=None, description="When it was noticed.")
     worker: Count | None = Field(default=None, description="Index of the worker.")
@@ -234,7 +232,11 @@ class Status(StatusModel):
         default=None,
         description="goodputPercent with its sign, for the GOODPUT column, which can only print a field. Derived.",
     )
-    failure: Failure | None = Field(default=None, description="On a failed job: its first root cause.")
+    failure: Failure | None = Field(
+        default=None,
+        description="On a failed job: its first root cause. Absent where no worker was lost, as at the deadline: the "
+        "condition Failed says why.",
+    )
     conditions: tuple[Condition, ...] = Field(
         default=(),
         max_length=len(ConditionType),

@@ -37,21 +37,24 @@ def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
 
 
 def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
-    """The job ends here; its status keeps the root cause."""
+    """The job ends here; its status keeps the root cause, where a worker was lost."""
     loss = failed.loss
-    failure = Failure(
-        cause=loss.cause if loss is not None else None,
-        message=f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE],
-        at=(loss.at if loss is not None else None) or snapshot.now,
-        worker=loss.index if loss is not None else None,
-        pod=loss.pod if loss is not None else None,
-        node=loss.node if loss is not None else None,
-        exit_code=loss.exit_code if loss is not None else None,
-        log_lines=loss.log_lines if loss is not None else (),
-    )
+    message = f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE]
+    failure = None
+    if loss is not None:
+        failure = Failure(
+            cause=loss.cause,
+            message=message,
+            at=loss.at or snapshot.now,
+            worker=loss.index,
+            pod=loss.pod,
+            node=loss.node,
+            exit_code=loss.exit_code,
+            log_lines=loss.log_lines,
+        )
     ended = status.build(
         snapshot,
-        Verdict(ReadyReason.FAILED, failure.message, failed=failed.reason),
+        Verdict(ReadyReason.FAILED, message, failed=failed.reason),
         world=snapshot.job.status.world,
         existing=existing,
         ready=0,
@@ -59,8 +62,8 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
         finished_at=snapshot.now,
     )
     # An event's reason stands beside its message: said once.
-    event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else failure.message)
-    return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=failure.message)
+    event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else message)
+    return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=message)
 
 
 def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
