@@ -93,3 +93,28 @@ def test_plan_made_of_an_old_view_of_the_roster_deletes_nothing_without_publishi
     stale = type(newer)(newer.now, old, newer.pods, newer.service_uid, newer.nodes)
     decided = plan(stale)
     assert decided.publish or not [a for a in decided.actions if isinstance(a, DeletePod)]
+
+
+@pytest.mark.parametrize("backend", [{"backend": "c10d"}, ETCD], ids=["c10d", "etcd"])
+def test_recovery_that_a_suspension_cut_short_is_not_timed(
+    plan_world: ModuleType, elastic_world: ModuleType, backend: dict[str, Any]
+) -> None:
+    world = plan_world.World() if backend["backend"] == "c10d" else elastic_world.ElasticWorld()
+    world.spec.pop("elastic", None)
+    world.spec["rendezvous"], world.view = backend, None
+    trains(world)
+    world.do_advance("60")
+    world.do_fail("1", "137")
+    world.do_settle()
+    world.do_job("suspend=true")
+    world.do_settle()
+    world.do_advance("86400")
+    world.do_job("suspend=false")
+    world.do_settle()
+    world.do_ready("0", "1")
+    world.do_settle()
+    world.do_step("5")
+    world.do_settle()
+    assert world.status.condition("Ready").reason == "Running"
+    assert world.status.recoveries[0].first_step_ms is None
+    assert world.status.recoveries[0].rendezvous_ms is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from everstep_operator.api.conditions import ConditionType, Rung
+from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rung
 from everstep_operator.api.status import RecoveryRecord, Status
 from everstep_operator.plan.build import (
     converge,
@@ -109,7 +109,7 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     if change is not None:
         return records if change.recovery is None else _opened(facts, change.recovery, records)
     # Under c10d all ranks of the one round have reported a step, also if a readiness probe has not succeeded yet.
-    if not (facts.world.stands or facts.roster.whole):
+    if not (facts.world.stands or facts.roster.whole) or _was_suspended_since(facts, records):
         return records
     full = facts.world.size >= facts.roster.wanted
     last_step = facts.job.status.restarts.last_step
@@ -117,6 +117,16 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     if full and ready_condition.trains(facts):
         records = recovery_record.regrown(facts.snapshot.now, progress, records)
     return records
+
+
+def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> bool:
+    """Whether the newest recovery was cut short by a suspension: it stays open, because it would count that time."""
+    suspended = facts.job.status.condition(ConditionType.SUSPENDED)
+    return (
+        recovery_record.is_open(records)
+        and suspended is not None
+        and (suspended.status is ConditionStatus.TRUE or suspended.last_transition_time > records[0].at)
+    )
 
 
 def _opened(facts: Facts, begun: Recovery, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
