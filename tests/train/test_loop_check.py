@@ -332,6 +332,9 @@ for step in steps():
         ("ddp_rank = int(os.environ['RANK']); seed = 1337 + ddp_rank", "draw = seed"),
         ("main = os.environ.get('RANK') in (None, '0')", "save = main"),
         ("here = max(int(os.environ.get('RANK', 0)), 0)", "save = here == 0"),
+        ("accumulate = 6; accumulate //= int(os.environ['WORLD_SIZE'])", "micro = range(accumulate)"),
+        ("main = os.environ['RANK'] == '0'", "save = main; main = False"),
+        ("main = os.environ['RANK'] == '0'", "main = not main"),
     ],
 )
 def test_rank_is_found_in_what_was_computed_from_it(
@@ -361,6 +364,20 @@ def test_what_is_chosen_where_there_are_ranks_at_all_is_no_rank(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     read(tmp_path, READ.format(bound=bound, used=used))
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        "main = run.rank == 0\n    save = main",
+        "with step:\n        main = run.rank == 0\n        save = main",
+    ],
+)
+def test_rank_that_the_loop_computes_anew_is_let_through(
+    used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    read(tmp_path, READ.format(bound="main = int(os.environ['RANK']) == 0", used=used))
 
 
 @pytest.mark.parametrize("test", ["RANK == 0", "main", "log('text')"])

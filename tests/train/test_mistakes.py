@@ -47,6 +47,13 @@ def test_step_that_is_indexed_or_unpacked_says_how_to_get_the_batch() -> None:
     assert not hasattr(step, "shape"), "who only asks gets an answer"
 
 
+def test_loss_that_is_scaled_without_a_loader_is_to_be_used_as_it_is() -> None:
+    run = everstep.start()
+    step = next(run.steps(until=2))
+    with pytest.raises(everstep.LoopError, match=r"without a loader.*Use the loss as it is"), step:
+        run.scale(torch.ones(()))
+
+
 def test_batch_in_place_of_its_data_says_where_they_are() -> None:
     for step in everstep.start().steps(BATCHES, until=2):
         with step as batch:

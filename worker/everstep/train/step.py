@@ -98,8 +98,13 @@ class Step:
 
     def scale(self, loss: Any) -> Any:
         """`scale` of the batch that was given last. Raises `LoopError` if that is not a single batch."""
+        if self.phase is Phase.ENTERED and self._batches is None:
+            raise LoopError(
+                "run.scale(loss) in a step without a loader: there is no batch to weight the loss by. "
+                "Use the loss as it is"
+            )
         if self.phase is not Phase.ENTERED or not isinstance(self._last, Batch):
-            what = "outside of a step" if self.phase is not Phase.ENTERED else "of several loaders, or of none"
+            what = "outside of a step" if self.phase is not Phase.ENTERED else "of several loaders, or before a batch"
             raise LoopError(f"run.scale(loss) {what}: there is not one batch in hand. Write `batch.scale(loss)`")
         return self._last.scale(loss)
 

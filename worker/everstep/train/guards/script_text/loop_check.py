@@ -28,7 +28,7 @@ from everstep.train.guards.script_objects import is_script, variables
 from everstep.train.guards.script_text.advice import text_of
 from everstep.train.guards.script_text.known_values import PARTS, KnownValues, constant, held, kind_of
 from everstep.train.guards.script_text.loop_carried import LoopCarried, loop_carried
-from everstep.train.guards.script_text.read_ranks import bound, read_ranks
+from everstep.train.guards.script_text.read_ranks import bound, holds, read_ranks
 from everstep.train.guards.script_text.scripts import Script
 from everstep.train.guards.script_text.sources import code_of, definition, tree_of
 from everstep.train.guards.script_text.syntax_patterns import path_of
@@ -239,12 +239,22 @@ def _check_rank(place: _Place) -> None:
     for n in runs:
         if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
             continue
-        if (path := path_of(n)) is not None and path in names:
+        if (path := path_of(n)) is not None and path in names and not _is_made_anew(place.loop, path, n.lineno):
             raise LoopError(
                 f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
                 f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
                 f"others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
             )
+
+
+def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
+    """Whether the loop gives the variable a value of its own, in every step, before it is read in this line of it."""
+    blocks = [loop]
+    for block in blocks:
+        blocks.extend(n for n in getattr(block, "body", ()) if isinstance(n, ast.With))
+    given = [n for block in blocks for n in getattr(block, "body", ()) if isinstance(n, ast.Assign)]
+    made = (n for n in given if any(path_of(target) == path for target in n.targets) and not holds(n.value, {path}))
+    return line <= _end(loop) and any(n.lineno < line for n in made)
 
 
 def _reached(place: _Place) -> list[ast.stmt]:

@@ -20,7 +20,8 @@ _ABSENT = (None, "", "-1", -1)  # what scripts take for the rank where there is 
 def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
     """Path of each variable that is bound outside of the lines `within`, and the line where."""
     found = dict[str, int]()
-    for target, value in bound(tree):
+    changed = ((n.target, n.value) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
+    for target, value in sorted((*bound(tree), *changed), key=lambda pair: pair[1].lineno):
         if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, found):
             found[path] = value.lineno
     return found
