@@ -56,7 +56,9 @@ def _in_whole(name: str, place: int, schedule: str) -> str:
 
 
 def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
-    """(p - 1) / (m + p - 1) of a step, of p stages and m micro-batches."""
+    """(p - 1) / (m + p - 1) of a step, of p stages and m micro-batches. A rank that comes later to a step than the
+    other is idle for less of it; so the more idle one is held to its least. A machine with other work adds to that."""
+    most = []
     for micro_batches in (2, 8):
         script = [HERE / "pipeline_bubble.py"]
         ended = undisturbed(NAME, tmp_path / str(micro_batches), (str(micro_batches),), 2, script)
@@ -64,4 +66,6 @@ def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
         assert len(idle) == 2, ended.output
         share, figure = 1 / (micro_batches + 1), f"2 stages with {micro_batches} micro-batches (1f1b)"
         record(NAME, f"largest idle share of {figure}", max(idle), "", expected=share)
-        assert idle == pytest.approx([share] * 2, abs=0.1)
+        assert max(idle) > share - 0.02
+        most.append(max(idle))
+    assert most[1] < most[0], "more micro-batches leave less idle"
