@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from everstep_local.run import control
+from everstep_local.run import commands, control
 from everstep_local.run.console import Plain, render
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep_local.run.view import EventRow, View, WorkerRow
@@ -197,6 +198,27 @@ async def test_run_that_stands_still_is_told_after_a_bounded_time(
     async with control.ControlServer("job", {"status": never}):  # type: ignore[dict-item]
         with pytest.raises(control.ControlError, match="does not answer; is it stopped"):
             await asyncio.to_thread(ask)
+
+
+async def test_of_several_runs_the_one_to_change_has_to_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    async def told(_: object) -> object:
+        yield {"done": "told"}
+
+    def call(*arguments: str) -> object:
+        return CliRunner().invoke(commands.app, arguments)
+
+    async with control.ControlServer("first", {"suspend": told}):  # type: ignore[dict-item]
+        assert (await asyncio.to_thread(call, "suspend")).output == "told\n"
+        async with control.ControlServer("second", {"suspend": told}):  # type: ignore[dict-item]
+            refused = await asyncio.to_thread(call, "suspend")
+            assert isinstance(refused.exception, control.ControlError)
+            assert str(refused.exception).startswith("several local runs are alive: first, second. Name the one")
+            assert (await asyncio.to_thread(call, "suspend", "--run", "first")).output == "told\n"
+            assert control.find().name == "second", "to look at, the newest"
 
 
 def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) -> None:

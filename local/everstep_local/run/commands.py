@@ -22,7 +22,7 @@ from everstep_local.run.view import View
 app = typer.Typer()
 EXPECTED = (control.ControlError, JobFileError, FaultError)  # what a person has given wrongly; the text says what
 
-RunName = Annotated[str | None, typer.Option("--run", help="Which local run, by its job's name; else the newest.")]
+RunName = Annotated[str | None, typer.Option("--run", help="Which local run, by its job's name.")]
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
@@ -136,8 +136,11 @@ def logs(
         print(answer["line"], flush=follow)
 
 
+LOOKS = ("status", "logs")  # change nothing, and so may be about the newest run where several are alive
+
+
 def _ask(run: str | None, verb: str, **arguments: Any) -> list[dict[str, Any]] | Any:
-    address = control.find(run)
+    address = control.find(run, only=verb not in LOOKS)
     answers = control.ask(address, verb, **arguments)
     if verb == "logs":
         return answers

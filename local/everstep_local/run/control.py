@@ -56,10 +56,14 @@ def folder() -> Path:
     return path
 
 
-def find(name: str | None = None) -> RunAddress:
-    """The run of that name, or the only one, or the newest. Raises `ControlError` if there is none."""
+def find(name: str | None = None, *, only: bool = False) -> RunAddress:
+    """The run of that name, or the only one, or the newest. Raises `ControlError` if there is none; with `only` also if
+    no name was given and there are several."""
     live = sorted(_live(), key=lambda run: run.began)
     chosen = [run for run in live if name is None or run.name == name]
+    if only and name is None and len(live) > 1:
+        names = ", ".join(sorted(run.name for run in live))
+        raise ControlError(f"several local runs are alive: {names}. Name the one that is meant: --run {live[-1].name}")
     if chosen:
         return chosen[-1]
     others = f"; running: {', '.join(sorted(run.name for run in live))}" if live else ""
