@@ -37,12 +37,19 @@ class PipelineSchedule:
         """torch's schedule, of the present round."""
         number = self._round_number()
         if self._made is None or self._made[0] != number:
-            with making_schedule():
+            with making_schedule() as stages:
                 made = self._make()
             if not hasattr(made, "step"):
                 raise LoopError(
                     f"run.pipeline(make): make() returned a {type(made).__name__}, and a schedule is expected: `return "
                     "Schedule1F1B(PipelineStage(…), n_microbatches, loss_fn=…)`"
+                )
+            if number is not None and not stages:
+                raise LoopError(
+                    "run.pipeline(make): make() made no stage, and is called once in each round. A stage that was kept "
+                    "from an earlier round has other peers, and those that are new would wait for it for ever. Make "
+                    "all stages in make(), each time: `return Schedule1F1B(PipelineStage(module, …), …)`. The modules "
+                    "are made once, outside of it"
                 )
             self._made = (number, made)
         return self._made[1]

@@ -53,15 +53,17 @@ _NO_JOIN = (
 )
 
 
-_making: list[bool] = []  # a schedule that lasts as long as its round
+_making: list[list[str]] = []  # a schedule that lasts as long as its round: the classes of its stages
 
 
 @contextmanager
-def making_schedule() -> Iterator[None]:
-    """A context in which stages of torch's pipelines may be made, because they are made anew in each round."""
-    _making.append(True)
+def making_schedule() -> Iterator[Sequence[str]]:
+    """A context in which stages of torch's pipelines may be made, because they are made anew in each round. Gives the
+    classes of those that were made."""
+    stages: list[str] = []
+    _making.append(stages)
     try:
-        yield
+        yield stages
     finally:
         _making.pop()
 
@@ -141,6 +143,7 @@ def _check_stage(asking: FrameType) -> None:
     made = asking.f_back.f_locals if asking.f_back is not None else {}
     if "input_args" in made and (made["input_args"] is None or made["output_args"] is None):
         _refuse(name, _NO_SHAPES)
+    _making[-1].append(name)
 
 
 def _of_table(torchs: Any) -> Any:
