@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from everstep.train.guards.script_text.advice import text_of
 from everstep.train.guards.script_text.loop_carried import LoopCarried
@@ -59,3 +60,12 @@ def test_a_variable_that_is_carried_in_two_places_is_written_once() -> None:
     """The hidden state of a language model is: in the epoch's function, and in the evaluation."""
     text = text_of("train.py", [loop_carried("hidden"), loop_carried("hidden", 9)], {"hidden": 0.0})
     assert keys_of(text) == ["hidden"]
+
+
+def test_a_batch_that_is_fetched_a_step_early_is_to_be_fetched_in_its_step() -> None:
+    """nanoGPT's `X, Y`: each rank has others, which would be refused where they are tracked."""
+    batch = torch.zeros(2, 3)
+    text = text_of("train.py", [loop_carried("X"), loop_carried("Y")], {"X": batch, "Y": batch})
+    assert "If X and Y came from this rank's own samples" in text
+    assert "fetch it in the step that trains on it" in text
+    assert "own samples" not in text_of("train.py", [loop_carried("count")], {"count": 0.5})

@@ -26,10 +26,16 @@ def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], take
     them = "it" if len(found) == 1 else "them"
     own = next((f.name for f in found if f.own), None)
     reduce = f". Reduce a rank's own loss (dist.all_reduce) before it goes into {own}: all ranks must have the same"
+    tensors = [f.name for f in found if f.bound and isinstance(held(values, f.name), torch.Tensor)]
+    fetched = (
+        f". If {' and '.join(dict.fromkeys(tensors))} came from this rank's own samples (a batch that is fetched a "
+        "step early), fetch it in the step that trains on it instead: what is tracked must be the same on all ranks"
+    )
     ending = f"or, if nothing is lost with {them}, run.untracked({names})"
     return (
         f"{said}: a process that replaces a lost one starts without {them}. "
-        f"{'. '.join(_lines(found, values, {*taken, *OWN_NAMES}))}{reduce if own is not None else ''}; {ending}"
+        f"{'. '.join(_lines(found, values, {*taken, *OWN_NAMES}))}{reduce if own is not None else ''}"
+        f"{fetched if tensors else ''}; {ending}"
     )
 
 
