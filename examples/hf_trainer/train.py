@@ -1,4 +1,4 @@
-"""A small GPT-2 learns the characters of a text by Hugging Face's Trainer. Two lines are Everstep's.
+"""A small GPT-2 learns the characters of a text by Hugging Face's Trainer. The callback is Everstep's, and trains.
 
 everstep-run --nproc-per-node 3 train.py      three processes; kill one
 kubectl apply -f job.yaml                     workers on a cluster; delete one
