@@ -7,7 +7,7 @@ their shard from when the step began (`undo`), they vote when the step's block h
 optimizer can fail, and until then each can go back.
 
 Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do; the shards
-that are trained on are of one version (`covering`).
+that are trained on are of one version (`shard_transfer_plan`).
 """
 
 from __future__ import annotations
