@@ -76,7 +76,7 @@ async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
     file.write_text(next(iter(pods)))  # noqa: ASYNC240  # nothing else runs yet
     token = str(file)
     metrics = Metrics(process=False)
-    # What one pod may send in a second is another question: see hostile.py.
+    # hostile.py measures how much one pod may send in a second.
     auth = RequestAuth(identities, LeaderHere, limits=RequestLimits(calls_rate=1e6, bytes_rate=1e9))
     endpoint = ReportEndpoint(auth, lambda _caller, report: came.append(report), metrics)
     options = ServerOptions(host="127.0.0.1", port=0)

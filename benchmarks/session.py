@@ -143,7 +143,7 @@ def steps_of(kind: str, length: int, steps: int, folder: Path) -> list[float]:
 
 
 def costs(steps: dict[int, int], turns: int, divided: str = "") -> list[Figure]:
-    """What the session adds to a step of each length. `divided`: "-model" for one replica of two processes."""
+    """The time that the session adds to a step of each length. `divided`: "-model" for one replica of two processes."""
     figures = []
     what = f"{divided.removeprefix('-')}_step" if divided else "step"
     for length in LENGTHS:

@@ -12,7 +12,8 @@ import pytest
 
 from everstep.agent.decide import events as e
 from everstep.agent.decide.events import Fault, Purpose
-from everstep.agent.decide.machine import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS, decide
+from everstep.agent.decide.failures import MOST_OUTSIDE
+from everstep.agent.decide.machine import LINGER_SECONDS, MOST_STALLS, decide
 from everstep.agent.decide.state import Config, SlotPhase, State, begin, started
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Member, Setback
