@@ -94,7 +94,8 @@ class ShardedState:
         """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
         `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
         self._undoes = False
-        told = self._member_states(step, validity)
+        # A new state has a digest, too: scripts may have drawn other random numbers.
+        told = self._gather(self._member(step, validity, state_digest(self._state)))
         found = shard_transfer_plan.plan_transfers(told, self.mesh.shards)
         if found is None:
             return self._from_storage(told, round_, start), "no state was whole in memory"
@@ -128,17 +129,15 @@ class ShardedState:
             )
 
     def answer_undecided(self, step: int, validity: Validity) -> None:
-        """Tell members that voted for a step whether it was made, until none of them asks. Collective."""
-        self._member_states(step, validity)
-
-    def _member_states(self, step: int, validity: Validity) -> list[MemberShard]:
-        """What all members hold, once none of them is undecided."""
-        digest = state_digest(self._state)  # of a new state, too: scripts may have drawn other random numbers
-        made = self._made[1] if self._made[0] == step else NEW
-        mine = MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest)
-        while shard_transfer_plan.undecided(told := self._gather(mine)):
+        """Tell members that voted for a step whether it was made, until none of them asks. Collective, and the first
+        one in a round: those members begin with `decided`."""
+        mine = self._member(step, validity, 0)
+        while shard_transfer_plan.undecided(self._gather(mine)):
             pass  # it decides by what it was told just now, ends its step, and asks again
-        return told
+
+    def _member(self, step: int, validity: Validity, digest: int) -> MemberShard:
+        made = self._made[1] if self._made[0] == step else NEW
+        return MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest)
 
     def _gather(self, mine: MemberShard) -> list[MemberShard]:
         told = self._members.gather((mine.step, mine.made, int(mine.validity), mine.shard, mine.digest))
