@@ -162,6 +162,8 @@ def guarded(jobs: Any, helm: Any) -> Iterator[Any]:
     _wait_until("the policy is in force", lambda: _refused(jobs, _pod(hostPID=True)))
     yield jobs
     plane.kubectl("delete", "-f", "-", input=manifest)
+    # The API server forgets a policy a moment after its deletion: until then it would refuse the next tests' jobs.
+    _wait_until("the policy is forgotten", lambda: not _refused(jobs, _pod(hostPID=True)))
 
 
 @pytest.mark.parametrize(("changes", "field"), REFUSED.values(), ids=REFUSED)

@@ -17,11 +17,12 @@ LENGTH = 150
 async def test_random_requests_have_the_same_answers_in_both_worlds(serving_plane: Any, seed: int) -> None:
     requests = script(seed, LENGTH)
     async with server_world(serving_plane) as world:
-        real = await Player(world).play(requests)
+        player = Player(world)
+        real = await player.play(requests)
     async with memory_world() as world:
         memory = await Player(world).play(requests)
     for number, (expected, found) in enumerate(zip(real, memory, strict=False)):
-        assert found == expected, f"line {number} of {len(real)}; the real one is the second"
+        assert found == expected, f"line {number} of {len(real)}; the second is real: {player.refusals.get(number)}"
     assert len(memory) == len(real)
 
 

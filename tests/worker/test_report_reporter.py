@@ -442,5 +442,6 @@ def test_module_imports_nothing_beyond_the_standard_library() -> None:
         "print(json.dumps(sorted(new)))"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
-    assert json.loads(out.stdout) == []
+    # `sysconfig` reads its figures from a module that is named after the platform.
+    assert [name for name in json.loads(out.stdout) if not name.startswith("_sysconfigdata_")] == []
     assert module.default_reporter() is module.default_reporter()

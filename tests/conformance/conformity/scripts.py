@@ -141,6 +141,7 @@ class Player:
 
     world: World
     transcript: list[str] = field(default_factory=list)
+    refusals: dict[int, str] = field(default_factory=dict)  # by line: the message, which no two worlds have alike
     _seen: dict[tuple[str, str], list[KubeObject]] = field(default_factory=dict)
 
     async def play(self, requests: list[Request]) -> list[str]:
@@ -180,6 +181,7 @@ class Player:
             answer = await self._call(request)
         except KubeError as error:
             causes = sorted({(cause.reason, cause.field) for cause in error.causes})
+            self.refusals[len(self.transcript)] = str(error)
             return f"{type(error).__name__} {error.status} {causes}"
         if answer is None:
             return "done"
