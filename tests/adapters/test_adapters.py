@@ -11,7 +11,7 @@ import pytest
 from adapter_run import Ended, launch, run
 from adapter_script import commits
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.turns(2)]  # four runs, and the import of a framework
+pytestmark = [pytest.mark.timeout(900), pytest.mark.turns(3)]  # four runs, and the import of a framework
 
 STEPS = 30  # 40 samples, 4 a step, 3 epochs
 EVERY = 5  # steps from commit to commit

@@ -16,7 +16,7 @@ from unbroken_run import play as play_script
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.turns(2),
+    pytest.mark.turns(3),
 ]  # two runs, and the import of a framework, on a machine that does much else
 
 STEPS = 12  # 96 samples, 24 a step, 3 epochs

@@ -15,7 +15,7 @@ from adapter_run import HERE
 from unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
 from unbroken_run import play as play_script
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.turns(3)]
 
 STEPS = {"after.py": 12, "accumulated.py": 12}
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"

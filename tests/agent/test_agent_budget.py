@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from agent_job import Job
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 LIMIT = 200
 MOST = 6  # processes that a rank may need: its first, those after charged failures, and one that was under way
 

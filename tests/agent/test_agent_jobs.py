@@ -19,7 +19,7 @@ from agent_job import EXPIRING, HERE, Agent, Job
 from children import children
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = pytest.mark.timeout(240 + 20 * KILLS)
+pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(2)]
 SESSION = HERE / "session_script.py"
 PLAIN = HERE / "plain_script.py"
 

@@ -19,7 +19,7 @@ import pytest
 from agent_job import Agent, Job
 from test_agent_jobs import PLAIN, session
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 PREEMPTED = 86
 
 

@@ -18,7 +18,7 @@ import warm_agent
 from agent_job import HERE, LIMIT
 from warm_python import warm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SCRIPT = HERE / "gan_script.py"
 
 

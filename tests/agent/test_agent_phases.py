@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from phase_field import Cell, Field
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 
 FAULTS = ("process", "agent", "stop")
 FORMING = (("coming", 1), ("forming", 1), ("connecting", 1), ("connecting", 2), ("formed", 1))

@@ -18,7 +18,7 @@ from warm_python import warm
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 ROOT = Path(__file__).resolve().parents[2]
 
 # What stands around the snippet of docs/reference/session.md.

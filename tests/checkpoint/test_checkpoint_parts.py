@@ -49,6 +49,7 @@ class Dying:
     tears = False  # whether a write can be left half done under its name
 
     @pytest.mark.timeout(600)
+    @pytest.mark.turns(2)
     def test_kill_at_any_call_or_part_of_a_save_leaves_one_whole_checkpoint(
         self, place: Callable[[str], Callable[..., ObjectStore]], in_child: Callable[[Callable[[], None]], int]
     ) -> None:

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("worlds.py")
 run = partial(results_of, PROGRAM)
 LOADED = (1, 3, 7, 16)
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
 
 
 def sizes(root: Path) -> list[int]:

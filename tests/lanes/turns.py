@@ -1,4 +1,4 @@
-"""Tests that take turns: `@pytest.mark.turns(3)` lets a third of the tests of its file run, another third next time.
+"""Tests that take turns: `@pytest.mark.turns(3)` lets a third of the tests of its folder run, another third next time.
 
 Which time it is says EVERSTEP_TURN, a number, which `lanes.py` sets to that of the commits up to the present one: so a
 commit has the same tests whenever it is tested, and each test runs once in three commits that land one by one. Without
@@ -46,7 +46,7 @@ class Turns:
         groups: dict[tuple[Path, int], list[pytest.Item]] = defaultdict(list)
         for item in items:
             if (parts := _parts(item)) > 1:
-                groups[item.path, parts].append(item)
+                groups[item.path.parent, parts].append(item)
         waits: set[pytest.Item] = set()
         for (_, parts), group in groups.items():
             mine = chosen(len(group), parts, self._turn)

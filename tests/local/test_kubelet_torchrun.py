@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from everstep_local.kubelet.sources import PODS
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.plan.build import pods
@@ -31,6 +33,7 @@ def job() -> JobView:
     return JobView(NS, "digits", "uid", 1, "1", spec, parse_status({}), datetime.now(UTC))
 
 
+@pytest.mark.turns(3)
 async def test_two_pods_of_the_operator_all_reduce(machine: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     with socket.socket() as taken:

@@ -18,7 +18,7 @@ from recovery_script import Points, Wanted
 from everstep.data import ElasticLoader
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "6"))
-pytestmark = pytest.mark.timeout(120 + 10 * KILLS)
+pytestmark = [pytest.mark.timeout(120 + 10 * KILLS), pytest.mark.turns(2)]
 
 Play = Callable[..., Agents]
 

@@ -18,7 +18,7 @@ from reference import ROOT
 
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 

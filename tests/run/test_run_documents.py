@@ -97,10 +97,16 @@ def terminals() -> Iterator[Terminals]:
         made.close()
 
 
+def _pages() -> Iterator[Any]:
+    """Those with commands to type here. The README's are typed each time, the others' in turn."""
+    for path in PROVEN:
+        if document.of(path, FIRST, LOCAL, ENDED):
+            marks = () if path.parent == ROOT else pytest.mark.turns(2)
+            yield pytest.param(path, marks=marks, id=path.relative_to(ROOT).as_posix())
+
+
 @pytest.mark.timeout(720)
-@pytest.mark.parametrize(
-    "path", [p for p in PROVEN if document.of(p, FIRST, LOCAL, ENDED)], ids=lambda p: p.relative_to(ROOT).as_posix()
-)
+@pytest.mark.parametrize("path", list(_pages()))
 def test_local_commands_of_a_document_end_well_as_they_stand_there(path: Path, terminals: Terminals) -> None:
     for block in document.read(path):
         if block.how == FIRST:

@@ -16,7 +16,7 @@ from reference import EXAMPLE
 
 from everstep_local.run.history import EventSeen, History, StatusSeen
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 
 
 def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, str]]:

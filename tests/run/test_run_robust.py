@@ -14,7 +14,7 @@ from player import wait_for
 
 from everstep_operator.plan.decide.loss import INCIDENT
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred
 # 2: two kills, the second while the first is being recovered from. `torchrun_killed` is on the cluster each time, and
 # so is `training_process_killed`.

@@ -23,7 +23,7 @@ SCENARIOS = [
     for p in sorted(FOLDER.glob("*.txt"))
     if p.stem != NEEDS_SERVER
 ]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 
 
 @pytest.mark.parametrize("path", SCENARIOS)

@@ -18,7 +18,7 @@ from local_job import NODES, LocalJob
 from sequences import EACH_TIME, Place
 from testcluster.s3 import S3Server
 
-pytestmark = [pytest.mark.timeout(420), pytest.mark.s3]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.turns(3)]
 
 
 @pytest.mark.parametrize("text", texts(os.environ, EACH_TIME, Place(NODES, store=True)))

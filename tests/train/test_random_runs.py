@@ -16,7 +16,7 @@ from ranks import Ranks
 from training_run import environment
 from warm_python import warm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SCRIPT = Path(__file__).with_name("random_script.py")
 
 

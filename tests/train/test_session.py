@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training_run import Start
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 
 
 def seen(folder: Path) -> dict[int, dict[int, list[int]]]:

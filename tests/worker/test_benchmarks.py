@@ -65,6 +65,7 @@ def test_script_that_is_asked_for_help_knows_its_imports_and_its_arguments(scrip
     assert "--json" in text
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("script", "name"),
     [

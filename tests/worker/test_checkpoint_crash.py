@@ -50,6 +50,7 @@ def opened(url: str, session: object) -> ObjectStore:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.turns(2)
 def test_kill_at_every_storage_call_leaves_the_previous_or_the_new_checkpoint(url: str, in_child: InChild) -> None:
     session = AioSession()  # botocore reads its service models once instead of once a child
     save_steps(opened(f"{url}/count", session), [1])
