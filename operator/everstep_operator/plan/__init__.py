@@ -1,4 +1,4 @@
-"""The planner: one observation of a job in, one plan out. Pure: no clock, no I/O, no randomness, no logging.
+"""The planner turns one observation of a job into one plan. It is pure: no clock, no I/O, no randomness, no logging.
 
-Read `planner.py` first; every other module is one policy that it consults.
+Read `planner.py` first. `state` derives facts, `decide` has the policies, `build` makes the plan.
 """

@@ -1,7 +1,8 @@
-"""What a plan may ask for. A closed union: `controller.apply` matches on it and has no other way to change the cluster.
+"""The actions that a plan may ask for. The union is closed: `controller.apply` matches on it and changes the cluster in
+no other way.
 
-Each is safe to leave out and to take twice: it is derived again from what is then observed. In which order they are
-taken is said by `stages`.
+Each action may be left out or taken twice without harm: the next plan derives it again from what it observes. `stages`
+says in which order actions are taken.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CreatePod:
 
 @dataclass(frozen=True, slots=True)
 class DeletePod:
-    """Delete exactly this pod: the UID is a precondition, so that a successor of the same name is never hit."""
+    """Delete exactly this pod. The UID is a precondition, so a successor of the same name is never deleted."""
 
     name: str
     uid: str
@@ -49,7 +50,8 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class DeleteService:
-    """With the UID as precondition: a job that was recreated under the same name has a service of the same name."""
+    """Delete exactly this service. The UID is a precondition, because a job recreated under the same name has a service
+    of the same name."""
 
     name: str
     uid: str
@@ -71,7 +73,7 @@ class CreateDisruptionBudget:
 
 @dataclass(frozen=True, slots=True)
 class DeleteDisruptionBudget:
-    """With the UID as precondition, as a service."""
+    """Delete exactly this disruption budget: the UID is a precondition."""
 
     name: str
     uid: str
@@ -92,7 +94,8 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class SetSizes:
-    """Tell the agents, through the round store, which sizes a round may have. Before a healthy worker goes for it."""
+    """Tell the agents, through the round store, which sizes a round may have. This precedes the release of healthy
+    workers."""
 
     sizes: Sizes
     why: str

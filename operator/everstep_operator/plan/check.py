@@ -1,7 +1,7 @@
-"""What no plan may do, checked by the planner on each of its plans, with the very snapshot that it was made of.
+"""Rules that no plan may break. The planner checks each plan against the snapshot from which it was made.
 
-The planner is tested not to break these rules; this is the last line, so that a planner defect stops one job with a
-clear error instead of deleting its pods.
+Tests show that the planner keeps these rules. This check is the last line of defence: a defect of the planner stops one
+job with a clear error, and deletes no pods.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
 
 
 def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doomed: list[WorkerPod]) -> None:
-    """Pods follow from the published roster."""
+    """Check that created and deleted pods follow from the published roster."""
     job = snapshot.job
     old = roster.published(job)
     made = roster.published(replace(job, status=plan.status))
@@ -71,7 +71,8 @@ def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doom
 
 
 def _check_round(snapshot: Snapshot, plan: Plan, made: Roster) -> None:
-    """Under c10d the published roster is a round; with the other backends the agents form it."""
+    """Check the round's number. Under c10d the published roster is the round; with the other backends the agents form
+    it."""
     before, number = snapshot.job.status.world.round, plan.status.world.round
     seen = snapshot.progress.round if snapshot.world is None else snapshot.world.round
     if made.whole:

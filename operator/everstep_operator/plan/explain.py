@@ -1,4 +1,4 @@
-"""A plan as text, for logs and the transcript tests."""
+"""Writes a plan as text, for logs and the transcript tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep_operator.plan.state import roster
 
 
 def explain(snapshot: Snapshot, plan: Plan) -> str:
-    """One line a decision, in the order in which it would be carried out."""
+    """The plan's decisions, one a line, in the order in which they would be carried out."""
     lines = []
     old, new = snapshot.job.status, plan.status
     if plan.publish and (said := _published(snapshot.job, new)) is not None:
@@ -28,7 +28,7 @@ def explain(snapshot: Snapshot, plan: Plan) -> str:
 
 
 def _published(job: JobView, new: Status) -> str | None:
-    """Which workers are published, if they are others than before."""
+    """The line that says which workers are published; None if they are the same as before."""
     old, made = roster.published(job), roster.published(replace(job, status=new))
     if made is None or made == old:
         return None

@@ -1,5 +1,5 @@
-"""Names of the objects of a job. Deterministic: after a crash the same decision gives the same name, so a pod is never
-created twice, and a name is enough to find it."""
+"""Names of a job's objects. They are deterministic: after a crash the same decision gives the same name. So a pod is
+never created twice, and its name is enough to find it."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def selector(job: str) -> str:
 
 
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:
-    """Worker 0 of exactly this round: another round, or another job, never answers to this name."""
+    """The host name of worker 0 in exactly this round. No other round or job ever has this name."""
     return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"

@@ -1,8 +1,8 @@
-"""A plan: the new status, the actions that follow from it, the events, and when to plan again.
+"""The shape of a plan: the new status, the actions that follow from it, the events, and when to plan again.
 
-Ordering duty: the status is written first (compare-and-swap on the job's resourceVersion), the stages are carried out
-after it, and events are written last. If the write is refused, no action may be taken and no event written. `publish`
-says that the actions follow from this very status, so that it must be written even if only figures differ.
+Ordering duty: the status is written first, by a compare-and-swap on the job's resourceVersion. The stages are carried
+out after it, and events are written last. If the write is refused, no action may be taken and no event written.
+`publish` says that the actions follow from this very status; then it must be written even if only figures differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Plan again after this long, even if nothing is seen to change."""
+    """Plan again after this long, even if no change is observed."""
 
     after: timedelta
     why: str
@@ -37,7 +37,7 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`status` is the whole status; the controller writes it only if it differs from what is there."""
+    """`status` is the whole status. The controller writes it only if it differs from the stored one."""
 
     status: Status
     stages: tuple[Stage, ...] = ()
@@ -48,5 +48,5 @@ class Plan:
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Of all stages."""
+        """The actions of all stages."""
         return tuple(action for stage in self.stages for action in stage.actions)

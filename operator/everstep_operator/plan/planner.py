@@ -1,4 +1,4 @@
-"""The planner: from one observation of a job to one plan. Start reading here.
+"""The planner makes one plan from one observation of a job. Start reading here.
 
 The shape of a pass:
   1. a job that is being deleted, managed elsewhere or finished needs no world;
@@ -6,13 +6,14 @@ The shape of a pass:
   3. `decide.policies`: is the job complete, suspended, overdue, has it lost a worker, was it resized?
   4. `build.plan`: a change of what should exist is *published* first (a compare-and-swap on the job's status) and
      carried out after; otherwise converge: the pods that were published, all of them, and no others.
-What is to be done comes in stages, which say what depends on what (`stages`).
+The plan's actions come in stages, which say what depends on what (`stages`).
 
-Invariant: which pods should exist is a function of the published status and the spec alone. An operator that wakes up
-with an old status can therefore only create pods that were replaced since, which the commit log refuses (ADR 0001).
+Invariant: which pods should exist is a function of the published status and the spec alone. So an operator that wakes
+up with an old status can at worst create pods that were replaced since. The commit log refuses the writes of those pods
+(ADR 0001).
 
-The walk is the same for all backends. With backend c10d every change replaces all workers (ADR 0027); with the others
-the agents form the rounds, and a worker is replaced alone (ADR 0010).
+These steps are the same for all backends. With backend c10d every change replaces all workers (ADR 0027). With the
+other backends the agents form the rounds, and a lost worker is replaced alone (ADR 0010).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Untrusted text and numbers are sanitized here, before anything is decided.
+"""Sanitizes untrusted text and numbers before anything is decided.
 
 Exit messages, kubelet texts, refusals and reports come from containers and webhooks that nobody vouches for. Only this
-module replaces text that has no UTF-8 form, bounds numbers to what a status may hold, and hides secrets: the values of
-the template's own secret variables, which a failing program likes to print, and credentials of a known shape.
-Invariant: a plan made from a sanitized snapshot can be written as a status, and quotes no secret of the spec.
+module replaces text that has no UTF-8 form, and bounds numbers to what a status may hold. It also hides secrets:
+credentials of a known shape, and the values of the template's secret variables, because a failing program often prints
+them. Invariant: a plan made from a sanitized snapshot can be written as a status, and quotes no secret of the spec.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from everstep_operator.plan.snapshot import Exit, Progress, Snapshot, WorkerPod
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
 MAX_SECONDS = 1e9
-# A shorter value is found in every other word, and hides more than it protects.
+# A shorter value occurs inside ordinary words: hiding it would cost more text than it protects.
 MIN_SECRET = 4
 
 Number = TypeVar("Number", int, float)
 
 
 def sanitized(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with everything that comes from outside cut down to what may be shown and stored."""
+    """The snapshot, with all text and numbers from outside reduced to what may be shown and stored."""
     secrets = _secrets(snapshot.job.spec.template)
     return replace(
         snapshot,
@@ -42,7 +42,8 @@ def sanitized(snapshot: Snapshot) -> Snapshot:
 
 
 def encodable(text: str) -> str:
-    """The text with what has no UTF-8 form (half of a surrogate pair, which JSON can spell) replaced."""
+    """The text with every character replaced that has no UTF-8 form. JSON can spell such a character: half of a
+    surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -67,8 +68,8 @@ def _text(text: str | None, secrets: Iterable[str]) -> str | None:
 
 
 def _shown(text: str | None, secrets: Iterable[str]) -> str | None:
-    """Text that a status quotes as it is. (An exit message is a record of its own: what is quoted of it is hidden where
-    it is read, in `failure`.)"""
+    """Sanitize text that a status quotes as it is. (`losses` hides secrets in the parts of an exit message that it
+    quotes.)"""
     return None if text is None else _hidden(_text(text, secrets) or "")
 
 

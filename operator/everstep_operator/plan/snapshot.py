@@ -1,4 +1,4 @@
-"""What the planner is allowed to know: one job, its pods, the nodes they are on, and what the workers reported.
+"""Everything that the planner is allowed to know: one job, its pods, their nodes, and the workers' reports.
 
 Everything here is a value taken at `now` by `controller.observe`. Invariant: every pod in `Snapshot.pods` is owned by
 this job's UID; a pod that merely has a matching name appears only in `name_collisions`.
@@ -41,7 +41,7 @@ class WorkerPod:
     uid: str
     index: int
     incarnation: int
-    round: int | None  # that the pod was made for, under c10d; None: its agent joins rounds
+    round: int | None  # of the pod, under c10d; None: its agent joins rounds
     phase: PodPhase
     ready: bool = False
     node: str | None = None
@@ -62,7 +62,7 @@ class WorkerPod:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node that a pod of this job is on. `ready_since`/`lost_since` is when its Ready condition last changed."""
+    """A node that runs a pod of this job. `ready_since`/`lost_since` is when its Ready condition last changed."""
 
     name: str
     ready: bool
@@ -108,16 +108,16 @@ class DisruptionBudgetView:
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """The round store's document, as far as a plan depends on it. Who is in `gone` may have a healthy pod all the same:
-    an agent steps out of a round that lost its processes, and joins the next."""
+    """The round store's document, as far as a plan depends on it. A member in `gone` may still have a healthy pod: an
+    agent whose processes were lost withdraws from the round, and joins the next."""
 
     round: int  # the last that was formed; 0: none yet
     members: tuple[tuple[int, int], ...] = ()  # (index, incarnation) of each, in rank order
-    gone: tuple[int, ...] = ()  # indices of members that are no longer in it, but for those that had finished
+    gone: tuple[int, ...] = ()  # indices of members that left it before they had finished
     joining: tuple[int, ...] = ()  # indices that wait for the next
     closed: str | None = None  # why there will be no further round
     finished: bool = False  # closed because the processes of all members have succeeded
-    sizes: Sizes | None = None  # that agents were told to keep to; None: they keep to those that they were started with
+    sizes: Sizes | None = None  # that agents were told; None: they keep the sizes that they were started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Settings:
 
     report_url: str = ""
     checkpoint_url_prefixes: tuple[str, ...] = ()
-    # The others are created in the passes that follow.
+    # The remaining pods are created in the following passes.
     max_pods_per_plan: int = 200
 
 
@@ -158,5 +158,5 @@ class Snapshot:
     name_collisions: tuple[str, ...] = ()  # pods with our names that another owner holds
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     settings: Settings = Settings()
-    world: RoundView | None = None  # None: agents agree on rounds where this operator cannot see it, or not at all
+    world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours

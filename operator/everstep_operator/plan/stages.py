@@ -1,11 +1,11 @@
-"""In which order the actions of a plan are taken, and what a failed one stops.
+"""The order in which a plan's actions are taken, and which of them a failed action stops.
 
 A plan is a list of stages. The actions of one stage do not depend on each other: they run in parallel, and each may
-succeed or fail. A stage begins when every action of the stages before it has ended, and only if none of the stages
-that it needs has failed. A stage that is left out counts as failed. Nothing else is stopped by a failure.
+succeed or fail. A stage begins when every action of the earlier stages has ended, and only if no stage that it needs
+has failed. A stage that is left out counts as failed. A failure stops nothing else.
 
-So an operator that dies leaves this behind, and nothing else: the status, the stages before the running one, and any
-subset of the running one. The property tests cut plans in exactly these places
+So the writes of an operator that dies are always these: the status, all stages before the running one, and any subset
+of the running one. The property tests cut plans in exactly these places
 (`local/everstep_local/plan/simulation/cluster.py`).
 """
 
@@ -31,13 +31,13 @@ from everstep_operator.plan.actions import (
 class StageName(StrEnum):
     """In the order in which they are carried out."""
 
-    CLEAR = "clear"  # pods that were lost, replaced, or are of an older round: their successors need the room
+    CLEAR = "clear"  # pods that were lost or replaced, or belong to an older round: their successors need the room
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget
     CREATE = "create"  # pods
-    SIZES = "sizes"  # what the agents are told
-    RELEASE = "release"  # healthy workers that are not wanted any more
-    CLEAN = "clean"  # what is left of a finished job
+    SIZES = "sizes"  # the sizes that the agents are told
+    RELEASE = "release"  # healthy workers that are no longer wanted
+    CLEAN = "clean"  # the remaining objects of a finished job
     END = "end"  # the job itself
 
 
@@ -56,7 +56,8 @@ ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Actions that may run in any order. `needs`: earlier stages without which this one must not begin."""
+    """Actions that may run in any order. `needs`: the earlier stages that must have succeeded before this one
+    begins."""
 
     name: StageName
     actions: tuple[Action, ...]

@@ -1,1 +1,1 @@
-"""From a decision to a plan: pods and other objects, the status, conditions, events and the record of a recovery."""
+"""Builds a plan from a decision: pods and other objects, status, conditions, events and the record of a recovery."""

@@ -1,4 +1,4 @@
-"""Settings for `everstep-run` beside torchrun's flags: how long things may take.
+"""Time limits for `everstep-run`, in addition to torchrun's flags.
 
 Invariant: each is only a default, which the template's own environment overrides.
 """
@@ -13,12 +13,12 @@ from everstep_operator.api.types import TrainingJobSpec
 
 
 def tuning(spec: TrainingJobSpec) -> dict[str, str]:
-    """Variables of the worker container where agents form the rounds."""
+    """Variables of the worker container, if agents form the rounds."""
     return {
         **_hang(spec.recovery.hang),
         env.RECOVERY_SECONDS: str(spec.rendezvous.join_timeout_seconds),
-        # A failure of the program ends the pod: rules, budget and back-off are the operator's, and so is the choice of
-        # another node. What was killed from outside, or lost a peer, the agent mends without being asked.
+        # A failure of the program ends the pod: rules, budget and back-off are the operator's task, and so is the
+        # choice of another node. The agent itself restarts processes that were killed from outside or lost a peer.
         env.MAX_RESTARTS: "0",
     }
 

@@ -1,7 +1,7 @@
-"""From the pods that should exist to actions: delete superseded pods, create missing ones, report what blocks creation.
+"""Turns a roster into actions: delete superseded pods, create missing ones, report what blocks creation.
 
-Invariants: what is taken away is not one of the roster's workers, nor of a later roster's; what is created is made at
-most so often a pass as the settings allow, and never before the back-off is over.
+Invariants: no worker of this roster or of a later one is deleted. A pass creates at most as many pods as the settings
+allow, and none before the back-off is over.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from everstep_operator.plan.state import sizing
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import on_lost_node
 
-# What a superseded worker holds, the commit log or its peers hold too; its accelerators are needed at once.
+# The commit log or the peers have all that a superseded worker holds, and its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A pod that must go, and how long it may take to end. `released`: it is healthy, and not wanted any more."""
+    """A pod to be deleted, and how long it may take to end. `released`: it is healthy, but no longer wanted."""
 
     pod: WorkerPod
     why: str
@@ -39,7 +39,7 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """`actions` by the stage that they belong to; `waits` is what is waited for, empty if nothing is."""
+    """`actions` by stage; `waits` says what is waited for, and is empty if nothing is."""
 
     actions: Mapping[StageName, Sequence[Action]]
     requeue: Requeue | None = None
@@ -47,7 +47,7 @@ class Convergence:
 
 
 def converge(facts: Facts, restarts: Restarts) -> Convergence:
-    """What leaves exactly the pods of the roster. `restarts` are the counters that the status will have."""
+    """The actions that leave exactly the roster's pods. `restarts`: the counters that the status will have."""
     snapshot, job = facts.snapshot, facts.job
     actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
     for one in _superseded(facts):
@@ -65,7 +65,8 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
     actions[StageName.CREATE] = [_create(facts, index) for index in missing[: snapshot.settings.max_pods_per_plan]]
-    # Tried again in every pass, and after a while even if nothing is seen to change: what frees a name sends no event.
+    # This is tried again in every pass, and after a while even without an observed change: no event tells that a name
+    # is free.
     if snapshot.name_collisions:
         taken = f"{snapshot.name_collisions[0]} is not ours"
         return Convergence(actions, Requeue(REFUSED_RETRY, "name taken"), taken)
@@ -75,7 +76,8 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
 
 
 def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
-    """The sizes, if the agents' store is ours and holds others. While nothing is wanted the last ones stand."""
+    """Set the sizes, if the agents' store is ours and holds other ones. While no workers are wanted, the last sizes
+    stay."""
     view, sizes = facts.view, sizing.present(facts.job.spec)
     if view is None or view.closed is not None or view.sizes == sizes or facts.job.spec.suspend:
         return ()
@@ -84,13 +86,13 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
 
 
 def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
-    """When to look again if nothing else asks for it."""
+    """When to plan again if no change is observed."""
     due = finish.deadline(snapshot)
     return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
 
 
 def blocked(facts: Facts) -> str | None:
-    """What keeps the first missing worker from running, if anything says so."""
+    """The reason why the first missing worker does not run, if one is known."""
     snapshot = facts.snapshot
     if snapshot.name_collisions:
         return f"the name {snapshot.name_collisions[0]} is taken by an object that this job does not own; remove it"
@@ -113,7 +115,7 @@ def _superseded(facts: Facts) -> list[Superseded]:
         if pod.uid in current or not roster.supersedes(job.name, pod):
             continue
         if roster.whole:
-            # A worker of a round that is over has nothing to save. A suspended one is healthy, and may commit.
+            # A worker of a past round has nothing to save. A worker of a suspended job is healthy, and may commit.
             suspended = roster.wanted == 0
             grace = template_grace if suspended else SURVIVOR_GRACE_SECONDS
             round_ = names.round_of_incarnation(pod.incarnation)
@@ -127,7 +129,8 @@ def _superseded(facts: Facts) -> list[Superseded]:
 
 
 def _missing(facts: Facts) -> list[int]:
-    """A worker that has started is not missing but lost: it comes back in another incarnation, or is not missed."""
+    """Create the workers that have no pod yet. A worker that had started and has no pod is lost: it comes back in
+    another incarnation, or not at all."""
     if finish.ends(facts):
         return []
     return [i for i, worker in facts.roster.workers.items() if i not in facts.current and not worker.started]
@@ -145,8 +148,8 @@ def _create(facts: Facts, index: int) -> CreatePod:
 
 
 def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:
-    """Take a pod away. On a lost node nobody would confirm it, so it is taken by force: what may still run there is
-    fenced by the commit log."""
+    """Delete a pod. A lost node cannot confirm that the pod has ended, so the pod is deleted by force. The commit log
+    fences processes that may still run there."""
     pod = superseded.pod
     lost = _is_lost(snapshot, pod)
     if pod.deleted_at is not None and not lost:

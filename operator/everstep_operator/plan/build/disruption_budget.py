@@ -1,7 +1,7 @@
-"""How many workers a drain must leave: the PodDisruptionBudget of an elastic job.
+"""The PodDisruptionBudget of an elastic job: how many workers a drain must leave.
 
-Invariant: a job of a fixed size has none, because it would block every drain for as long as the job runs. A disruption
-budget with a wrong number is deleted, and made anew when it is seen to be gone.
+Invariant: a job of a fixed size has none, because it would block every drain while the job runs. A disruption budget
+with a wrong number is deleted, and created again once it is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def actions(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def gone(snapshot: Snapshot) -> tuple[Action, ...]:
-    """For a finished job."""
+    """Delete the disruption budget of a finished job."""
     there = snapshot.disruption_budget
     if there is None:
         return ()

@@ -1,4 +1,4 @@
-"""Events for what is new in a status. An event is written only if its status was."""
+"""Makes events from what is new in a status. An event is written only if its status was."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from everstep_operator.plan.state.facts import Facts
 
 
 def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
-    """Everything that this pass found to be new."""
+    """The events of a pass: everything that it found to be new."""
     return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
 
 
 def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
-    """Rounds that formed, recoveries that ended, slow ranks, commits."""
+    """Events of rounds that formed, recoveries that ended, slow ranks and commits."""
     before = snapshot.job.status
     found = []
     if _formed(before.world, observed.world):
@@ -38,10 +38,10 @@ def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
 
 
 def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
-    """Too few workers to train, or no node for some of them: said when it begins."""
+    """Events of a job that begins to have too few workers to train, or no node for some of them."""
     before, ready = facts.job.status, observed.condition(ConditionType.READY)
     found = []
-    # A job of a fixed size has lost a worker then, which is said.
+    # A job of a fixed size has lost a worker then, and another event says so.
     waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM and facts.job.spec.elastic is not None
     if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
         found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
@@ -84,7 +84,7 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
 
 def _repeated(steps: int | None) -> str:
     if steps is None:
-        return ""  # nobody told: better nothing than a guess
+        return ""  # not reported: no text is better than a guess
     return f"; {steps or 'no'} {'step' if steps == 1 else 'steps'} repeated"
 
 

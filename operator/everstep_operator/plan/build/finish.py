@@ -1,4 +1,4 @@
-"""Plans for the end of a job: its last status, what is cleaned up, and when the job itself goes."""
+"""Plans for the end of a job: its last status, what is cleaned up, and when the job itself is deleted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from everstep_operator.plan.outcome import Event, Plan, Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
 
-# A finished job's process has nothing left to save; the kubelet still gets to stop it in order.
+# A finished job's process has nothing left to save. The kubelet still gets the time to stop it in order.
 FINISH_GRACE_SECONDS = 5
 
 
 def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
-    """`existing` pods are there; all `size` workers of the world succeeded."""
+    """The job is complete: all `size` workers of the world succeeded. `existing`: the number of pods."""
     message = f"all {size} workers succeeded"
     done = status.build(
         snapshot,
@@ -37,7 +37,7 @@ def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
 
 
 def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
-    """The job ends here; its status keeps the root cause, where a worker was lost."""
+    """The job ends here. Its status keeps the root cause, if a worker was lost."""
     loss = failed.loss
     message = f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE]
     failure = None
@@ -61,13 +61,13 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
         failure=failure,
         finished_at=snapshot.now,
     )
-    # An event's reason stands beside its message: said once.
+    # An event shows its reason beside its message, so the message does not repeat it.
     event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else message)
     return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=message)
 
 
 def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
-    """What `podCleanup` says of the pods of a finished job."""
+    """Delete the pods of a finished job that `podCleanup` names."""
     return staged({StageName.CLEAN: _left_over(snapshot)})
 
 
@@ -85,7 +85,8 @@ def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def after_finish(snapshot: Snapshot) -> Plan:
-    """A finished job: its status never changes again; pods and, after its time, the job itself are removed."""
+    """The plan for a finished job. Its status never changes again. Its pods are removed, and after its time to live the
+    job."""
     job = snapshot.job
     ttl, ended = job.spec.ttl_seconds_after_finished, job.status.completion_time
     if ttl is not None and ended is not None:

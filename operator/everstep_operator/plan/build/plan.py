@@ -1,4 +1,4 @@
-"""From a decision to a plan: the whole status, the actions in stages, the events, and when to look again."""
+"""Builds a plan from a decision: the whole status, the actions in stages, the events, and when to plan again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build(facts: Facts, decision: Decision) -> Plan:
 
 
 def _publish(facts: Facts, change: Publish) -> Plan:
-    """Announce the roster, then carry it out in the same pass. No pod that it keeps is touched."""
+    """Publish the roster, and carry it out in the same pass. Pods that it keeps stay untouched."""
     made = _status(facts, change)
     convergence = converge.converge(facts, made.restarts)
     told = () if change.event is None else (change.event,)
@@ -74,8 +74,9 @@ def _keep(facts: Facts) -> Plan:
 
 
 def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
-    """Workers are released when those that stay may train without them; nothing else waits for the store. Under c10d a
-    worker finds worker 0 by the host name that the service gives it, and waits in vain without."""
+    """Put actions into stages. Workers are released only after the store allows the others to train without them;
+    nothing else waits for the store. Under c10d a worker finds worker 0 by the host name that the service gives it, so
+    pods need the service."""
     actions = {
         **convergence.actions,
         StageName.GUARD: disruption_budget.actions(facts.snapshot),
@@ -108,7 +109,7 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     records, progress = facts.job.status.recoveries, facts.snapshot.progress
     if change is not None:
         return records if change.recovery is None else _opened(facts, change.recovery, records)
-    # Under c10d all ranks of the one round have reported a step, also if a readiness probe has not succeeded yet.
+    # Under c10d all ranks of the round have reported a step, even if a readiness probe has not succeeded yet.
     if not (facts.world.stands or facts.roster.whole) or _was_suspended_since(facts, records):
         return records
     full = facts.world.size >= facts.roster.wanted

@@ -1,8 +1,8 @@
-"""The worker pod and the headless service of a job, as the API server will store them.
+"""Builds a job's worker pods and headless service, as the API server will store them.
 
-The user's template is kept as it is; what we add is identity (labels, owner, host name), torchrun's settings, the
-worker's token, and the checkpoint settings. A variable of our identity replaces the user's, because a pod that
-claims another round could not be fenced; tuning settings are only defaults.
+The user's template is kept. We add the identity (labels, owner, host name), torchrun's settings, the worker's token and
+the checkpoint settings. Variables of the identity replace the user's, because a pod that claims another round could not
+be fenced. Tuning settings are only defaults.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def owner_reference(job: JobView) -> dict[str, Any]:
         "name": job.name,
         "uid": job.uid,
         "controller": True,
-        # True would ask for a permission on finalizers that we otherwise do not need.
+        # True would need a permission on finalizers that we do not need otherwise.
         "blockOwnerDeletion": False,
     }
 
 
 def service(job: JobView) -> dict[str, Any]:
-    """Headless; publishes pods before they are ready, because a rendezvous happens before readiness."""
+    """The headless service. It publishes pods before they are ready, because the rendezvous comes before readiness."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -56,7 +56,7 @@ def service(job: JobView) -> dict[str, Any]:
 
 
 def grace_seconds(job: JobView) -> int:
-    """Seconds that the template gives a worker to end in order; Kubernetes' default if it says nothing."""
+    """The seconds that the template gives a worker to end in order, or Kubernetes' default."""
     told = job.spec.template.get("spec", {}).get("terminationGracePeriodSeconds")
     return told if isinstance(told, int) and told >= 0 else DEFAULT_GRACE_SECONDS
 
@@ -71,7 +71,7 @@ def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Setti
 
 
 def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) -> dict[str, Any]:
-    """The pod of worker `index` whose agent joins rounds: it has no round of its own, and may be in many."""
+    """The pod of worker `index` whose agent joins rounds. It has no round of its own, because it may be in many."""
     environment = _everstep(job, index, incarnation, settings)
     identity = {**environment, **rendezvous.of_agents(job, settings)}
     return _pod(job, index, incarnation, identity, agents.tuning(job.spec))
@@ -93,7 +93,7 @@ def _pod(
     if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
         _mount(spec, container, rendezvous.ETCD_DIR, secret)
-    # A restarted container would rejoin a round that the operator has given up.
+    # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
     spec["subdomain"] = names.service_name(job.name)
@@ -117,7 +117,7 @@ def _pod(
 
 
 def _mount(spec: dict[str, Any], container: dict[str, Any], path: str, volume: dict[str, Any]) -> None:
-    """For the worker container alone, in place of a volume that the user gave our name."""
+    """Mount our volume into the worker container alone. A user's volume with our name is replaced."""
     name = volume["name"]
     mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != name]
     container["volumeMounts"] = [*mounts, {"name": name, "mountPath": path, "readOnly": True}]
@@ -129,7 +129,7 @@ def labels_of(job: JobView) -> dict[str, str]:
 
 
 def _token_volume() -> dict[str, Any]:
-    """A token that names this pod, is good for our operator alone, and dies with the pod."""
+    """The volume of the token. The token names this pod, is valid for our operator alone, and dies with the pod."""
     token = {"audience": labels.TOKEN_AUDIENCE, "expirationSeconds": TOKEN_SECONDS, "path": "token"}
     return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
@@ -142,7 +142,7 @@ def _inject_environment(
         "PET_MAX_RESTARTS": str(rendezvous.restarts_in_place(job)),
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",
-        # A process that is asked to stop commits first: it has as long as its pod, not torchrun's 30 seconds.
+        # A process that is asked to stop commits first. It gets its pod's grace period, not torchrun's 30 seconds.
         env.GRACE_SECONDS: str(grace_seconds(job)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds(job)),
     }
@@ -170,7 +170,7 @@ _FIELDS = {
 
 
 def _literal(value: str) -> str:
-    """The kubelet would expand $(NAME) in a value; a doubled dollar stands for itself."""
+    """A value that the kubelet does not expand: it would expand $(NAME), but leaves a doubled dollar alone."""
     return value.replace("$", "$$")
 
 

@@ -1,4 +1,4 @@
-"""The Ready condition: from facts to the words of the STATUS column."""
+"""Makes the Ready condition, whose reason is the STATUS column, from facts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.state.facts import Facts
 
-# For so long a pod may find no node before that is said to be a lack of capacity: autoscalers take their time.
+# A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
 CAPACITY_PATIENCE = timedelta(seconds=30)
 
 
 def trains(facts: Facts) -> bool:
-    """Whether the world is known to take steps, or cannot be known to."""
+    """Whether the world takes steps, as far as can be known."""
     reported = facts.snapshot.progress
     if reported.updated_at is None or reported.round == 0:
-        return True  # no reports, or of processes whose agent (stock torchrun) does not tell them their round
+        return True  # there are no reports, or stock torchrun did not tell its processes their round
     since_loss = reported.trained_at is not None and (
         reported.lost_at is None or reported.trained_at > reported.lost_at
     )
@@ -41,7 +41,7 @@ def verdict(facts: Facts) -> Verdict:
 
 
 def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
-    """Enough workers are in the world."""
+    """The verdict if enough workers are in the world."""
     size, wanted = facts.world.size, facts.roster.wanted
     quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
     before = _reason_before(facts)
@@ -62,7 +62,7 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
 
 
 def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
-    """The world has not formed yet, or has lost workers."""
+    """The verdict if the world has not formed yet, or has lost workers."""
     reason = _reason_of_broken(facts)
     recovers = reason in (ReadyReason.RECOVERING, ReadyReason.RESIZING)
     waits = ", waiting for all workers" if facts.roster.whole and recovers else ""
@@ -84,7 +84,7 @@ def _reason_of_broken(facts: Facts) -> ReadyReason:
 
 
 def _quorum(facts: Facts, message: str) -> Quorum:
-    """Under c10d all workers are needed, and the condition says how many are there."""
+    """The quorum. Under c10d all workers are needed, and the condition says how many are ready."""
     stands = facts.world.stands and facts.roster.wanted > 0
     if not facts.roster.whole:
         return Quorum(stands, message)
@@ -111,7 +111,7 @@ def _because(facts: Facts, why: str | None) -> str:
 
 
 def _backs_off(facts: Facts) -> str | None:
-    """That missing workers are created later, in words that stay the same until then."""
+    """Says that missing workers are created later. The text stays the same until then."""
     job = facts.job
     start = restart_budget.held_until(facts.snapshot.now, job.spec.recovery, job.status.restarts)
     if start is None or len(facts.current) >= facts.roster.wanted:
@@ -120,7 +120,7 @@ def _backs_off(facts: Facts) -> str | None:
 
 
 def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:
-    """The verdict on a roster that is being published. A loss of quorum is the graver news."""
+    """The verdict on a roster that is being published. A loss of quorum takes precedence."""
     if reason is ReadyReason.RECOVERING and now.reason is ReadyReason.WAITING_FOR_QUORUM:
         return replace(now, message=message)
     return replace(now, reason=reason, message=message, stalled=None)
@@ -137,7 +137,7 @@ def starved(facts: Facts) -> list[int]:
 
 
 def patience(facts: Facts) -> Requeue | None:
-    """When a pod that finds no node will have waited too long: nothing is seen to change then."""
+    """When a pod without a node will have waited too long. No change would be observed then."""
     due = [
         pod.created_at + CAPACITY_PATIENCE - facts.snapshot.now
         for pod in facts.current.values()
@@ -148,7 +148,7 @@ def patience(facts: Facts) -> Requeue | None:
 
 
 def _has_waited_long(facts: Facts) -> bool:
-    """Whether what blocks is more than a pod that has just not found a node."""
+    """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
     refused = snapshot.name_collisions or snapshot.create_refused or any(p.waiting for p in pods)
     return bool(refused) or bool(starved(facts))

@@ -1,4 +1,5 @@
-"""The record of a recovery: opened when a roster is published for a loss, completed from what the workers report."""
+"""Keeps the record of a recovery. It is opened when a roster is published for a loss, and completed from the workers'
+reports."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ def is_open(records: tuple[RecoveryRecord, ...]) -> bool:
 def completed(
     records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: Rung
 ) -> tuple[RecoveryRecord, ...]:
-    """Fill the newest record once every rank has taken a step since the loss; unchanged until then. `rung` is the one
-    that brought the training back."""
+    """Complete the newest record once every rank has taken a step since the loss; until then it stays as it is. `rung`
+    is the one that brought the training back."""
     if not is_open(records) or progress.first_step_at is None or progress.restored_at is None:
         return records
-    # To the microsecond where this operator noticed the loss; the record keeps whole seconds.
+    # If this operator noticed the loss, it knows the microsecond; the record keeps whole seconds.
     start = progress.lost_at or records[0].at
     if progress.first_step_at <= start:
-        return records  # it was taken in the round before
+        return records  # the step was taken in the round before
     restore = progress.restore_seconds or 0.0
     total = _ms(start, progress.restored_at) or 0
     done = records[0].model_copy(
@@ -52,7 +53,7 @@ def completed(
 
 
 def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
-    """With a record that the world has its full size again, if the newest recovery shrank it."""
+    """The records, with a new one if the world has its full size again after the newest recovery had shrunk it."""
     if not records or records[0].rung != Rung.SHRINK or is_open(records):
         return records
     taken = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
@@ -64,17 +65,16 @@ def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ..
 
 
 def _repeated(progress: Progress, step_before: int | None) -> int | None:
-    """Steps that had been completed and were taken again; None if no process reported where the training resumed.
-
-    It is counted from the first step that the processes took, not from the step that they restored: members that kept
-    their memory restored nothing and lost nothing, and a script may keep its state by other means.
+    """The steps that had been completed and were taken again; None if no process reported where the training resumed.
+    They are counted from the first step that the processes took, not from the step that they restored. Members that
+    kept their memory restored nothing and lost nothing, and a script may keep its state by other means.
     """
     resumed = progress.restored_step if progress.resumed_step is None else progress.resumed_step
     return None if step_before is None or resumed is None else max(0, step_before - resumed)
 
 
 def total_ms(record: RecoveryRecord) -> int:
-    """From the notice of the loss to the next step of every rank, in milliseconds."""
+    """Milliseconds from the notice of the loss to the next step of every rank."""
     return (record.rendezvous_ms or 0) + (record.restore_ms or 0) + (record.first_step_ms or 0)
 
 

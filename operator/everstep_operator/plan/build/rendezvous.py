@@ -1,8 +1,8 @@
-"""torchrun's settings for the rendezvous of a job, by backend.
+"""Makes torchrun's settings for a job's rendezvous, by backend.
 
-torchrun reads each of its flags from PET_<FLAG>, so the user's command line stays as it is. Invariant: nothing here
-depends on `replicas` where agents form the rounds and the job is elastic, so that pods made before and after a resize
-ask for the same.
+torchrun reads each of its flags from PET_<FLAG>, so the user's command line stays as it is. Invariant: in an elastic
+job whose agents form the rounds nothing here depends on `replicas`, so pods made before and after a resize ask for the
+same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RENDEZVOUS_TUNING = {
 
 
 FEW = 3
-# Where a worker finds the Secret of etcd.
+# The directory where a worker finds the Secret of etcd.
 ETCD_DIR = "/var/run/secrets/everstep-etcd"
 # The name under which each backend is registered with torchrun.
 _HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "etcd-v3"}
@@ -35,16 +35,18 @@ _HANDLERS = {RendezvousBackend.EVERSTEP: "everstep", RendezvousBackend.ETCD: "et
 def restarts_in_place(job: JobView) -> int:
     """How often torchrun may start its processes again before its pod fails.
 
-    c10d: never, so that the operator decides, and each failure is charged to the right side, once (ADR 0027). Else a
-    few: torchrun counts a lost peer as a failure too, and without restarts each loss would end all pods; but what it
-    restarts is neither charged nor judged. (`everstep-run` tells the two apart, and has its own number: `agents`.)
+    With c10d never: so the operator decides, and charges each failure once, to its cause (ADR 0027). With the other
+    backends a few times: torchrun counts a lost peer as a failure too, and without restarts each loss would end all
+    pods. Such restarts are neither charged nor judged. (`everstep-run` tells failures from lost peers, and has its own
+    number: `agents`.)
     """
     return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else min(FEW, job.spec.recovery.max_restarts)
 
 
 def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]:
-    """c10d: the store is on worker 0 and dies with its round, whose number is in the run id."""
-    # The host reaches its own store without waiting for its DNS record.
+    """Settings for c10d. The store is on worker 0 and dies with its round, so the run id contains the round's
+    number."""
+    # Worker 0 reaches its own store without waiting for its DNS record.
     host = "localhost" if index == 0 else names.rendezvous_host(job.name, job.namespace, round_)
     conf = {
         "is_host": int(index == 0),
@@ -59,13 +61,14 @@ def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]
         "PET_RDZV_ENDPOINT": f"{host}:{labels.RENDEZVOUS_PORT}",
         "PET_RDZV_ID": f"{job.uid}-{round_}",
         "PET_RDZV_CONF": _conf(conf),
-        # With the store shared, half of the hard kills were never recovered from (torch 2.13).
+        # With a shared store, half of the hard kills left a job that never recovered (torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
-    """everstep, etcd: agents agree on rounds in a store that no worker holds, under one run id for the whole job."""
+    """Settings for everstep and etcd. The agents agree on rounds in a store outside the workers, under one run id for
+    the whole job."""
     chosen = job.spec.rendezvous
     sizes = sizing.bounds(job.spec)
     conf: dict[str, str | int] = {"timeout": chosen.join_timeout_seconds}
@@ -73,7 +76,7 @@ def of_agents(job: JobView, settings: Settings) -> dict[str, str]:
         conf["allowed"] = ":".join(map(str, sizes.allowed))
     if job.spec.elastic is not None and job.spec.elastic.shrink_after_seconds > 0:
         conf["shrink_after"] = job.spec.elastic.shrink_after_seconds
-        # An agent that waits for a replacement is not late.
+        # The wait for a replacement does not count as lateness.
         conf["timeout"] = chosen.join_timeout_seconds + job.spec.elastic.shrink_after_seconds
     endpoint = settings.report_url.rstrip("/")
     if chosen.etcd is not None:

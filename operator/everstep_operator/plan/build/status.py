@@ -1,8 +1,8 @@
-"""From what was observed to the status that people and programs read.
+"""Builds the status, which people and programs read, from what was observed.
 
-Conditions follow kstatus: Ready carries the STATUS column as its reason, Reconciling is true while the operator works
-towards the spec, Stalled while it cannot. A condition's transition time changes only with its status, so that nothing
-is written when nothing happened.
+Conditions follow kstatus. The reason of Ready is the STATUS column. Reconciling is true while the operator works
+towards the spec, and Stalled while it cannot. A condition's transition time changes only with its status, so nothing is
+written when nothing happened.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import Snapshot
 
 MAX_MESSAGE = 1024
-# Reasons of CheckpointHealthy, by the error of the worker library that a report begins with.
+# Reasons of CheckpointHealthy, by the worker library's error with which a report begins.
 _UNUSABLE = {"Occupied": "InUse", "StoreUnusable": "Unusable"}
 
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """Whether enough workers train, and the reason of the condition if they do."""
+    """Whether enough workers train. `reason` is the condition's if they do."""
 
     reached: bool
     message: str
@@ -43,7 +43,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What this pass found the job to be, in the words of the Ready condition."""
+    """The result of this pass, in the words of the Ready condition."""
 
     reason: ReadyReason
     message: str
@@ -75,7 +75,7 @@ def build(
         replicas=existing,
         ready_replicas=ready,
         selector=names.selector(job.name),
-        # A job that has never had workers waits, for a queue perhaps: its deadline has not begun.
+        # A job that has never had workers waits, perhaps for a queue: its deadline has not begun.
         start_time=old.start_time or (snapshot.now if begun else None),
         completion_time=old.completion_time or finished_at,
         world=world,
@@ -137,7 +137,8 @@ def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
     return min(100, round(100 * snapshot.progress.productive_seconds / wall)) if wall > 0 else old.goodput_percent
 
 
-# Conditions that hold for one reason of Ready, with what they say otherwise: `kubectl describe` shows them all.
+# Conditions that are true for one reason of Ready only, with their message otherwise: `kubectl describe` shows all of
+# them.
 _OF_ONE_REASON = (
     (ConditionType.RECOVERING, ReadyReason.RECOVERING, "no recovery is under way"),
     (ConditionType.RESIZING, ReadyReason.RESIZING, "the world has the size that was asked for"),

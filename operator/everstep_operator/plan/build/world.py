@@ -1,4 +1,4 @@
-"""`status.world`: the round that trains, or the last that did."""
+"""Builds `status.world`: the round that trains, or the last that did."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def _published(facts: Facts) -> World:
 
 
 def _formed(facts: Facts) -> World:
-    """The round is what the round store raised it to; the other fields are of the last that stood.
+    """The world of a job whose agents form the rounds. `round` is the round store's number; the other fields describe
+    the last round that was complete.
 
-    An emptied status takes the number from where rounds are formed, because the commit log fences by it.
+    If somebody emptied the status, the number comes from the round store: the commit log fences by it, so it must not
+    fall.
     """
     old, seen = facts.job.status.world, facts.world
     number = max(old.round, seen.round)

@@ -1,4 +1,4 @@
-"""What a pass over a job decides: a closed union, and nothing about how it is carried out."""
+"""The decisions that a pass over a job can come to: a closed union. It does not say how they are carried out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from everstep_operator.plan.state.roster import Roster
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The job has ended well; so many workers succeeded."""
+    """The job has succeeded: this many workers did."""
 
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why a job ends without success; `loss` is the root cause, where a lost worker is."""
+    """The job ends without success. `loss` is the root cause, if that is a lost worker."""
 
     reason: FailedReason
     message: str
@@ -32,7 +32,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A recovery begins, or goes on if `follows` and one is open already; by this rung, as far as can be told."""
+    """A recovery begins. If `follows` and one is open already, that one goes on. `rung`: how it is expected to end."""
 
     loss: Loss
     rung: Rung
@@ -41,7 +41,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish this roster. `reason` None: the Ready condition says what it would say anyway."""
+    """Publish this roster. `reason` None: the Ready condition does not mention it."""
 
     roster: Roster
     message: str
@@ -61,7 +61,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The published workers are right: make what is missing of them."""
+    """The published roster is right: create the missing pods."""
 
 
 Decision = Complete | Failed | Publish | Wait | Keep

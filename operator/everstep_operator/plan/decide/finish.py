@@ -1,4 +1,5 @@
-"""When a job ends: all have succeeded, or its time is over. And that nobody is added to one whose training ends."""
+"""Decides that a job has ended: all workers have succeeded, or its time is over. No worker is added when training
+ends."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ def is_finished(seen: Status) -> bool:
 
 
 def deadline(snapshot: Snapshot) -> datetime | None:
-    """When `activeDeadlineSeconds` is over, counted from the first pass over the job."""
+    """The moment when `activeDeadlineSeconds` is over, counted from the first pass over the job."""
     seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
     return None if seconds is None or start is None else start + timedelta(seconds=seconds)
 
 
 def when_overdue(facts: Facts) -> Failed | None:
-    """The end by `activeDeadlineSeconds`, if it is here."""
+    """The job's failure, if `activeDeadlineSeconds` is over."""
     due = deadline(facts.snapshot)
     if due is None or facts.snapshot.now < due:
         return None
@@ -41,8 +42,8 @@ def when_training_ends(facts: Facts) -> Keep | None:
 
 
 def ends(facts: Facts) -> bool:
-    """Whether the training has ended, or may have: nobody is added to the job. An operator that has just begun to lead
-    cannot know before it has read the round."""
+    """Whether the training has ended, or may have: then no worker is added to the job. An operator that has just begun
+    to lead cannot know before it has read the round."""
     if facts.view is not None:
         return _has_finished(facts.view)
     return is_awaited(facts.snapshot) and bool(facts.succeeded)
@@ -54,14 +55,15 @@ def when_all_succeeded(facts: Facts) -> Complete | None:
 
 
 def _completed(facts: Facts) -> int | None:
-    """How many workers have succeeded, if the job is complete. Workers outside the world have nothing left to join."""
+    """The number of workers that succeeded, if the job is complete. Workers outside the world have nothing left to
+    join."""
     done, world, view = facts.succeeded, facts.world, facts.view
     if view is not None and _has_finished(view):
         # The agents have told each other of their success. A member without a pod (scaled away, deleted, its node lost)
-        # is not missed; one whose pod still runs gets the time to end by itself.
+        # is not needed any more. A member whose pod still runs gets the time to end by itself.
         return None if _still_ending(facts.snapshot, view) else len(view.members)
     if done and done == facts.roster.workers.keys():
-        return len(done)  # nobody else is wanted, whatever the world was of which these are left
+        return len(done)  # no other worker is wanted, however large the world was before
     if facts.roster.whole or is_awaited(facts.snapshot):
         return None
     if view is not None:
@@ -77,7 +79,7 @@ def _has_finished(view: RoundView) -> bool:
 
 
 def _still_ending(snapshot: Snapshot, view: RoundView) -> bool:
-    """Whether a member of the last round has a pod that runs. Pods go by their names: the roster may be newer."""
+    """Whether a member of the last round has a running pod. Pods are found by name, because the roster may be newer."""
     by_name = {p.name: p for p in snapshot.pods if p.round is None}
     named = {i: names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
     there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}

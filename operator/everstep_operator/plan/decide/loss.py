@@ -1,7 +1,7 @@
-"""Workers were lost: whether the job may go on, what that costs, and who is replaced.
+"""Decides about lost workers: whether the job may go on, what that costs, and which workers are replaced.
 
-Where the agents form the rounds, the others keep their pods (ADR 0010). Under c10d all workers are replaced, because
-torchrun's store dies with worker 0, and a torchrun that lost a peer has given its rendezvous up (ADR 0027).
+If the agents form the rounds, the other workers keep their pods (ADR 0010). Under c10d all workers are replaced,
+because torchrun's store dies with worker 0, and a torchrun that lost a peer has given up its rendezvous (ADR 0027).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.world_state import is_awaited
 
-# Losses of workers that were there when an incident began, so soon after it, are part of it.
+# A loss within this time of an incident is part of it, if the lost worker existed when the incident began.
 INCIDENT = timedelta(seconds=10)
-# Under c10d peers' failures are often seen before the failure that caused them: wait this long for it before judging.
+# Under c10d the failures of peers are often seen before the failure that caused them: wait for that one this long.
 SETTLE = timedelta(seconds=2)
 
 
@@ -36,7 +36,7 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
         return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
     if (why := _given_up(facts, lost)) is not None:
         return Failed(FailedReason.RENDEZVOUS_CLOSED, f"{root.sentence}; the agents gave the job up: {why}", root)
-    # Under c10d no worker outlives an incident, so none can belong to the one before.
+    # Under c10d no worker outlives an incident, so no loss can belong to the incident before.
     follows = not facts.roster.whole and _follows(facts.snapshot, facts.current.get(root.index))
     match restart_budget.judge(facts.snapshot, root, follows=follows):
         case restart_budget.Fail(reason, message, event):
@@ -52,11 +52,11 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
     hit = not indices.isdisjoint(facts.world.members)
     replaced = not _can_do_without(facts, indices)
     if hit and replaced:
-        # A worker that has finished would be missed by those that come back: one result is no result.
+        # The workers that come back need all peers, so one that has succeeded has to come back with them.
         indices |= facts.succeeded
     if not follows and not facts.roster.whole:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
-    # Under c10d the others fail because of the first: they are no news.
+    # Under c10d the other workers fail because of the first: they are not mentioned.
     more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.whole else ""
     message = root.sentence + more
     what = "going on without a replacement (spec.elastic.regrow)"
@@ -73,8 +73,8 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
 
 
 def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
-    """The lost workers that have to come back. A job that ends takes nobody in: a worker that was outside its last
-    round fails to join it, and is not missed while the others finish."""
+    """The lost workers that have to come back. A worker outside the last round of an ending job fails to join, because
+    the rendezvous is closed. It is not needed while the others finish."""
     lost, view = facts.lost, facts.view
     if facts.roster.whole:
         return lost
@@ -92,7 +92,8 @@ def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
 
 
 def _until_settled(facts: Facts, lost: tuple[Loss, ...]) -> timedelta | None:
-    """How long to wait for the failure that caused the ones that are seen. Agents of ours tell it from the others'."""
+    """How long to wait for the failure that caused those that are seen; None: judge now. Only c10d needs this: our own
+    agents tell a failure from its consequences."""
     root = lost[0]
     if not facts.roster.whole or root.cause is not Cause.PEER_LOST or root.at is None:
         return None
@@ -102,8 +103,8 @@ def _until_settled(facts: Facts, lost: tuple[Loss, ...]) -> timedelta | None:
 
 
 def _given_up(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
-    """Why no lost worker can come back: the agents have closed the rendezvous, and not because all had succeeded. Under
-    c10d each round has a rendezvous of its own."""
+    """Why no lost worker can come back: the agents closed the rendezvous before all had succeeded. Under c10d each
+    round has its own rendezvous."""
     if facts.succeeded or facts.roster.whole:
         return None
     if facts.view is not None:
@@ -113,19 +114,21 @@ def _given_up(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
 
 
 def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
-    """Whether a loss belongs to the last incident: soon after it, and of a worker that was there when it began."""
+    """Whether a loss belongs to the last incident: it came soon after, and its worker existed when the incident
+    began."""
     began = snapshot.job.status.restarts.incident_at
     if began is None or snapshot.now - began > INCIDENT:
         return False
     if pod is None or pod.created_at is None:
         return True
-    # Kubernetes tells whole seconds: in that of the incident, only a job's first pods were there before it.
+    # Kubernetes gives times in whole seconds. Of the pods created in the incident's second, only a job's first pods are
+    # older than the incident.
     second = began.replace(microsecond=0)
     return pod.created_at < second or (pod.created_at == second and pod.incarnation == 0)
 
 
 def _can_do_without(facts: Facts, lost: set[int]) -> bool:
-    """Whether lost workers stay lost: `regrow: false`, and enough are left."""
+    """Whether lost workers are not replaced: `regrow: false`, and enough workers are left."""
     return not facts.regrows and facts.sizes.largest(len(facts.roster.workers) - len(lost)) > 0
 
 

@@ -1,7 +1,8 @@
-"""The walk over a job that is neither finished nor somebody else's: the first policy that decides ends it.
+"""Asks the policies in order about a job that is not finished and is managed by this operator. The first one that
+decides ends the walk.
 
-The order is what matters. A job that has ended is not suspended, resized or started again; one that is suspended has no
-losses; a loss is judged before a resize, so that it is charged.
+The order matters. A job that has ended is not suspended, resized or started again. A suspended job has no losses. A
+loss is judged before a resize, so that it is charged.
 """
 
 from __future__ import annotations

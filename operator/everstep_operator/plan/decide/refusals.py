@@ -1,7 +1,7 @@
-"""Scripts that the session refuses: the same script is refused in the same way, so no restart can help.
+"""Judges refusals of a script by the session. The same script would be refused again, so no restart can help.
 
-A refusal ends a job at once only while nothing is lost with it. A job that has trained keeps its whole restart budget.
-So does a job of which another worker has trained for longer: then the refused worker may have another script.
+A refusal ends a job at once only if no training is lost with it. A job that has trained keeps its whole restart budget.
+So does a job in which another worker has run for longer: the refused worker may have another script.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_final(snapshot: Snapshot, loss: Loss) -> bool:
 
 
 def _has_trained(snapshot: Snapshot) -> bool:
-    """Whether the job may have come further than its first steps."""
+    """Whether the job may have passed its first steps."""
     status, seen = snapshot.job.status, snapshot.progress
     known = (
         seen.step,
@@ -38,7 +38,7 @@ def _has_trained(snapshot: Snapshot) -> bool:
 
 
 def words(loss: Loss) -> str:
-    """What the session said, where in the script, and what to do."""
+    """The message: what the session said, where in the script, and what to do."""
     assert loss.refusal is not None
     line = loss.refusal.line
     at = f" (at {line})" if line and line not in loss.detail else ""

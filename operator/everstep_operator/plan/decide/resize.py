@@ -1,4 +1,4 @@
-"""Another number of workers is wanted, or the published roster is not what it should be."""
+"""Publishes a new roster if another number of workers is wanted, or the published one is out of date."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def when_the_size_changes(facts: Facts) -> Publish | None:
 
 
 def when_out_of_date(facts: Facts) -> Publish | None:
-    """Somebody edited the status, or it is older than the pods."""
+    """A new roster, if somebody edited the status or it is older than the pods."""
     newer = roster.caught_up(facts.snapshot, _revised(facts))
     return None if newer == facts.roster else Publish(newer, "roster out of date: republishing")
 

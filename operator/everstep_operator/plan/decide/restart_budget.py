@@ -1,4 +1,4 @@
-"""Whether a job may restart after a loss, what that costs, and when.
+"""Decides whether a job may restart after a loss, what that costs, and when.
 
 Restart state is counters in `status.restarts`, written by the same compare-and-swap that publishes the new round: a
 loss is therefore charged exactly once, however often the operator dies in between.
@@ -17,7 +17,7 @@ from everstep_operator.plan.decide import refusals, start_failures
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
-# Losing the machine under a process says nothing about whether its program can take a step.
+# The loss of a machine says nothing about whether the program can take a step.
 _SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET})
 
 
@@ -48,7 +48,7 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
-    # Other workers run meanwhile. Either nothing is known of their steps, or they do not train with the lost one.
+    # Other workers run meanwhile. Either their steps are not known, or they do not train with the lost worker.
     alone = elsewhere and (step is None or _is_outside(snapshot, loss))
     return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
 
@@ -61,7 +61,8 @@ def _is_outside(snapshot: Snapshot, loss: Loss) -> bool:
 
 
 def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, follows: bool) -> Fail | Restart:
-    """Judge the loss of a program that cannot start and never has. A matching rule of `spec.recovery` goes first."""
+    """Judge the loss of a program that cannot start and never has. A matching rule of `spec.recovery` takes
+    precedence."""
     judged = decide(now, recovery, restarts, loss, None, False, follows)
     if isinstance(judged, Fail) or judged.restarts == restarts or _rule(recovery, loss) is not None:
         return judged
@@ -87,9 +88,9 @@ def decide(
 ) -> Fail | Restart:
     """Judge one loss.
 
-    `step` is the highest step completed so far, None if no process ever reported one. `reporting` tells whether the
-    script reports at all: without reports nothing is known about progress, so `noProgressLimit` cannot be applied.
-    `alone`: the loss says nothing about the other workers' progress, so only the restart budget counts it.
+    `step`: the highest step completed so far; None if no process ever reported one. `reporting`: whether the script
+    reports at all. Without reports nothing is known about progress, so `noProgressLimit` cannot be applied. `alone`:
+    the loss says nothing about the other workers' progress, so only the restart budget counts it.
     """
     charge = loss.charge
     match _rule(recovery, loss):
@@ -131,8 +132,8 @@ def _used_up(recovery: Recovery) -> str:
 
 
 def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
-    """When missing workers may be created, if that is later than `now`. Only a charged restart is followed by a
-    back-off, which is exponential."""
+    """The time from which missing workers may be created, if that is later than `now`. Only a charged restart is
+    followed by a back-off, which is exponential."""
     if restarts.last_at is None or restarts.in_window == 0:
         return None
     back_off = recovery.backoff_seconds

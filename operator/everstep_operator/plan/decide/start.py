@@ -1,4 +1,4 @@
-"""The first roster of a job, and the first after it was suspended."""
+"""Publishes the first roster of a job, and the first after it was suspended."""
 
 from __future__ import annotations
 

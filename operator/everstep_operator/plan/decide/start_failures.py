@@ -1,9 +1,9 @@
-"""Programs that cannot start: whether trying again can help.
+"""Judges programs that cannot start: whether trying again can help.
 
-A script that is not there fails in the same way at each try. Such a failure is known by the words of the program or of
-the container runtime. It ends a job only while nothing shows that the job has ever run. A job that has run may find its
-script or a module missing for a moment, and keeps its whole restart budget. So does a job of which another worker runs:
-then a node or a mount is broken, and not the program.
+A script that does not exist fails in the same way at each try. Such a failure is recognised by the words of the program
+or of the container runtime. It ends a job only while nothing shows that the job has ever run. A job that has run may
+miss its script or a module for a moment, and keeps its whole restart budget. So does a job in which another worker
+runs: then a node or a mount is broken, and not the program.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
 
-# A world that has stood for so long has started, whether its script reports or not.
+# A world that has been complete for this long has started, whether its script reports or not.
 STOOD = timedelta(minutes=2)
-# A job that is older may have run at a time of which nothing is known any more.
+# An older job may have run at a time of which nothing is known any more.
 YOUNG = timedelta(minutes=30)
-# Workers that fail of one mistake fail within so long of each other; one that lives longer does not have it.
+# Workers that fail by the same mistake fail within this time of each other. A worker that lives longer does not have
+# the mistake.
 SKEW = timedelta(seconds=5)
 
 
 def has_run(snapshot: Snapshot) -> bool:
-    """Whether the job's program has run, or may have run: then its failures may be bad luck."""
+    """Whether the job's program has run, or may have run. Then its failures need not happen again."""
     return reports(snapshot) or may_have_run_unseen(snapshot)
 
 
 def reports(snapshot: Snapshot) -> bool:
-    """Whether the script reports how far it is."""
+    """Whether the script reports its progress."""
     return snapshot.progress.updated_at is not None or snapshot.job.status.progress.updated_at is not None
 
 
@@ -36,13 +37,13 @@ def may_have_run_unseen(snapshot: Snapshot) -> bool:
     """Whether a program that has reported nothing may have run all the same."""
     status, now = snapshot.job.status, snapshot.now
     if status.restarts.total > status.restarts.start_failures:
-        return True  # it was lost for another reason before
+        return True  # an earlier loss had another reason
     if status.world.formed_at is not None and now - status.world.formed_at > STOOD:
         return True
     began = status.start_time
     if began is None:
         return False
-    # Suspended or resized since it began: both begin a world anew, and with it the time for which it has stood.
+    # The job was suspended or resized since it began. Both begin a new world, and the time for which it is complete.
     changed = (status.condition(type_) for type_ in (ConditionType.SUSPENDED, ConditionType.RESIZING))
     return now - began > YOUNG or any(
         c is not None and (c.status is ConditionStatus.TRUE or c.last_transition_time > began) for c in changed
@@ -69,8 +70,8 @@ def _ready_for(snapshot: Snapshot, pod: WorkerPod) -> timedelta:
 
 
 def tried(snapshot: Snapshot, restarts: Restarts) -> str:
-    """For the event of a loss: how often the program could not start, and how many such failures end the job. Empty for
-    other losses."""
+    """Text for the event of a loss: how often the program could not start, and how many such failures end the job.
+    Empty for other losses."""
     if restarts.start_failures == snapshot.job.status.restarts.start_failures:
         return ""
     return (

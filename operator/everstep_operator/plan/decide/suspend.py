@@ -1,4 +1,4 @@
-"""Suspended jobs: a roster of no workers is published, so that an operator with an old view cannot bring pods back."""
+"""Publishes an empty roster for a suspended job, so that an operator with an old view cannot bring pods back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def when_asked(facts: Facts) -> Publish | Keep | None:
 
 
 def _none(facts: Facts) -> roster.Roster:
-    """Nothing is published for a job that was created suspended, as a queue does it, while it never had pods."""
+    """The empty roster. A job that was created suspended (by a queue, for example) and never had pods needs none."""
     if facts.published is None:
         return roster.opening(facts.snapshot, 0)
     made = roster.revised(facts.snapshot, facts.roster, 0, facts.roster.workers, replaced=False)

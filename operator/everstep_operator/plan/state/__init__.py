@@ -1,1 +1,1 @@
-"""What is known of a job: derived from a snapshot, with no opinion on what should be done."""
+"""Derives what is known of a job from a snapshot. It does not decide what should be done."""

@@ -40,5 +40,6 @@ def telling(lines: list[str] | tuple[str, ...]) -> str:
 
 
 def cannot_start(code: int, words: str) -> bool:
-    """Whether the program would fail again in this way: it is not there, cannot be run or read, or lacks a module."""
+    """Whether the program would fail again in the same way: it does not exist, cannot be run or read, or lacks a
+    module."""
     return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(words[:1000]) is not None

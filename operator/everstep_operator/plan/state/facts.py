@@ -1,7 +1,7 @@
-"""All that a decision depends on, derived once from a snapshot and a roster.
+"""The facts on which decisions depend, derived once from a snapshot and a roster.
 
-Policies read facts and derive nothing again. A pass has two of them at most: under the published roster, by which it
-decides, and under the roster that it publishes, by which it builds the plan.
+Policies read the facts and derive nothing again. A pass derives them twice at most: for the published roster, to
+decide, and for a roster that it is about to publish, to build the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everstep_operator.plan.state.world_state import WorldState
 class Facts:
     snapshot: Snapshot
     published: Roster | None  # None: nothing was published for this job yet
-    roster: Roster  # whose workers the following is about
+    roster: Roster  # the fields below are about its workers
     wanted: int  # workers that the spec asks for now; 0 while suspended
     sizes: Sizes  # that a round may have
     current: Mapping[int, WorkerPod]  # the pods of the roster's workers
@@ -48,7 +48,7 @@ class Facts:
 
     @property
     def regrows(self) -> bool:
-        """Whether lost workers are replaced. A job of a fixed size cannot do without any."""
+        """Whether lost workers are replaced. A job of a fixed size needs all of its workers."""
         elastic = self.job.spec.elastic
         return elastic is None or elastic.regrow
 

@@ -1,9 +1,9 @@
-"""Which loss came first, why, and who is to blame.
+"""Finds which loss came first, why, and what caused it.
 
 When one training process dies, its peers' collectives fail a moment later and all of their pods end with exit code 1.
-The first cause must be found among them, because it decides what is charged and what `status.failure` says. Sources,
-best first: what the worker library wrote to the termination log, torchrun's failure summary in the last log lines,
-the kubelet's reason and exit code, the pod's and the node's state.
+The first cause must be found among these failures, because it decides what is charged and what `status.failure` says.
+The sources, best first: the worker library's record in the termination log; torchrun's failure summary in the last log
+lines; the kubelet's reason and exit code; the state of the pod and its node.
 
 Invariant: a loss that the program did not cause is never charged to `spec.recovery.maxRestarts`.
 """
@@ -25,29 +25,30 @@ from everstep_operator.plan.state import exit_text
 
 MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
-MAX_ERROR = 800  # and of an error, which may end with what to write instead
+MAX_ERROR = 800  # and of an error, whose end may say what to write instead
 MAX_PLACE = 80  # and of a file's name with a line's number
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
-# How the kubelet speaks of a container whose end nobody saw, because the node or its runtime restarted.
+# The kubelet's reason for a container whose end it did not see, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
 
-# How it speaks of a container that the runtime could not start.
+# The kubelet's reasons for a container that the runtime could not start.
 _NEVER_RAN = ("ContainerCannotRun", "StartError", "CreateContainerError")
 
 # torch.distributed.elastic's summary: "Root Cause (first observed failure):" … "exitcode  : -9 (pid: 77)".
 _TORCHRUN_EXIT = re.compile(r"Root Cause[^\0]{0,400}?exitcode\s*:\s*(-?\d{1,3})\b")
-# What a survivor's log says when its peer went away first (gloo, NCCL, TCPStore, c10d rendezvous).
+# Text in a survivor's log when its peer ended first (gloo, NCCL, TCPStore, c10d rendezvous).
 _PEER_LOST = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
     r"|Rendezvous(?:Connection|Closed|Graceful\w*)\w*Error|DistNetworkError|DistStoreError|NCCL error: unhandled system"
 )
-# torch's, and what an agent of ours says that was cut off from its peers, or had too few of them, for too long.
+# Torch's error, and the error of our own agent when it was cut off from its peers, or had too few of them, for too
+# long.
 _RENDEZVOUS_TIMEOUT = re.compile(r"RendezvousTimeoutError|was not taken into a round newer than \d+ in time")
 
 
 class Charge(StrEnum):
-    """Which counter of `status.restarts` a restart goes to."""
+    """The counter of `status.restarts` to which a restart is added."""
 
     USER_CODE = "userCode"
     INFRASTRUCTURE = "infrastructure"
@@ -73,7 +74,7 @@ CHARGES: dict[Cause, Charge] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The session has refused the script in one of its first steps, or before. `line`: `train.py:12`, or empty."""
+    """The session refused the script in one of its first steps, or before them. `line`: `train.py:12`, or empty."""
 
     line: str
 
@@ -88,7 +89,7 @@ class Loss:
     pod: str | None = None
     node: str | None = None
     exit_code: int | None = None  # of the training process where it is known, else of the container
-    at: datetime | None = None  # when it happened, if anything tells
+    at: datetime | None = None  # when it happened, if known
     log_lines: tuple[str, ...] = ()
     cannot_start: bool = False  # it would fail in the same way again: see `decide.start_failures`
     refusal: Refusal | None = None  # so would this, until the script is changed: see `decide.refusals`
@@ -106,8 +107,8 @@ class Loss:
 def losses_among(
     snapshot: Snapshot, current: Mapping[int, WorkerPod], expected: Mapping[int, bool]
 ) -> tuple[Loss, ...]:
-    """Every lost worker, root cause first. `expected` has the indices of the workers; the value is whether the pod is
-    known to have been there. If it is not, a missing pod was simply not created yet."""
+    """Every lost worker, root cause first. `expected` maps the indices of the workers to whether the pod is known to
+    have existed. If it is not, a missing pod has simply not been created yet."""
     found = []
     for index, was_there in expected.items():
         pod = current.get(index)
@@ -119,19 +120,20 @@ def losses_among(
     return tuple(sorted(found, key=_first_cause))
 
 
-# Causes of losses that follow from another loss. A worker that is asked to stop ends its peers in order; a worker that
-# dies breaks their collectives.
+# Causes of losses that may follow from another loss. A worker that is asked to stop makes its peers stop in order; a
+# worker that dies breaks their collectives.
 _CONSEQUENCES = (Cause.PREEMPTED, Cause.PEER_LOST)
 
 
 def _first_cause(loss: Loss) -> tuple[int, float, int]:
-    """Survivors' failures come after what caused them, whatever the clocks of their nodes say."""
+    """Sort key of a loss: survivors' failures come after the failure that caused them, whatever their nodes' clocks
+    say."""
     order = _CONSEQUENCES.index(loss.cause) + 1 if loss.cause in _CONSEQUENCES else 0
     return (order, loss.at.timestamp() if loss.at else 0.0, loss.index)
 
 
 def on_lost_node(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> bool:
-    """Whether the pod's node is known to be silent or gone."""
+    """Whether the pod's node is known to be gone, or not to be ready."""
     if pod.node is None:
         return False
     node = nodes.get(pod.node)
@@ -161,13 +163,13 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
 
 
 def _said(pod: WorkerPod) -> str:
-    """The kubelet's message, which names the resource that the node lacked, or the device that was not there."""
+    """The kubelet's message. It names the resource that the node lacked, or the missing device."""
     return f": {' '.join(pod.message.split()).rstrip('.')}" if pod.message else ""
 
 
 def _ended_before(pod: WorkerPod, deleted_at: datetime) -> bool:
-    """Whether the program had failed before the pod was deleted. If it failed afterwards, its exit code answers the
-    kubelet's SIGTERM (torchrun's is 1), and the program is not to blame."""
+    """Whether the program had failed before the pod was deleted. If it failed afterwards, its exit code is the answer
+    to the kubelet's SIGTERM (torchrun's is 1), and the program is not to blame."""
     ended = pod.exit.finished_at if pod.exit is not None else None
     return pod.phase is PodPhase.FAILED and ended is not None and ended < deleted_at
 
@@ -190,7 +192,7 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What the worker library wrote to the termination log (everstep.contract.termination)."""
+    """The worker library's record in the termination log (everstep.contract.termination)."""
 
     exit_code: int
     text: str
@@ -200,7 +202,7 @@ class _Record:
 
 
 def _record(message: str | None) -> _Record | None:
-    """The record of the process that failed first. Where there are several, a record that does not blame a peer wins.
+    """The record of the process that failed first. If there are several records, one that does not blame a peer wins.
 
     The message is untrusted text: anything odd in it is ignored.
     """
@@ -218,7 +220,7 @@ def _record_of(line: str) -> _Record | None:
         return _Record(
             exit_code=int(body["exit_code"]) & 0xFF,
             text=_shown(error, MAX_ERROR),
-            # A refusal may explain itself with the words of a lost peer.
+            # The text of a refusal may contain the words of a lost peer.
             peer_lost=refusal is None and _PEER_LOST.search(error) is not None,
             lines=tuple(_shown(line) for line in redact.lines(str(text) for text in list(body.get("lines", ()))[-20:])),
             refusal=refusal,
@@ -274,7 +276,7 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
     if code > 128:
         return f"ended by signal {code - 128}"
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
-    # A container that never ran has the runtime's words, all in one sentence.
+    # For a container that never ran, the message is the runtime's, in one sentence.
     words = lines[-1] if exit_.reason in _NEVER_RAN and lines else exit_text.telling(lines)
     return f"exit code {code}{reason}" + (f": {words}" if words else "")
 
@@ -288,5 +290,6 @@ def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
 
 
 def _shown(text: str, limit: int = MAX_LINE) -> str:
-    """Text that a status may quote. It is cut again after secrets are hidden, because that makes a text longer."""
+    """The text as a status may quote it. It is cut again after secrets are hidden, because hiding them may make it
+    longer."""
     return sanitize.encodable(redact.short(text, limit))

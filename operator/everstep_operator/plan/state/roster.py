@@ -1,11 +1,11 @@
-"""The published workers of a job: which index is in which incarnation.
+"""The roster: the published workers of a job, and the incarnation of each.
 
 A worker is replaced by raising its incarnation here, in the status, before anything is done to pods. Where the agents
 form the rounds, one worker is replaced alone. Under c10d a roster is *whole*: every change gives all workers the same
 new incarnation, which is a new round (ADR 0027).
 
-Invariants: which pods should exist follows from a roster alone; the incarnation of an index never falls, and one that
-comes back after it was taken out is newer than any that was taken out, so a name is never used twice.
+Invariants: which pods should exist follows from the roster alone. The incarnation of an index never falls. An index
+that comes back after it was taken out gets an incarnation above all that were taken out, so a name is never used twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """Of one worker. `started`: its pod has been Ready, so a missing one is lost, not still to come."""
+    """The incarnation of one worker. `started`: its pod has been Ready, so a missing pod is lost, and not still to be
+    created."""
 
     number: int
     started: bool = False
@@ -31,10 +32,10 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`wanted` is how many workers it was made for; fewer are in it where lost ones are not replaced.
+    """`wanted`: the number of workers that it was made for. It has fewer if lost workers are not replaced.
 
-    `whole`: any change replaces all workers. Its round is then `next_incarnation`, one more than the incarnation of its
-    workers, also when it has none.
+    `whole`: any change replaces all workers. Then its round is `next_incarnation`, which is one more than the
+    incarnation of its workers. That holds for a roster without workers too.
     """
 
     wanted: int = 0
@@ -55,15 +56,15 @@ class Roster:
         return (pod.round is not None) == self.whole
 
     def supersedes(self, job: str, pod: WorkerPod) -> bool:
-        """Whether the pod is no worker of this roster or of a later one: it was replaced or taken out, or a stranger
-        labelled it. A pod of a later roster proves that this one is old: it is not ours to end."""
+        """Whether the pod belongs neither to this roster nor to a later one: it was replaced or taken out, or somebody
+        else labelled it. A pod of a later roster must not be deleted: it proves that this roster is old."""
         if pod.name != names.pod_name(job, pod.index, pod.incarnation):
             return True
         worker = self.workers.get(pod.index)
         return pod.incarnation < (self.next_incarnation if worker is None else worker.number)
 
     def __str__(self) -> str:
-        """As `0-3@0 4@2`."""
+        """The workers by incarnation, such as `0-3@0 4@2`."""
         spans = (
             (f"{first}-{last}" if last > first else f"{first}") + f"@{worker.number}"
             for first, last, worker in _ranges({i: Incarnation(w.number) for i, w in self.workers.items()})
@@ -88,7 +89,8 @@ def nothing(job: JobView) -> Roster:
 
 
 def read(stored: api.Roster | None) -> Roster:
-    """What somebody edited into it is bounded by the types; of two ranges that name one index, the first counts."""
+    """The roster as stored. Somebody may have edited it: the types bound its values, and of two ranges with one index
+    the first counts."""
     if stored is None:
         return Roster()
     workers: dict[int, Incarnation] = {}
@@ -99,7 +101,7 @@ def read(stored: api.Roster | None) -> Roster:
 
 
 def write(roster: Roster) -> api.Roster:
-    """As compact as it can be said: neighbours in the same incarnation are one range."""
+    """The stored form of the roster. Neighbours in the same incarnation are one range."""
     ranges = tuple(
         api.WorkerRange(first=first, last=last, incarnation=worker.number, started=worker.started)
         for first, last, worker in _ranges(roster.workers)
@@ -108,7 +110,7 @@ def write(roster: Roster) -> api.Roster:
 
 
 def opening(snapshot: Snapshot, wanted: int) -> Roster:
-    """The first roster, or one in place of a roster that somebody deleted: pods that are there are kept, unless it is
+    """The first roster, or the replacement of a roster that somebody deleted. Existing pods are kept, unless it is
     whole."""
     job = snapshot.job
     none = nothing(job)
@@ -134,7 +136,7 @@ def unused(snapshot: Snapshot, roster: Roster) -> int:
 
 
 def caught_up(snapshot: Snapshot, roster: Roster) -> Roster:
-    """The roster, as new as the pods that were made from it: an edited status must not bring an older pod back."""
+    """The roster, raised to the incarnations of existing pods: an edited status must not bring an older pod back."""
     least, newest = _least(snapshot, roster), _newest(snapshot, roster)
     workers = {
         index: worker if least.get(index, -1) <= worker.number else Incarnation(least[index])
@@ -151,8 +153,8 @@ def caught_up(snapshot: Snapshot, roster: Roster) -> Roster:
 def revised(
     snapshot: Snapshot, roster: Roster, wanted: int, lost: Collection[int] = (), *, replaced: bool = True
 ) -> Roster:
-    """The roster with the lost workers `replaced` or given up, and made for `wanted`: the highest indices go, the
-    lowest free ones come. Workers that were given up stay away until `wanted` changes."""
+    """The roster for `wanted` workers, with the lost ones `replaced` or given up. A smaller roster loses its highest
+    indices; a larger one gets the lowest free ones. Workers that were given up stay away until `wanted` changes."""
     if roster.whole:
         changes = bool(lost) or wanted != roster.wanted
         return _renewed(roster, wanted, unused(snapshot, roster)) if changes else roster
@@ -173,7 +175,7 @@ def revised(
 
 
 def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
-    """With `started` set for every worker whose pod has been Ready."""
+    """The roster, with `started` set for every worker whose pod has been Ready."""
     workers = {
         index: worker
         if worker.started or (pod := current.get(index)) is None or not (pod.ready or pod.finished)
@@ -184,24 +186,25 @@ def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
 
 
 def _renewed(roster: Roster, wanted: int, least: int) -> Roster:
-    """The next whole roster: all workers in one new incarnation. A roster of no workers uses a number up as well, so
-    that an operator with an old view cannot bring the pods back."""
+    """The next whole roster: all workers in one new incarnation. An empty roster uses a number up too, so that an
+    operator with an old view cannot bring the pods back."""
     number = max(roster.next_incarnation, least)
     return Roster(wanted, _after(number, roster), dict.fromkeys(range(wanted), Incarnation(number)), whole=True)
 
 
 def _limit(roster: Roster) -> int:
-    """The greatest incarnation: of a whole roster it follows from the round, which has the room of a number in JSON."""
+    """The greatest incarnation. That of a whole roster follows from the round, which may be any safe integer of
+    JSON."""
     return SAFE_INT_MAX if roster.whole else api.MAX_INCARNATION
 
 
 def _after(incarnation: int, roster: Roster) -> int:
-    """The following incarnation. A status may hold the last one that there is only if somebody wrote it there."""
+    """The following incarnation. Only an edited status reaches the greatest one, which then stays."""
     return min(incarnation + 1, _limit(roster))
 
 
 def _newest(snapshot: Snapshot, roster: Roster) -> dict[int, int]:
-    """The newest incarnation of each index that has a pod with the name that we give, of any backend."""
+    """The newest incarnation of each index that has a pod with one of our names, of any backend."""
     newest: dict[int, int] = {}
     for pod in _named(snapshot, roster):
         newest[pod.index] = max(newest.get(pod.index, 0), pod.incarnation)
@@ -209,7 +212,7 @@ def _newest(snapshot: Snapshot, roster: Roster) -> dict[int, int]:
 
 
 def _least(snapshot: Snapshot, roster: Roster) -> dict[int, int]:
-    """The least incarnation that each index may be in, beside the pods that are there."""
+    """The least incarnation that each index may have, given the pods that exist."""
     least: dict[int, int] = {}
     for pod in _named(snapshot, roster):
         number = pod.incarnation if roster.is_of_its_backend(pod) else _after(pod.incarnation, roster)

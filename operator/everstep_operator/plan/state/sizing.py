@@ -1,4 +1,4 @@
-"""The sizes at which a job may train, and the size that its spec asks for now. Pure arithmetic."""
+"""Computes the sizes at which a job may train, and the size that its spec asks for now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from everstep_operator.api.types import TrainingJobSpec
 
 
 def bounds(spec: TrainingJobSpec) -> Sizes:
-    """Every size that the job may have while its `elastic` stays as it is. A fixed job has one."""
+    """Every size that the job may have while its `elastic` stays as it is. A job of a fixed size has one."""
     elastic = spec.elastic
     if elastic is None:
         return Sizes(spec.replicas, spec.replicas)
@@ -23,9 +23,10 @@ def wanted(spec: TrainingJobSpec) -> int:
 
 
 def present(spec: TrainingJobSpec) -> Sizes:
-    """The sizes that a round may have now. None is above the wanted one, or agents would wait for workers in vain.
+    """The sizes that a round may have now. None exceeds the wanted size: agents would wait in vain for workers that
+    never come.
 
-    The round store tells them to the agents, because running agents were started with the sizes of an older spec.
+    The round store tells these to the agents, because running agents were started with the sizes of an older spec.
     """
     all_, most = bounds(spec), bounds(spec).largest(spec.replicas)
     return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))

@@ -1,7 +1,7 @@
-"""What is known of the world that trains.
+"""Derives what is known of the world that trains.
 
-With backend everstep the round store says it, once it was read. With etcd the operator sees no round: the pods and the
-reports stand in. Under c10d the published round is the world, and its pods say whether it stands.
+With backend everstep the round store tells it, once it has been read. With etcd the operator sees no round, so pods and
+reports take its place. Under c10d the published round is the world, and its pods show whether it is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from everstep_operator.plan.state.roster import Roster
 
 @dataclass(frozen=True, slots=True)
 class WorldState:
-    """`members` are the workers of the last round that are still the ones it was formed of; `size` is how many it was
-    formed of. `stands`: it has all of them, and may run at this size."""
+    """`size`: the number of members that the last round was formed of. `members`: those of them that were not replaced
+    since. `stands`: none was lost or replaced, and the round may run at this size."""
 
     round: int
     size: int
@@ -40,7 +40,8 @@ def of(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod], siz
 
 
 def is_awaited(snapshot: Snapshot) -> bool:
-    """Whether this operator has a round store and has not read this job's document yet: it has just begun to lead."""
+    """Whether this operator has yet to read the job's document in its round store, because it has only begun to
+    lead."""
     return snapshot.world is None and snapshot.job.spec.rendezvous.backend is RendezvousBackend.EVERSTEP
 
 
@@ -52,7 +53,8 @@ def _published(roster: Roster, current: Mapping[int, WorkerPod]) -> WorldState:
 
 
 def _as_before(snapshot: Snapshot, roster: Roster) -> WorldState:
-    """What the status says: that an operator knows less than the one before it is no news about the world."""
+    """The world as the status describes it. A new operator knows less than the last one, but that changes nothing about
+    the world."""
     status = snapshot.job.status
     quorum = status.condition(ConditionType.QUORUM_REACHED)
     stood = status.world.formed_at is not None and quorum is not None and quorum.status is ConditionStatus.TRUE
