@@ -7,6 +7,7 @@ all times, so that they end with the same bits where the script is deterministic
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -65,17 +67,26 @@ def undisturbed(
     return _run([*command, *arguments], folder, variables)
 
 
-def disturbed(name: str, folder: Path, arguments: Sequence[str], processes: int = 3, at: Sequence[str] = ()) -> Ended:
+def disturbed(
+    name: str,
+    folder: Path,
+    arguments: Sequence[str],
+    processes: int = 3,
+    at: Sequence[str] = (),
+    through: Sequence[Path] = (),
+    elastic: str = "",
+) -> Ended:
     """The job of examples/NAME/job.yaml with `processes` workers; `at`: what happens in which step, as in `everstep
-    run --at`."""
+    run --at`. `through`: a script of the test that runs the recipe's, and its first arguments; `elastic`: MIN:MAX
+    workers, else as many as there are."""
     folder.mkdir(parents=True, exist_ok=True)
     job = yaml.safe_load((EXAMPLES / name / "job.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
     launcher, script, *given = container["command"]
-    container["command"] = [launcher, str(EXAMPLES / name / script), *given, *arguments]
+    container["command"] = [launcher, *map(str, through), str(EXAMPLES / name / script), *given, *arguments]
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     command = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
-    command += ["--elastic", f"{processes}:{processes}", "--out", folder / "out"]
+    command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
     for one in at:
         command += ["--at", one]
     return _run([*command, "--checkpoint", folder / "commits"], folder)
@@ -85,6 +96,16 @@ def kill(name: str, first: int, last: int, workers: int = 3) -> str:
     """A worker's death, for `disturbed`: in a step of `first`..`last`, the same for a recipe's name each time."""
     chance = random.Random(name)
     return f"{chance.randint(first, last)}:kill={chance.randrange(workers)}"
+
+
+def script(name: str) -> ModuleType:
+    """examples/NAME/train.py as a module; its `main` does not run."""
+    spec = importlib.util.spec_from_file_location(f"{name}_train", _script(name))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def differences(left: Ended, right: Ended, only: Sequence[str] = ()) -> list[str]:

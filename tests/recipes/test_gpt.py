@@ -1,0 +1,61 @@
+"""examples/gpt: the bits and samples of an undisturbed run, an evaluation by all ranks, and the schedule's end."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from recipes import Ended, differences, disturbed, kill, script, undisturbed
+from recorded import record
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "gpt"
+STEPS = 120
+ARGUMENTS = ("--steps", str(STEPS), "--every-steps", "20", "--evaluate-every", "40")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
+    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 25, 100)])
+    assert hit.status()["restarts"] == 1, hit.output
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes", len(changed), "")
+    assert changed == []
+    bits, sample = evaluations(hit.output)[STEPS]
+    assert (bits, sample) == evaluations(calm.output)[STEPS]
+    assert hit.state["rate"]["_last_lr"] == pytest.approx([0.1 * 3e-3]), "the cosine ends at a tenth"
+    record(NAME, f"bits a character on unseen text after {STEPS} steps", bits, "", expected=None)
+    assert bits < entropy(Path(os.__file__).read_text()), "frequencies of characters would predict as well"
+
+
+def test_three_ranks_measure_what_one_measures(calm: Ended) -> None:
+    train = script(NAME)
+    model = train.Transformer()
+    model.load_state_dict(calm.state["model"])
+    data = train.pieces(Path(os.__file__).read_text())
+    with torch.no_grad():
+        alone = train.loss_of(model, data[: len(data) // 10]).item() / math.log(2)
+    together = evaluations(calm.output)[STEPS][0]
+    record(NAME, "difference of three ranks' evaluation from that of one", abs(alone - together), "bits a character")
+    assert together == pytest.approx(alone, abs=2e-4)
+
+
+def evaluations(output: str) -> dict[int, tuple[float, str]]:
+    """By step: bits a character, and what was sampled."""
+    found = re.findall(r"step (\d+): ([\d.]+) bits a character; (.+)", output)
+    return {int(step): (float(bits), sample.strip()) for step, bits, sample in found}
+
+
+def entropy(text: str) -> float:
+    """Bits a character, of one that is drawn by its frequency."""
+    shares = [count / len(text) for count in Counter(text).values()]
+    return -sum(share * math.log2(share) for share in shares)
