@@ -1,3 +1,3 @@
-"""Everstep's operator: start at `main`; what it decides is in `plan`."""
+"""Everstep's operator. Start reading at `main`; its decisions are in `plan`."""
 
 from everstep.version import __version__ as __version__

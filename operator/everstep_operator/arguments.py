@@ -1,7 +1,8 @@
-"""The command line of `everstep-operator`. Everything is judged here, before anything is contacted.
+"""The command line of `everstep-operator`. All arguments are checked here, before anything is contacted.
 
 Every setting of the environment is a flag too. Outside of a pod the cluster and the namespace of the Lease have to be
-named: an operator acts on all jobs of a cluster, and two that hold Leases in two namespaces do not know of each other.
+named. An operator acts on all jobs of a cluster, and two operators with Leases in two namespaces would not know of each
+other.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from everstep_operator.settings import NAMESPACE, VARIABLES, OperatorSettings, S
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """What one `everstep-operator` was asked to do, and where."""
+    """The parsed command line: the cluster and the settings."""
 
     settings: OperatorSettings
     cluster: Cluster
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The flags. `environ` only shows in the help text what holds here."""
+    """The parser of the flags. `environ` is used only to show present values in the help text."""
     p = argparse.ArgumentParser(
         prog="everstep-operator",
         description="Runs TrainingJobs of one Kubernetes cluster until it is told to stop. In a pod it uses the pod's "
         "service account; anywhere else --kubeconfig or --context, and --namespace, must say where.",
         epilog="Each setting can be given as the variable in brackets, too; a flag wins.",
-        allow_abbrev=False,  # a flag added later must not change what a shortened one means
+        allow_abbrev=False,  # a flag that is added later must not change the meaning of a shortened one
     )
     p.add_argument("--version", action="version", version=f"everstep-operator {__version__}")
     p.add_argument(
@@ -51,7 +52,8 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Invocation:
-    """Raises SettingsError or CredentialsError; ends Python for --help, --version and an unknown argument."""
+    """Parse and check the arguments. Raises SettingsError or CredentialsError; ends Python for --help, --version and an
+    unknown argument."""
     given = parser(environ).parse_args(list(argv))
     flags = {v.name: value for v in VARIABLES if (value := getattr(given, v.name)) is not None}
     OperatorSettings.from_env(environ, flags)

@@ -1,7 +1,7 @@
-"""The base of every error of the operator: one that may pass by itself, and one that does not.
+"""The bases of the operator's errors: errors that may pass by themselves, and errors that do not.
 
-Callers act on nothing else. A `RetryableError` may be over at the next try, or after a fresh read. A `TerminalError`
-stays until somebody changes the request, the object, the permissions or the configuration.
+Callers need no other distinction. A `RetryableError` may be over at the next try, or after a fresh read. A
+`TerminalError` stays until somebody changes the request, the object, the permissions or the configuration.
 """
 
 
@@ -10,7 +10,7 @@ class OperatorError(Exception):
 
 
 class RetryableError(OperatorError):
-    """May succeed later without anybody's action."""
+    """The same request may succeed later without anybody's action."""
 
 
 class TerminalError(OperatorError):

@@ -1,4 +1,4 @@
-"""The operator as a process: reads its settings, connects its parts, runs until it is told to stop."""
+"""The operator's process: it reads the settings, connects the parts, and runs until it is told to stop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MAX_FILES = 65_536
 
 
 class Operator:
-    """Everything that one replica runs. `run()` returns when it is cancelled; it gives its Lease back then."""
+    """All parts of one replica. `run()` returns when it is cancelled, and gives the Lease back then."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Operator:
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
         synced: Callable[[], None] = freeze_startup_objects,
     ) -> None:
-        """`on_report` is told of every report that was accepted; `synced` is called once, with full
-        caches: it settles the memory of the process, which has to be the operator's alone."""
+        """`on_report` is called with every accepted report. `synced` is called once, when the caches are full. It
+        changes the garbage collection of the whole process, so the operator must be alone in it."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
         self.caches = Caches.of(client, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
@@ -162,7 +162,7 @@ class Operator:
             for informer in self.caches.all():
                 await informer.wait_synced()
             self._synced()
-            # Only with full caches: a leader that sees no pods would believe that all of them are lost.
+            # A replica leads only with full caches: a leader that sees no pods would take all of them for lost.
             group.create_task(self.elector.run())
             group.create_task(self.leader_probe.run())
             group.create_task(self.controller.run())
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _allow_files() -> None:
-    """As many open files as the container may have: each agent that waits for its round holds a connection."""
+    """Allow as many open files as the container may have: each agent that waits for its round holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
 """The operator's configuration, from flags and from EVERSTEP_* variables that the Helm chart sets.
 
-Each setting is one `Variable`: its name in the environment, and the flag of the same name. A flag wins. Wrong values
-name the flag or variable that they came from.
+Each setting is one `Variable`: its name in the environment, and the flag of the same name. A flag wins. The error for a
+wrong value names the flag or variable.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PREFIX = "EVERSTEP_"
 
 
 class SettingsError(TerminalError):
-    """A setting cannot be used; the text names the flag or variable and what is expected."""
+    """A setting cannot be used. The text names the flag or variable, and says what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One setting, with the text that `--help` prints. `default` is empty where it depends on the machine."""
+    """One setting, with the text that `--help` prints. `default` is empty if it depends on the machine."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Where values come from: flags (by the name of their variable) before the environment."""
+    """The sources of values: flags (by the name of their variable), then the environment."""
 
     environ: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -81,14 +81,15 @@ class OperatorSettings:
 
     @property
     def identity(self) -> str:
-        """Holder identity in the Lease; carries the address that followers redirect to."""
+        """The holder's identity in the Lease. It contains the address to which followers redirect."""
         return f"{self.pod_name}_{self.pod_ip}:{self.port}"
 
     @classmethod
     def from_env(
         cls, environ: Mapping[str, str] = os.environ, flags: Mapping[str, str] | None = None
     ) -> OperatorSettings:
-        """`flags` has values by the name of their variable. Raises SettingsError for the first that is wrong."""
+        """Read the settings. `flags` has values by the name of their variable. Raises SettingsError for the first wrong
+        value."""
         given = Given(environ, flags or {})
         defaults = {v.name: v.default for v in VARIABLES}
         prefixes = given.text("EVERSTEP_CHECKPOINT_URL_PREFIXES")

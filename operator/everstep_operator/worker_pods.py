@@ -1,6 +1,6 @@
-"""What a worker's pod says of itself: which job controls it, which worker it is, and whether it has ended. Pure.
+"""Reads from a pod which job controls it, which worker it is, and whether it has ended. Pure.
 
-It is the only reader of these labels. Invariant: labels that were edited by hand into something else name no worker.
+It is the only reader of these labels. Invariant: labels with invalid values, which somebody edited, name no worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WorkerLabels:
 
 
 def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
-    """Namespace and name of the job that controls this object, if a job does."""
+    """Namespace and name of the job that controls this object; None if no job does."""
     for owner in obj.metadata.owner_references:
         if owner.controller and owner.kind == labels.KIND and owner.api_version == labels.API_VERSION:
             return (obj.metadata.namespace, owner.name)
@@ -30,7 +30,7 @@ def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
 
 
 def worker_labels(pod: Pod) -> WorkerLabels | None:
-    """None when the labels do not say which worker it is."""
+    """The worker that the labels name; None if they name none."""
     found = pod.metadata.labels
     try:
         index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
@@ -40,13 +40,13 @@ def worker_labels(pod: Pod) -> WorkerLabels | None:
 
 
 def worker_exit(pod: Pod) -> ContainerTerminated | None:
-    """How the worker's container ended; None while it has not."""
+    """How the worker's container ended; None while it runs."""
     status = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
     return status.state.terminated if status is not None else None
 
 
 def has_ended(pod: Pod) -> bool:
-    """Whether nothing of the worker runs any more."""
+    """Whether the worker's containers have ended."""
     if pod.status.phase in ("Succeeded", "Failed"):
         return True
     return worker_labels(pod) is not None and worker_exit(pod) is not None

@@ -1,7 +1,7 @@
-"""Exponential back-off as a value: pure, the randomness is an argument.
+"""Exponential back-off as a value. It is pure: the randomness is an argument.
 
-Jitter over the upper half: `delay` lies in [d/2, d] for d = base * factor^attempt, capped, so that a thousand clients
-do not come back together and none comes back at once (the "equal jitter" of M. Brooker's "Exponential Backoff And
+Only the upper half is random: `delay` lies in [d/2, d] for d = base * factor^attempt, capped. So a thousand clients do
+not come back together, and none comes back at once (the "equal jitter" of M. Brooker's "Exponential Backoff And
 Jitter", 2015).
 """
 
@@ -25,7 +25,7 @@ class Backoff:
         delay = self.base
         for _ in range(attempt):
             delay *= self.factor
-            # Leaves early: a power of a large attempt would overflow a float.
+            # Return early: a power of a large attempt would overflow a float.
             if delay >= self.cap:
                 return self.cap
         return delay

@@ -1,8 +1,8 @@
-"""What the operator may ask of Kubernetes: the protocol, its values and nothing of how it is carried.
+"""The protocol by which the operator talks to Kubernetes, and its values. It does not say how requests are sent.
 
-The HTTP transport and an in-memory cluster both implement it; everything above is written against it. Rules they keep:
-every failure is an `errors.KubeError`; a write is sent at most once unless the server said that it refused it (429) or
-the verb is safe to repeat; nothing waits without a bound.
+The HTTP transport and the in-memory cluster implement it, and all code above uses only this. Both keep these rules.
+Every failure is an `errors.KubeError`. A write is sent at most once, unless the server refused it (429) or the verb is
+safe to repeat. Every wait has a bound.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -48,7 +48,7 @@ class Changed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """Nothing changed up to `resource_version`: the stream is alive and a reconnect may start here."""
+    """Nothing else changed up to `resource_version`. The stream is alive, and a reconnect may start here."""
 
     resource_version: str
 
@@ -58,7 +58,7 @@ WatchEvent: TypeAlias = Changed[T] | Bookmark
 
 @dataclass(frozen=True, slots=True)
 class TokenIdentity:
-    """Who a bearer token belongs to; the pod fields are empty for a token that is bound to none."""
+    """The owner of a bearer token. The pod fields are empty for a token that is bound to no pod."""
 
     username: str
     audiences: tuple[str, ...]
@@ -67,7 +67,7 @@ class TokenIdentity:
 
     @property
     def namespace(self) -> str:
-        """Of the service account `system:serviceaccount:<namespace>:<name>`; empty for any other user."""
+        """The namespace in `system:serviceaccount:<namespace>:<name>`; empty for a user that is no service account."""
         parts = self.username.split(":")
         return parts[2] if len(parts) == 4 and parts[:2] == ["system", "serviceaccount"] else ""
 
@@ -86,7 +86,7 @@ class KubeClient(Protocol):
     """Kubernetes as this operator uses it. All methods raise `errors.KubeError` and its subclasses only."""
 
     async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
-        """The object, read consistently; `NotFound` where there is none."""
+        """The object, read consistently. Raises `NotFound`."""
         ...
 
     async def list(
@@ -98,7 +98,7 @@ class KubeClient(Protocol):
         limit: int = PAGE,
         resource_version: str | None = None,
     ) -> ListResult[T]:
-        """Every object, read in pages of `limit`; a history that expires between two pages restarts the list.
+        """Every object, read in pages of `limit`. If the history expires between two pages, the list begins again.
 
         `resource_version=None` is a consistent read; "0" may be any cached state.
         """
@@ -120,7 +120,8 @@ class KubeClient(Protocol):
         ...
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
-        """Create; `AlreadyExists` where the name is taken. After `ConnectionFailed` or `ServerError` it may exist."""
+        """Create. Raises `AlreadyExists` if the name is taken. After `ConnectionFailed` or `ServerError` the object may
+        exist."""
         ...
 
     async def merge_patch(
@@ -167,12 +168,11 @@ class KubeClient(Protocol):
         ...
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
-        """Whose token it is, if it is valid for one of `audiences`. The token is never logged."""
+        """The token's owner, if it is valid for one of `audiences`. The token is never logged."""
         ...
 
     async def signing_keys(self) -> Mapping[str, Any]:
-        """The public keys that service accounts' tokens are signed with: a JSON Web Key Set (RFC 7517).
-
-        `Forbidden` where this account may not read them.
+        """The public keys with which tokens of service accounts are signed: a JSON Web Key Set (RFC 7517). Raises
+        `Forbidden` if this account may not read them.
         """
         ...

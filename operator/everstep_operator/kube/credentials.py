@@ -1,7 +1,8 @@
-"""Where the API server is and who we are: from a pod's service account or from a kubeconfig.
+"""Finds the API server and our credentials, from a pod's service account or from a kubeconfig.
 
-All of it (exec plug-ins, token files, client certificates, proxies) is the official client's work; this module decides
-which source and makes its failures ours. Loading again yields fresh tokens and a fresh CA: a rotation needs no restart.
+The official client does the work (exec plug-ins, token files, client certificates, proxies). This module chooses the
+source, and turns failures into our errors. Loading again yields fresh tokens and a fresh CA, so a rotation needs no
+restart.
 """
 
 import os
@@ -50,10 +51,10 @@ def find_source(
     context: str | None = None,
     service_account: Path = SERVICE_ACCOUNT,
 ) -> Source:
-    """The cluster that was asked for by file or context, else the one that this pod is in.
+    """The cluster that was named by file or context, else the one of this pod.
 
-    A kubeconfig is used only by a person's word: whoever looks at one cluster with kubectl has not said that an
-    operator is to act there. Raises `CredentialsError` where nothing was said, or two things.
+    A kubeconfig is used only if a person names it: to look at a cluster with kubectl is not to ask that an operator act
+    there. Raises `CredentialsError` if no cluster was named, or two were.
     """
     ambient = environ.get("KUBECONFIG")
     if kubeconfig is not None or context is not None:
@@ -83,7 +84,7 @@ def own_namespace(source: InCluster) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A source in the words of the person who chose it. `context` is empty for a pod's own cluster."""
+    """The chosen source, to be shown to the person who chose it. `context` is empty for a pod's own cluster."""
 
     source: Source
     server: str
@@ -96,7 +97,8 @@ class Cluster:
 
 
 def look_up(source: Source) -> Cluster:
-    """Which cluster that is, from files alone. Raises `CredentialsError` for a file or context that is not there."""
+    """Which cluster that is, read from files alone. Raises `CredentialsError` for a file or context that does not
+    exist."""
     if isinstance(source, InCluster):
         return Cluster(source, f"https://{source.host}:{source.port}")
     if not any(Path(path).expanduser().is_file() for path in source.path.split(os.pathsep)):
@@ -112,9 +114,9 @@ def look_up(source: Source) -> Cluster:
         server = str(clusters[contexts[name]["cluster"]]["server"])
     except CredentialsError:
         raise
-    except Exception as error:  # of its parsers: YAML, KeyError, and what the client calls them
+    except Exception as error:  # its parsers raise errors of YAML, KeyError, and the client's own
         raise CredentialsError(f"kubeconfig {source.path}: cannot be read: {error}") from error
-    # The context is kept: that another becomes the current one must not move a running operator.
+    # The context is fixed: a running operator must not move when somebody makes another context the current one.
     return Cluster(KubeConfig(source.path, name), server, name)
 
 
@@ -134,6 +136,6 @@ async def load(source: Source, connections: int) -> Any:
                     config_file=path, context=context, client_configuration=configuration, persist_config=False
                 )
     except Exception as error:
-        # The loaders raise whatever their parsers raise (YAML, base64, KeyError): all of it means the same here.
+        # The loaders raise whatever their parsers raise (YAML, base64, KeyError). All of these mean the same here.
         raise CredentialsError(f"cannot load {source}: {error}; check that the files exist and are readable") from error
     return configuration

@@ -1,7 +1,7 @@
-"""What an API server can refuse, and which refusals are worth another try.
+"""The errors of an API server, and which of them are worth another try.
 
-Every HTTP answer, broken stream and connection failure of this package becomes exactly one of these errors; no
-exception of the transport leaves the package.
+Every HTTP error, broken stream and connection failure becomes exactly one of these errors. No exception of the
+transport leaves the package.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ import msgspec
 
 from everstep_operator.errors import OperatorError, RetryableError, TerminalError
 
-MESSAGE_LIMIT = 2000  # characters of a server's message that are kept: an error text ends in a log line
+MESSAGE_LIMIT = 2000  # characters of a server's message that are kept, because error texts are logged
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One reason of a refusal; `field` is a path such as `spec.replicas`, empty where the server named none."""
+    """One reason of a refusal. `field` is a path such as `spec.replicas`; empty if the server named none."""
 
     reason: str
     message: str
@@ -27,8 +27,8 @@ class Cause:
 class KubeError(OperatorError):
     """Base of every error of this package; each is also a `RetryableError` or a `TerminalError`.
 
-    `where` names the request (`DELETE pods ns/name`), `status` is the HTTP code (0: no answer came), `reason` the
-    server's own word for it (`AlreadyExists`), `retry_after` the seconds it asked to wait, if it did.
+    `where` names the request (`DELETE pods ns/name`). `status` is the HTTP code (0: no answer came). `reason` is the
+    server's own word (`AlreadyExists`). `retry_after`: the seconds that the server asked to wait, if it did.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Conflict(KubeError, RetryableError):
 
 
 class Gone(KubeError, RetryableError):
-    """410: the resource version or continue token left the server's history; list again."""
+    """410: the resource version or continue token is no longer in the server's history; list again."""
 
 
 class TooManyRequests(KubeError, RetryableError):
@@ -64,11 +64,11 @@ class TooManyRequests(KubeError, RetryableError):
 
 
 class ServerError(KubeError, RetryableError):
-    """5xx: for a write it is unknown whether it happened."""
+    """5xx: whether a write happened is unknown."""
 
 
 class ConnectionFailed(KubeError, RetryableError):
-    """No complete answer in time: refused, reset, TLS, time-out. For a write it is unknown whether it happened."""
+    """No complete answer came in time: refused, reset, TLS, time-out. Whether a write happened is unknown."""
 
 
 class StreamBroken(KubeError, RetryableError):
@@ -80,7 +80,7 @@ class NotFound(KubeError, TerminalError):
 
 
 class AlreadyExists(KubeError, TerminalError):
-    """409 with reason AlreadyExists: the name is taken; whether by our own object is the caller's question."""
+    """409 with reason AlreadyExists: the name is taken. The caller finds out whether its own object has it."""
 
 
 class Invalid(KubeError, TerminalError):
@@ -127,7 +127,7 @@ _status_decoder = msgspec.json.Decoder(Status)
 
 
 def from_response(status: int, headers: Mapping[str, str], body: bytes, where: str) -> KubeError:
-    """The error for an answer with code `status` >= 400; a body that is no Status (a proxy's page) is quoted as is."""
+    """The error for an answer with code `status` >= 400. A body that is no Status (a proxy's page) is quoted."""
     try:
         parsed = _status_decoder.decode(body)
     except msgspec.DecodeError:
@@ -177,5 +177,5 @@ def _class_of(code: int, reason: str) -> type[KubeError]:
 
 
 def _seconds(header: str | None) -> float | None:
-    # Only the delta form: the API server never sends the date form, and a proxy's clock is not to be trusted.
+    # Only the form in seconds is read: the API server never sends a date, and a proxy's clock cannot be trusted.
     return float(header) if header is not None and header.isascii() and header.isdigit() else None

@@ -1,8 +1,8 @@
-"""From the bytes of a watch to its events, and from the bytes of an answer to its objects.
+"""Decodes the bytes of a watch into events, and the bytes of an answer into objects.
 
-Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and no line or body is held
-beyond its bound. An object nested deeper than any real one (case 13: anybody who may create a custom resource can make
-it) is read with its depths cut off, because failing on it would hide every other object of the same list.
+Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and lines and bodies are
+bounded. If an object is nested deeper than any real one, its depths are cut off: an error would hide every other object
+of the same list. Anybody who may create a custom resource can make such an object (case 13).
 """
 
 import logging
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=KubeObject)
 log = logging.getLogger(__name__)
 
 MAX_DEPTH = 100  # a pod template needs about 15; the decoder's own limit is the interpreter's recursion limit
-# etcd refuses objects above 1.5 MiB by default; managed fields and encoding may double one.
+# By default etcd refuses objects above 1.5 MiB; managed fields and encoding may double that.
 MAX_LINE = 8 * 1024 * 1024
 MAX_BODY = 128 * 1024 * 1024  # a page of 500 objects, each far larger than a pod
 
@@ -106,7 +106,7 @@ _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 
 def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
-    """The JSON text with null in place of every array and object nested deeper than `max_depth`."""
+    """The JSON text, with null in place of every array and object nested deeper than `max_depth`."""
     kept: list[bytes] = []
     depth = 0
     start = 0
@@ -121,19 +121,20 @@ def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
                 if depth == max_depth:
                     start = token.end()
             case _:
-                pass  # a string: brackets in it are none
-    # What is still open beyond the limit was never closed: nothing of it is kept, and the text stays invalid.
+                pass  # a string: brackets in it do not count
+    # A part beyond the limit that was never closed is dropped, and the text stays invalid.
     return b"".join((*kept, body[start:] if depth <= max_depth else b""))
 
 
 async def split_lines(
     chunks: AsyncIterable[bytes], where: str, max_line: int = MAX_LINE
 ) -> AsyncGenerator[bytes, None]:
-    """The non-empty lines of a stream. Raises `StreamBroken` at a line beyond `max_line` bytes and at a cut-off end."""
+    """The non-empty lines of a stream. Raises `StreamBroken` for a line beyond `max_line` bytes, or a stream that ends
+    inside a line."""
     held = bytearray()
     async for chunk in chunks:
         held += chunk
-        # Only up to the last newline: what follows it waits for its rest.
+        # Only whole lines are taken: the bytes after the last newline wait for the rest of their line.
         end = held.rfind(b"\n")
         if end >= 0:
             for line in bytes(held[:end]).split(b"\n"):

@@ -1,7 +1,7 @@
-"""Fields of a pod template that Kubernetes does not know, by the official client's models.
+"""Finds the fields of a pod template that Kubernetes does not know, by the official client's models.
 
-A CRD cannot hold the schema of a pod: whatever a template says is kept, and a misspelt `comand` is dropped when the pod
-is created. Invariant: only what the models name as an object is looked into; a model that they lack hides nothing else.
+A CRD cannot contain the schema of a pod. So it keeps whatever a template says, and a misspelt `comand` is dropped when
+the pod is created. Invariant: an object without a model is not looked into, and all others are.
 """
 
 import re
@@ -10,14 +10,14 @@ from typing import Any
 
 from kubernetes.aio.client import models
 
-# Its releases write types as "list[V1Pod]" or "List[V1Pod]", "dict(str, str)" or "Dict[str, str]".
+# The client's releases write types as "list[V1Pod]" or "List[V1Pod]", "dict(str, str)" or "Dict[str, str]".
 _LIST, _DICT = re.compile(r"[Ll]ist\[(.+)\]"), re.compile(r"[Dd]ict[\[(]str, (.+)[\])]")
 
 
 def unknown_fields(value: Any, model: str, path: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Of an object that should be a `model`, for example "V1PodTemplateSpec".
+    """The unknown fields of an object that should be a `model`, for example "V1PodTemplateSpec".
 
-    Each is the path of the object that has it, its name, and the names that the object could have.
+    Each entry has the path of the object with the field, the field's name, and the names of the object's known fields.
     """
     if (found := _LIST.fullmatch(model)) is not None:
         for index, item in enumerate(value if isinstance(value, list) else ()):

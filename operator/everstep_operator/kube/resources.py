@@ -1,7 +1,7 @@
-"""Which resources exist and how each is reached and decoded.
+"""Describes the resources of the API, and how each is reached and decoded.
 
-A `Resource` is all that the client knows about a kind: path, names and the shape to decode. CRD objects get theirs from
-`custom_resource`, called by whoever owns the CRD.
+A `Resource` is all that the client knows about a kind: path, names and the shape to decode. The owner of a CRD makes
+one for it with `custom_resource`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Resource(Generic[T]):
 
     @property
     def api_version(self) -> str:
-        """As it stands in an object's `apiVersion`."""
+        """The value of an object's `apiVersion`."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:

@@ -1,8 +1,8 @@
-"""One HTTP session with the API server, renewed when its credentials are.
+"""An HTTP session with the API server. It is renewed with its credentials.
 
-Invariant: a request that meets 401 or a certificate that does not verify is repeated at most once, with credentials
-loaded after it failed. Requests in flight on the old session finish there; it is closed when the last of them leaves,
-because closing it at once would cut healthy watches and leave the outcome of writes unknown.
+Invariant: after a 401, or a certificate that does not verify, a request is repeated at most once, with credentials that
+were loaded after the failure. Requests in flight finish on the old session, which is closed after the last of them. To
+close it at once would cut healthy watches, and leave the outcome of writes unknown.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from everstep_operator.kube import credentials
 from everstep_operator.kube.errors import ConnectionFailed, KubeError, from_response
 from everstep_operator.kube.framing import MAX_BODY
 
-RELOAD_EVERY = 5.0  # seconds at least between two loads: an exec plug-in starts a process, and bad credentials stay bad
+RELOAD_EVERY = 5.0  # least seconds between two loads: an exec plug-in starts a process, and bad credentials stay bad
 USER_AGENT = "everstep-operator"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is sent. `total` bounds the whole exchange in seconds, `connect` the TCP and TLS handshakes."""
+    """A request. `total` bounds the whole exchange in seconds, `connect` the TCP and TLS handshakes."""
 
     method: str
     path: str
@@ -48,7 +48,7 @@ class _Generation:
 
 
 class Session:
-    """Sends requests; knows nothing of what they mean."""
+    """Sends requests. It does not know what they mean."""
 
     def __init__(self, source: credentials.Source, connections: int) -> None:
         self._source = source
@@ -65,7 +65,8 @@ class Session:
 
     @asynccontextmanager
     async def send(self, request: Request) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """The answer, its body not yet read, its code below 400. Raises `KubeError`, from the body of the block too."""
+        """An answer with a code below 400, whose body is not read yet. Raises `KubeError`, also for errors inside the
+        block."""
         used = await self._newer_than(None)
         try:
             async with self._exchange(used, request) as response:
@@ -83,7 +84,8 @@ class Session:
 
     @asynccontextmanager
     async def _exchange(self, used: _Generation, request: Request) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """One request on one generation; every code but 401 of at least 400 is raised as its error."""
+        """Send one request with one generation of credentials. Every code from 400 on except 401 is raised as its
+        error."""
         used.users += 1
         response: aiohttp.ClientResponse | None = None
         try:
@@ -99,14 +101,14 @@ class Session:
             raise ConnectionFailed(f"{type(error).__name__}: {error}", where=request.where) from error
         finally:
             if response is not None:
-                # Unread bytes make the connection useless for others: aiohttp drops it instead of reusing it.
+                # A connection with unread bytes cannot be used again, so aiohttp drops it.
                 response.release() if response.content.at_eof() else response.close()
             used.users -= 1
             if used.retired and not used.users:
                 await used.api.close()
 
     async def _newer_than(self, used: _Generation | None) -> _Generation:
-        """The current generation, loaded anew if it is still `used`, unless that was tried moments ago."""
+        """The current generation. If it is still `used`, it is loaded again, unless that was tried moments ago."""
         async with self._lock:
             now = asyncio.get_running_loop().time()
             old = self._current
@@ -128,7 +130,7 @@ class _BadCertificate(ConnectionFailed):
 
 
 async def _call(api: Any, request: Request) -> aiohttp.ClientResponse:
-    # Identity: compressing a list costs the server more than the wire saves inside a cluster.
+    # No compression: inside a cluster it costs the server more than it saves on the network.
     headers = {"Accept": request.accept, "Accept-Encoding": "identity", "Content-Type": request.content_type}
     method, url, headers, body, _ = await api.param_serialize(
         request.method,

@@ -1,8 +1,8 @@
 """`KubeClient` over HTTP.
 
-Repeats a request by itself only where that cannot do anything twice: reads, server-side checks, deletes bound to a UID,
-and anything that flow control refused (429) before it began. Waits are jittered, follow the server's Retry-After up to
-a bound, and end after `ClientLimits.retries`; then the caller gets the error with its `retry_after`.
+The client repeats a request by itself only if that cannot do anything twice: reads, server-side checks, deletes bound
+to a UID, and requests that flow control refused (429) before they began. Waits have jitter, and follow the server's
+Retry-After up to a bound. After `ClientLimits.retries` the caller gets the error with its `retry_after`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from everstep_operator.kube.wire import KubeObject
 T = TypeVar("T", bound=KubeObject)
 
 MERGE = "application/merge-patch+json"
-RESTARTED_LISTS = 3  # how often one list begins anew because its continue token expired
+RESTARTED_LISTS = 3  # how often one list may begin again because its continue token expired
 
 
 OnAnswer = Callable[[str, str, str, float], None]
@@ -47,8 +47,8 @@ OnAnswer = Callable[[str, str, str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """`connections` at a time (a watch holds one); `retries` after the first try; `patience`: the longest Retry-After
-    that is waited for here, in seconds; `watch_slack`: how long after its announced end a watch is cut off."""
+    """`connections`: at a time (a watch holds one). `retries`: after the first try. `patience`: the longest Retry-After
+    that is waited for here, in seconds. `watch_slack`: how long after its announced end a watch is cut off."""
 
     connections: int = 64
     request_seconds: float = 30.0
@@ -71,7 +71,8 @@ class HttpKubeClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_answer: OnAnswer | None = None,
     ) -> None:
-        """`on_answer(verb, resource, code, seconds)` is told of every request but watches; code "error": no answer."""
+        """`on_answer(verb, resource, code, seconds)` is called for every request except watches. Code "error": no
+        answer."""
         self._on_answer = on_answer
         self._session = Session(source, limits.connections)
         self._limits = limits
@@ -105,7 +106,7 @@ class HttpKubeClient:
             try:
                 return await self._list_pages(resource, namespace, label_selector, limit, resource_version)
             except Gone as error:
-                # Between two pages the server compacted its history; mixing two histories could hide a delete.
+                # The server compacted its history between two pages. A mix of two histories could hide a deletion.
                 expired = error
         raise expired
 
@@ -232,13 +233,13 @@ class HttpKubeClient:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": list(audiences)},
         }
-        # A POST, yet nothing is stored: it may be repeated.
+        # This POST stores nothing, so it may be repeated.
         request = Request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", where, body=body)
         return _review(await self._exchange(request, idempotent=True), where)
 
     async def signing_keys(self) -> Mapping[str, Any]:
         where = "get jwks"
-        # The server answers 406 to whoever accepts only plain JSON.
+        # The server answers 406 if a client accepts plain JSON only.
         request = Request("GET", "/openid/v1/jwks", where, accept="application/jwk-set+json")
         body = await self._exchange(request, idempotent=True)
         try:
@@ -292,7 +293,7 @@ class HttpKubeClient:
         asked = error.retry_after or 0.0
         if not safe or attempt >= self._limits.retries or asked > self._limits.patience:
             return None
-        # Jitter on top of Retry-After: the server tells the same second to everybody.
+        # Jitter is added to Retry-After, because the server gives everybody the same seconds.
         return asked + self._limits.backoff.delay(attempt, self._rng())
 
 

@@ -1,9 +1,9 @@
 """The narrow shapes that are decoded from the API server's JSON.
 
-Only the fields that somebody reads exist here; everything else is skipped by the decoder without an allocation, which
-is what keeps 10,000 pods at 34 MB. Objects are immutable, so a cache may hand them out. Times are aware UTC datetimes.
-Invariant: every list is a tuple, and an absent list or map reads as empty. No value can refer to itself, so none is
-given to the garbage collector: it would stop the operator, and its renewal of the Lease, to walk all of them.
+Only the fields that the operator reads exist here. The decoder skips all others without an allocation, so 10,000 pods
+need only 34 MB. Objects are immutable, so a cache may hand them out. Times are aware UTC datetimes. Invariant: every
+list is a tuple, and an absent list or map reads as empty. No value can refer to itself, so the garbage collector does
+not track them: visiting all of them would stop the operator, and its renewal of the Lease.
 """
 
 from datetime import UTC, datetime
@@ -108,7 +108,7 @@ class Node(KubeObject, frozen=True, kw_only=True):
 
 
 class Service(KubeObject, frozen=True, kw_only=True):
-    """Only that it exists, and whose it is."""
+    """A Service: only its existence and its owner matter."""
 
 
 class ConfigMap(KubeObject, frozen=True, kw_only=True):
@@ -167,8 +167,8 @@ class Unstructured(KubeObject, frozen=True, kw_only=True):
 
 
 def to_body(value: Wire) -> dict[str, Any]:
-    """The JSON value of `value` with its defaults left out, as `create` and `replace` take it."""
-    # Through JSON: to_builtins would keep tuples, which no other code expects in a body.
+    """The JSON value of `value` without its defaults, as `create` and `replace` take it."""
+    # This goes through JSON, because to_builtins would keep tuples, which no other code expects in a body.
     body = msgspec.json.decode(msgspec.json.encode(value))
     assert isinstance(body, dict)
     return body
@@ -180,7 +180,7 @@ def controller_uid(meta: ObjectMeta) -> str | None:
 
 
 def micro_time(moment: datetime) -> str:
-    """`moment` as a Kubernetes MicroTime: always six digits, a form that its parser insists on."""
+    """`moment` as a Kubernetes MicroTime, whose parser requires exactly six digits."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

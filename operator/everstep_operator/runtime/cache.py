@@ -1,9 +1,9 @@
-"""The informer's memory: what exists, by name and by index, and what changed.
+"""The informer's memory: the objects that exist, by name and by index, and what changed.
 
-Pure. Invariant: replaying a stream of events, or replacing the content by a list, always yields the differences between
-what readers saw before and what they see now, in order, none missing and none twice. An event that is not newer than
-the position of the cache is stale and changes nothing (resource versions of one resource are ordered; where a server
-uses opaque ones, nothing counts as stale). An object deleted and created again under its name is two changes.
+This module is pure. Invariant: taking in events, or replacing the content by a list, yields exactly the differences
+between what readers saw before and what they see now, in order. An event that is not newer than the cache's position is
+stale and changes nothing. (Resource versions of one resource are ordered. If a server's versions are opaque, no event
+counts as stale.) An object that is deleted and created again under its name is two changes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +31,8 @@ class Updated(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Deleted(Generic[T]):
-    """`object` is the last state that was seen, which for a delete found by a list may be older than the true last."""
+    """`object` is the last state that was seen. If a list showed the deletion, it may be older than the object's true
+    last state."""
 
     object: T
 
@@ -41,7 +42,7 @@ Delta: TypeAlias = Added[T] | Updated[T] | Deleted[T]
 
 def is_not_newer(version: str, than: str) -> bool:
     """Whether resource version `version` is known to be at most `than`; False if either is opaque."""
-    # Comparable as integers: a documented guarantee since Kubernetes 1.35 (KEP-5504), true of etcd's before.
+    # Versions can be compared as integers: Kubernetes guarantees it since 1.35 (KEP-5504), and etcd's always could.
     return version.isdigit() and than.isdigit() and int(version) <= int(than)
 
 
@@ -59,7 +60,7 @@ class Cache(Generic[T]):
 
     @property
     def position(self) -> str:
-        """The resource version up to which everything is known; empty before the first list."""
+        """The resource version up to which all changes are known; empty before the first list."""
         return self._position
 
     def get(self, namespace: str, name: str) -> T | None:
@@ -74,11 +75,11 @@ class Cache(Generic[T]):
         return tuple(self._objects[key] for key in sorted(self._indexes[index].get(value, ())))
 
     def is_older_list(self, listed: ListResult[T]) -> bool:
-        """Whether the list comes from a server that lags behind what is known here: it must not be believed."""
+        """Whether the list comes from a server that is behind this cache. Such a list must not be used."""
         return listed.resource_version != self._position and is_not_newer(listed.resource_version, self._position)
 
     def replace(self, listed: ListResult[T]) -> tuple[Delta[T], ...]:
-        """Make the content equal to a list; what it lacks was deleted while nobody watched."""
+        """Make the content equal to a list. Objects that it lacks were deleted while no watch was open."""
         found = {item.key: item for item in listed.items}
         deltas: list[Delta[T]] = []
         for key in sorted(self._objects.keys() - found.keys()):
@@ -100,7 +101,8 @@ class Cache(Generic[T]):
                 current = self._objects.get(obj.key)
                 if current is None or current.metadata.uid != obj.metadata.uid:
                     return ()
-                # The event's object, not ours, is the last state: it carries the exit codes of a pod's last breath.
+                # The event's object is the last state, and not ours: only it has the exit codes of a pod that has just
+                # ended.
                 self._drop(obj.key)
                 return (Deleted(obj),)
             case Changed(_, obj):

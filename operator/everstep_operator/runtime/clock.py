@@ -1,9 +1,9 @@
-"""Time as something that is passed in.
+"""Time as an argument.
 
-Everything in this package that waits or measures does it through a `Clock`, so that tests and simulations can run days
-in milliseconds. Two readings, never mixed: `monotonic` for durations and deadlines (a clock jump of an hour changes
-nothing), `now` for the timestamps that people read. Timers of the event loop (`call_later`)
-run on the loop's own clock; no reading of it is compared with one of these.
+All code of this package waits and measures through a `Clock`, so tests and simulations can run days in milliseconds. It
+has two readings, which are never mixed: `monotonic` for durations and deadlines (a clock jump of an hour changes
+nothing), and `now` for the timestamps that people read. Timers of the event loop (`call_later`) run on the loop's own
+clock, whose readings are never compared with these.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 class Clock(Protocol):
     def monotonic(self) -> float:
-        """Seconds since an arbitrary moment; never goes back, and runs on while this process is stopped."""
+        """Seconds since an arbitrary moment. They never go back, and pass while this process is stopped too."""
         ...
 
     def now(self) -> datetime:
-        """The wall clock, aware, UTC."""
+        """The wall clock: an aware datetime in UTC."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -32,7 +32,7 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    # CLOCK_BOOTTIME also counts a suspended machine: a leader that wakes from suspend must know that its time ran out.
+    # CLOCK_BOOTTIME also counts while the machine is suspended. A leader that wakes up must know that its time ran out.
     _source = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
     def monotonic(self) -> float:
@@ -46,7 +46,7 @@ class SystemClock:
 
 
 async def within(clock: Clock, seconds: float, work: Awaitable[T]) -> T:
-    """The result of `work`, or `TimeoutError` after `seconds` of `clock`; what did not finish is cancelled."""
+    """The result of `work`. After `seconds` of `clock` it is cancelled, and `TimeoutError` is raised."""
     task = asyncio.ensure_future(work)
     timer = asyncio.ensure_future(clock.sleep(seconds))
     try:
@@ -59,7 +59,7 @@ async def within(clock: Clock, seconds: float, work: Awaitable[T]) -> T:
 
 
 async def wait_event(clock: Clock, event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait until `event` is set, at most `seconds` (None: without limit); whether it is set."""
+    """Wait until `event` is set, at most `seconds` (None: without limit). Return whether it is set."""
     if event.is_set():
         return True
     if seconds is None:
@@ -71,7 +71,7 @@ async def wait_event(clock: Clock, event: asyncio.Event, seconds: float | None) 
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel `tasks` and wait until each has ended; their results and errors are dropped."""
+    """Cancel `tasks` and wait until each has ended. Drop their results and errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

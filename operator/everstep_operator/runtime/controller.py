@@ -1,12 +1,13 @@
 """Workers that take keys from the queue and reconcile them, but only while this replica leads.
 
-A term is one epoch of leadership: it begins with every known key on the queue, behind those with news, and ends by
-cancelling whatever runs, since a pass that outlives its leadership must not write (case 39). Between terms no key is
-kept. Passes are level-triggered: cutting one is harmless.
-Errors stay with their key (case 24): a retryable one backs off, a terminal one is recorded and tried again slowly,
-because what makes it pass (a quota, a permission) sends no event. Nothing here ever stops the other keys.
+A term is one epoch of leadership. It begins with every known key on the queue, behind the keys with news. It ends by
+cancelling all passes, because a pass that outlives its leadership must not write (case 39). Between terms no key is
+kept. Passes are level-triggered, so cancelling one is harmless. An error affects only its own key (case 24). After a
+retryable error the key is tried again with a back-off. After a terminal error it is tried again slowly, because its
+remedy (a quota, a permission) sends no event.
 
-Order of shutdown: cancel `run` first, the elector after it, so that the Lease is released when nothing writes any more.
+Order of shutdown: cancel `run` first and the elector after it, so that the Lease is released when nothing writes any
+more.
 """
 
 import asyncio
@@ -28,9 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a pass ended with: when to come back (seconds; None: only on an event) and what it waits for.
-
-    `gone`: nothing is left of the key, and nothing of it is remembered.
+    """How a pass ended: in how many seconds to come back (None: only on an event), and what it waits for. `gone`: the
+    key's object is gone, and the key is forgotten.
     """
 
     reason: str
@@ -51,7 +51,7 @@ class WillRetry:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A terminal error: somebody has to act; looked at again after `terminal_retry` seconds and on events."""
+    """A terminal error, which a person has to remedy. The key is tried again on events and after `retry_in` seconds."""
 
     error: TerminalError
     retry_in: float
@@ -105,7 +105,7 @@ class Controller(Generic[K]):
     async def run(self) -> None:
         """Lead whenever allowed, until cancelled."""
         while True:
-            # A follower would collect the keys of all that is created and deleted, for as long as it follows.
+            # A follower would otherwise collect the keys of all created and deleted objects while it follows.
             self._queue.pause()
             epoch = await self._leadership.wait_leading()
             self._queue.resume()
@@ -141,7 +141,7 @@ class Controller(Generic[K]):
         try:
             outcome = Succeeded(await within(self._clock, self._limits.pass_seconds, self._reconcile(key)))
         except NotLeading as error:
-            # The term is ending; the next one starts with every key, so nothing is lost by leaving this one.
+            # The term is ending. The next one starts with every key, so this key is not lost.
             log.info("pass cut", extra={"controller": self._name, "key": _text(key), "error": str(error)})
             return
         except TerminalError as error:
@@ -163,7 +163,7 @@ class Controller(Generic[K]):
                 if result.gone:
                     self._reasons.pop(key, None)
             case WillRetry(error, delay):
-                # What comes from outside explains itself; any other is a bug of ours and needs its traceback.
+                # An error from outside explains itself. Any other error is a bug of ours and needs its traceback.
                 trace = None if isinstance(error, OperatorError | TimeoutError) else error
                 self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
             case Blocked(error, delay):
@@ -171,7 +171,7 @@ class Controller(Generic[K]):
                 self._say(key, logging.ERROR, f"pass refused, again in {delay:.0f} s", str(error), None)
 
     def _say(self, key: K, level: int, message: str, reason: str, trace: Exception | None) -> None:
-        # A reason is logged when it changes, whatever the number of passes that repeat it.
+        # A reason is logged when it changes, however many passes repeat it.
         if self._reasons.get(key) == reason:
             return
         self._reasons[key] = reason
@@ -180,5 +180,5 @@ class Controller(Generic[K]):
 
 
 def _text(key: object) -> str:
-    """As kubectl writes it: namespace/name."""
+    """The key as kubectl writes it: namespace/name."""
     return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)

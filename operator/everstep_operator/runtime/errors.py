@@ -1,11 +1,11 @@
-"""What can go wrong in the runtime itself; failures of Kubernetes stay `kube.errors`."""
+"""Errors of the runtime itself. Failures of Kubernetes are those of `kube.errors`."""
 
 from everstep_operator.errors import RetryableError, TerminalError
 
 
 class QueueFull(RetryableError):
-    """The bound of a queue is reached; there is room once keys are worked off."""
+    """A queue is full. It has room again once keys have been worked on."""
 
 
 class NotLeading(TerminalError):
-    """A write was about to be made without leadership. The pass is over; the next leader does it."""
+    """A write was about to be made without leadership. The pass ends, and the next leader does the work."""

@@ -1,11 +1,11 @@
-"""What this process did and its cache has not shown yet.
+"""Remembers writes of this process that its cache does not show yet.
 
-A cache lags behind one's own writes. A decision taken in between would create the same pod twice or count a deleted pod
-as alive, so the owner of a key waits until its expectations are met. Creations are expected by name (known before the
-request is sent, and the event may come before the response), deletions by UID (a name may be taken again).
-Invariant: an expectation ends by its event, by `cancel_*` when the write failed, or by expiry; it never waits for ever,
-as an event can be lost to coalescing. After kueue's `util/expectations` and the UID tracking expectations of the
-controllers in Kubernetes itself.
+A cache lags behind the process's own writes. A decision taken in between would create the same pod twice, or count a
+deleted pod as alive. So the owner of a key waits until its expectations are met. Creations are expected by name, which
+is known before the request is sent: the event may come before the response. Deletions are expected by UID, because a
+name may be taken again. Invariant: an expectation ends by its event, by `cancel_*` if the write failed, or by expiry.
+It must expire, because events of one object may be merged and one of them lost. After kueue's `util/expectations` and
+the UID tracking expectations of the controllers in Kubernetes itself.
 """
 
 from collections.abc import Hashable, Iterable
@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-EXPIRY = 30.0  # seconds; far above a healthy watch's lag, short enough that a lost event is no outage
+EXPIRY = 30.0  # seconds: far above a healthy watch's lag, and short enough that a lost event is no outage
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What is still expected for a key, and until when (monotonic seconds)."""
+    """The events still expected for a key, and until when (monotonic seconds)."""
 
     creations: frozenset[str] = frozenset()
     deletions: frozenset[str] = frozenset()
@@ -27,21 +27,21 @@ class Pending:
 
     @property
     def reason(self) -> str:
-        """For a log line or a requeue."""
+        """The text for a log line or a requeue."""
         parts = [f"creation of {name}" for name in sorted(self.creations)]
         parts += [f"deletion of uid {uid}" for uid in sorted(self.deletions)]
         return "waiting to observe " + ", ".join(parts)
 
 
 class Expectations(Generic[K]):
-    """Expectations by key. `now` is monotonic seconds. Bounded by the keys that have any."""
+    """Expectations by key. `now` is in monotonic seconds."""
 
     def __init__(self, expiry: float = EXPIRY) -> None:
         self._expiry = expiry
         self._pending: dict[K, Pending] = {}
 
     def expect(self, key: K, *, creations: Iterable[str] = (), deletions: Iterable[str] = (), now: float) -> None:
-        """Call *before* the writes are sent: their events may overtake the responses."""
+        """Expect these events. Call it *before* the writes are sent, because events may come before responses."""
         held = self._live(key, now) or Pending()
         self._store(
             key,
@@ -67,7 +67,8 @@ class Expectations(Generic[K]):
         self.observe_deleted(key, uid)
 
     def pending(self, key: K, now: float) -> Pending | None:
-        """What `key` still waits for; None if it may decide. Its `expires` says when to come back at the latest."""
+        """The events that `key` still waits for; None if it may decide. `expires` says when to come back at the
+        latest."""
         return self._live(key, now)
 
     def forget(self, key: K) -> None:
@@ -75,7 +76,7 @@ class Expectations(Generic[K]):
         self._pending.pop(key, None)
 
     def expire(self, now: float) -> None:
-        """Drop what nobody waits for any more, of keys that nobody asks about."""
+        """Drop expired expectations, also those of keys that nobody asks about any more."""
         self._pending = {key: held for key, held in self._pending.items() if now < held.expires}
 
     def __len__(self) -> int:

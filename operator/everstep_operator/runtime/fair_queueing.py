@@ -1,11 +1,11 @@
-"""Which request is started next, so that many requests of one sender do not delay those of others.
+"""Decides which request is started next, so that many requests of one sender do not delay those of others.
 
 One request costs the event loop little, but fifty that arrive together would delay every request that comes a moment
 later. So one turn of the event loop starts a few requests of each group (a namespace; or an address, before the sender
 is authenticated) and a few more of all groups. The others wait: round robin between groups, and in a group between its
-flows (deficit round robin: Shreedhar and Varghese, SIGCOMM 1995, with a quantum of one request). This decides only when
-a request starts; how much a sender may have is decided elsewhere. Invariants: each request is started once, in the
-order of its flow; a flow waits for no more turns than there are other flows that wait.
+flows (deficit round robin: Shreedhar and Varghese, SIGCOMM 1995, with a quantum of one request). This module decides
+only when a request starts; other modules limit how many a sender may have. Invariants: each request is started once, in
+the order of its flow. A flow waits for at most one turn for each other waiting flow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FairQueue:
         self._next_is_due = False
 
     def ask(self, flow: Flow, start: Start) -> bool:
-        """True: the caller starts now. False: `start` is called in a later turn."""
+        """Return True if the caller may start now. Otherwise `start` is called in a later turn."""
         group = flow.group
         may = self._started_of_all < self._max_of_all and self._started[group] < self._max_of_group
         free = may and group not in self._waiting
@@ -76,7 +76,7 @@ class FairQueue:
         self._started.clear()
         while self._waiting and self._started_of_all < self._max_of_all:
             group, flows = self._waiting.popitem(last=False)
-            if self._started[group] >= self._max_of_group:  # so has each that waits
+            if self._started[group] >= self._max_of_group:  # and so is the group of each waiting request
                 self._waiting[group] = flows
                 self._waiting.move_to_end(group, last=False)
                 break

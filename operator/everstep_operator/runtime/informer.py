@@ -1,13 +1,13 @@
-"""Keeps a cache equal to the API server's content and tells what changed.
+"""Keeps a cache equal to the API server's content, and reports what changed.
 
-List, then watch from the list's position. A watch that ends or breaks is resumed where it stopped; one whose history is
-gone (410) or that stays silent longer than bookmarks allow is replaced by a new list, whose difference to the cache
-yields every delete that was missed. Errors never end `run` and never empty the cache: while the server is away, readers
-keep the last known state. Handlers are synchronous and must not block: they put keys on a queue.
+The informer lists, then watches from the list's position. A watch that ends or breaks is resumed where it stopped. A
+watch whose history is gone (410), or that is silent for too long, is replaced by a new list. The difference between
+list and cache yields every deletion that was missed. Errors neither end `run` nor empty the cache: while the server is
+unreachable, readers keep the last known state. Handlers are synchronous and must not block: they put keys on a queue.
 
-Silence: a server sends a bookmark a minute and one just before it ends a watch, but none at all (seen with 1.34) while
-nothing of the resource changed since its start. What bounds the silence of a healthy stream is that the server ends it
-after `watch_seconds`; `silence_seconds` is that plus slack.
+Silence: a server sends a bookmark each minute, and one just before it ends a watch. But it sends none (seen with 1.34)
+while the resource has not changed since the server's start. So only one thing bounds the silence of a healthy watch:
+the server ends it after `watch_seconds`. `silence_seconds` is that time plus slack.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ Handler: TypeAlias = Callable[[Delta[T]], None]
 
 log = logging.getLogger(__name__)
 
-# A lagging server is asked again this often; then its history was rewound (etcd restored) and it is the truth.
+# A server with an older list is asked again this often. After that its list is accepted: its history was rewound,
+# because etcd was restored.
 STALE_LISTS = 5
 
 
@@ -40,7 +41,7 @@ BACKOFF = Backoff(base=0.1, cap=10.0)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. `quick` is a watch so short that ending it counts as a failure, against a hot loop of reconnects."""
+    """Times in seconds. A watch shorter than `quick` counts as failed, so that reconnects do not become a hot loop."""
 
     watch_seconds: int = 30
     silence_seconds: float = 40.0
@@ -49,7 +50,7 @@ class Timing:
 
 
 class Informer(Generic[T]):
-    """One resource, watched. `run` it in a task; read it any time after `wait_synced`."""
+    """Watches one resource. `run` it in a task, and read it any time after `wait_synced`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Informer(Generic[T]):
         timing: Timing = Timing(),
         relisted: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`relisted` is told of the resource when everything was listed again, because a watch was lost for good."""
+        """`relisted` is called with the resource when a watch was lost for good and everything was listed again."""
         self._client = client
         self._resource = resource
         self._clock = clock
@@ -83,12 +84,12 @@ class Informer(Generic[T]):
 
     @property
     def plural(self) -> str:
-        """Which resource this is, as it stands in a URL."""
+        """The resource's name in a URL."""
         return self._resource.plural
 
     @property
     def has_synced(self) -> bool:
-        """Whether the first list was taken in."""
+        """Whether the first list has arrived."""
         return self._synced.is_set()
 
     async def wait_synced(self) -> None:
@@ -139,7 +140,7 @@ class Informer(Generic[T]):
         log.debug("listed", extra={"resource": self._resource.plural, "objects": len(self._cache)})
 
     async def _watch(self) -> None:
-        """One watch. Returns when it may be resumed from the cache's position; raises where a new list is needed."""
+        """Hold one watch. Return when it may be resumed from the cache's position; raise if a new list is needed."""
         started = self._heard = self._clock.monotonic()
         consumer = asyncio.create_task(self._consume())
         try:
@@ -158,8 +159,9 @@ class Informer(Generic[T]):
             try:
                 consumer.result()
             except (ConnectionFailed, StreamBroken) as error:
-                # The position is still good: resume there, as a list each time would make a flaky proxy a list storm.
-                # Not twice without progress: the next line of the stream may be the very thing that breaks it.
+                # The position is still valid, so resume there: with a list each time, a flaky proxy would cause a storm
+                # of lists. After a second failure without progress list again, because the stream's next line may be
+                # what breaks it.
                 if self._failures:
                     raise
                 await self._pause(error)
@@ -185,7 +187,7 @@ class Informer(Generic[T]):
 
     async def _pause(self, error: KubeError) -> None:
         delay = max(self._timing.backoff.delay(self._failures, self._rng()), error.retry_after or 0.0)
-        # The same reason once: a server that is away for an hour must not fill the log.
+        # The same reason is logged once: a server that is away for an hour must not fill the log.
         level = logging.DEBUG if str(error) == str(self._last_error) and self._failures else logging.WARNING
         log.log(
             level,

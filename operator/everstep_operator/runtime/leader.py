@@ -1,18 +1,19 @@
-"""Which replica may write: leader election over one Lease.
+"""Decides which replica may write: leader election with one Lease.
 
-Safety: a leader stops by `renew_deadline` after it *sent* its last successful renewal; another replica takes over
-`duration` after it *saw* that renewal, at the earliest. Seeing comes after sending and `renew_deadline < duration`, so
-there are never two, whatever the network delays, as long as clocks run at about the same rate. Only monotonic time is
-used: the timestamps inside the Lease are for people, a clock jump of an hour changes nothing (case 41), and a process
-that was stopped finds its leadership over when it wakes (case 39). Every acquisition raises `leaseTransitions`, even by
-the same replica: that number is the epoch. After client-go's `leaderelection`, which raises it only with the holder.
+Safety: a leader stops at most `renew_deadline` after it *sent* its last successful renewal. Another replica takes over
+at the earliest `duration` after it *saw* that renewal. Seeing comes after sending, and `renew_deadline < duration`. So
+there are never two leaders, whatever the network delays, as long as clocks run at about the same rate. Only monotonic
+time is used. The timestamps in the Lease are for people: a clock jump of an hour changes nothing (case 41). A process
+that was stopped finds its leadership over when it goes on (case 39). Every acquisition raises `leaseTransitions`, even
+by the same replica: that number is the epoch. This follows client-go's `leaderelection`, which raises the number only
+when the holder changes.
 
-The exception is a leader that is gone, as `is_gone` says from its machine: it is replaced once it has not renewed for
-`silent` seconds, which is sooner. Both together are a machine that is lost or cut off from all, so that nothing which
-it still believes is written; and whatever a leader writes is a swap, so that nothing rests on this (ADR 0009). One that
-reaches the API server goes on renewing, and is never replaced.
+There is one exception. If `is_gone` finds the leader gone and it has not renewed for `silent` seconds, it is replaced,
+which is sooner. Both signs together mean that its machine is lost or cut off, so it cannot write. Safety does not
+depend on this, because each write of a leader is a compare-and-swap (ADR 0009). A leader that reaches the API server
+goes on renewing, and is never replaced.
 
-Somebody who deletes the Lease by hand shortens this only for a replica that starts just then and never saw it.
+If somebody deletes the Lease, only a replica that never saw it takes over sooner.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseTiming:
-    """Seconds. `retry` is the time between two renewals; others look twice in that. `silent`: without a renewal, after
-    which a leader that is gone is replaced."""
+    """Times in seconds. `retry`: between two renewals; followers look twice in that time. `silent`: after so long
+    without a renewal a leader that is gone is replaced."""
 
     duration: int = 6
     renew_deadline: float = 4.0
@@ -51,13 +52,13 @@ class LeaseTiming:
 
     @classmethod
     def of(cls, seconds: int) -> "LeaseTiming":
-        """For a Lease of so many seconds."""
+        """The timing of a Lease that lasts so many seconds."""
         return cls(duration=seconds, renew_deadline=seconds * 2 / 3, retry=seconds / 6, silent=seconds / 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """This replica may write until monotonic second `until`, unless it renews before."""
+    """This replica may write until the monotonic second `until`, and longer if it renews."""
 
     epoch: int
     until: float
@@ -77,8 +78,7 @@ Leadership: TypeAlias = Leading | Following
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A Lease as last read, and when it was first seen to be like that, or to be `missing` since, on this replica's own
-    clock."""
+    """A Lease as last read, and since when this replica has seen it unchanged or `missing`, on its own clock."""
 
     lease: Lease
     at: float
@@ -86,13 +86,14 @@ class _Seen:
 
 
 def address_of(identity: str) -> str | None:
-    """The `host:port` of an identity `<name>_<host:port>`; None if it carries none."""
+    """The `host:port` of an identity `<name>_<host:port>`; None if it has none."""
     _, separator, address = identity.partition("_")
     return address if separator and address else None
 
 
 class LeaderElector:
-    """Runs for one Lease. `identity` is unique per process, `<pod name>_<host:port>` to make redirects possible."""
+    """A candidate for one Lease. `identity` is unique to the process: `<pod name>_<host:port>`, so that redirects are
+    possible."""
 
     def __init__(
         self,
@@ -119,11 +120,11 @@ class LeaderElector:
         self._is_gone = is_gone
         self._seen: _Seen | None = None
         self._state: Leadership = Following("", 0, "not yet observed")
-        self._announced: int | None = None  # the epoch that others were told of; None: that nobody leads here
+        self._announced: int | None = None  # the epoch that waiters were told; None: that this replica does not lead
         self._changed = asyncio.Event()
 
     def state(self) -> Leadership:
-        """What holds at this moment; a leadership whose time ran out is none, even if nobody noticed yet."""
+        """The state at this moment. A leadership whose time ran out is over, even if nobody noticed yet."""
         if isinstance(self._state, Leading) and self._clock.monotonic() >= self._state.until:
             return Following("", self._state.epoch, "the renew deadline passed")
         return self._state
@@ -132,7 +133,7 @@ class LeaderElector:
         return isinstance(self.state(), Leading)
 
     def require(self) -> int:
-        """The epoch, to be called right before a write. Raises `NotLeading`."""
+        """The epoch. Call it right before a write. Raises `NotLeading`."""
         match self.state():
             case Leading(epoch, _):
                 return epoch
@@ -140,13 +141,13 @@ class LeaderElector:
                 raise NotLeading(f"{self._identity} may not write: {reason} (holder {holder or 'none'})")
 
     def holder_address(self) -> str | None:
-        """Where the leader answers, by the last Lease seen; None if nobody holds it, or its time is over."""
+        """The leader's address in the last Lease seen; None if nobody holds it, or its time is over."""
         match self.state():
             case Leading():
                 return address_of(self._identity)
             case Following():
                 holder = self._seen.lease.spec.holder_identity if self._seen is not None else None
-                # Not to itself either: a redirect of a replica that lost its time would come back for ever.
+                # A replica whose leadership ran out does not redirect to itself, because the redirect would never end.
                 if self._seen is None or not holder or holder == self._identity or self._is_free(self._seen):
                     return None
                 return None if self._holder_is_gone(self._seen) else address_of(holder)
@@ -169,7 +170,7 @@ class LeaderElector:
         while True:
             match self.state():
                 case Leading(current, until) if current == epoch:
-                    # Also by the clock: at the deadline nothing need happen that could set the event.
+                    # The clock is checked too, because nothing sets the event when the deadline passes.
                     self._changed.clear()
                     await wait_event(self._clock, self._changed, until - self._clock.monotonic())
                 case Leading():
@@ -198,19 +199,19 @@ class LeaderElector:
         return due if 0 < due < pause else pause
 
     async def _attempt(self) -> None:
-        """Renew, or take over if the Lease is free; every failure leaves the state to run out by itself."""
+        """Renew, or take over if the Lease is free. After a failure the state stays, and runs out by itself."""
         sent = self._clock.monotonic()
         limit = self._timing.renew_deadline
         state = self.state()
         if isinstance(state, Leading):
-            # A renewal that outlives the deadline is useless: better lose cleanly and run again.
+            # A renewal that outlives the deadline is useless: it is better to lose cleanly and compete again.
             limit = min(self._timing.renew_deadline / 2, max(0.0, state.until - sent))
         elif isinstance(self._state, Leading):
             self._state = state
         try:
             await within(self._clock, limit, self._acquire_or_renew(sent))
         except (Conflict, AlreadyExists):
-            # A leader keeps its time: the other write may have been its own, sent again after a lost response.
+            # A leader keeps its time: the conflicting write may have been its own, sent again after a lost response.
             if not self.is_leader():
                 self._follow("another replica was faster")
         except (KubeError, TimeoutError) as error:
@@ -241,7 +242,7 @@ class LeaderElector:
         state = self.state()
         if not isinstance(state, Leading) and self._seen is not None:
             if not self._seen.missing:
-                # While this replica was cut off, others may have renewed or taken it: time counts from now.
+                # While this replica was cut off, others may have renewed or taken the Lease: time counts from now.
                 self._seen = _Seen(self._seen.lease, self._clock.monotonic(), missing=True)
             if self._clock.monotonic() < self._seen.at + self._patience(self._seen):
                 self._follow("the Lease was deleted; its last holder may still believe in it")
@@ -250,7 +251,7 @@ class LeaderElector:
         self._won(await self._client.create(LEASES, self._namespace, self._body(None, epoch=epoch)), sent)
 
     def _observe(self, lease: Lease) -> None:
-        # Time counts from when *this* replica saw the record change; what is written in it is not believed.
+        # Time counts from when *this* replica saw the Lease change. The times written in it are not used.
         seen = self._seen
         if seen is None or seen.missing or seen.lease.metadata.resource_version != lease.metadata.resource_version:
             self._seen = _Seen(lease, self._clock.monotonic())
@@ -262,7 +263,7 @@ class LeaderElector:
 
     def _patience(self, seen: _Seen) -> float:
         """Seconds without a renewal after which the Lease may be taken."""
-        if seen.missing:  # who held it last is not known
+        if seen.missing:  # it is not known who held it last
             return self._timing.duration
         duration = seen.lease.spec.lease_duration_seconds or self._timing.duration
         return min(duration, self._timing.silent) if self._holder_is_gone(seen) else duration
@@ -275,7 +276,7 @@ class LeaderElector:
         self._observe(lease)
         epoch = lease.spec.lease_transitions or 0
         if isinstance(self._state, Leading) and self._state.epoch == epoch and not self.is_leader():
-            # The answer was read too late. Callers of `wait_lost` saw this term end, and wait for another epoch.
+            # The answer came too late. Callers of `wait_lost` saw this term end, and wait for another epoch.
             self._state = self.state()
             return
         self._state = Leading(epoch, sent + self._timing.renew_deadline)
@@ -310,7 +311,8 @@ class LeaderElector:
         )
 
     async def _release(self) -> None:
-        """Empty the Lease, so that the next leader need not wait it out. Only ever one's own: by resource version."""
+        """Empty the Lease, so that the next leader need not wait until it expires. The resource version ensures that it
+        is our own."""
         state, seen = self.state(), self._seen
         self._state = Following("", self._state.epoch, "shut down")
         self._announce()

@@ -1,12 +1,13 @@
-"""Whether the process that holds the Lease is gone, as the kernel of its machine says: long before the Lease expires.
+"""Finds out whether the process that holds the Lease is gone, long before the Lease expires: it asks the kernel of the
+leader's machine.
 
 A follower keeps a connection to the leader and sends it a request again and again. The leader's kernel acknowledges
 that even if the process is stopped or gets no processor: such a leader is judged by its Lease. If nothing is
-acknowledged, or the connection ends, attempts to connect again decide. If they are refused, the process is gone. If
-none is answered, its machine is lost or cut off. This module knows nothing of Leases: the elector also sees whether the
-leader still renews. It writes its one request itself, because it needs options of the socket (TCP_USER_TIMEOUT) and a
-connection of its own, which the HTTP client of the Kubernetes API does not give. Invariant: an address that was never
-reached is never called gone, because a firewall is silent too.
+acknowledged, or the connection ends, the follower tries to connect again. If the attempts are refused, the process is
+gone. If none is answered, its machine is lost or cut off. This module knows nothing of Leases: the elector also sees
+whether the leader still renews. It writes its one request itself, because it needs options of the socket
+(TCP_USER_TIMEOUT) and a connection of its own, which the HTTP client of the Kubernetes API does not give. Invariant: an
+address that was never reached never counts as gone, because a firewall is silent too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TypeAlias
 
 log = logging.getLogger("everstep.leader_probe")
 
-BEAT = 0.4  # seconds between an answer and the next question
-SILENT = 1.0  # seconds in which what was sent is acknowledged
-ATTEMPTS, SPACING = 8, 0.1  # to connect again, and seconds between them
-LOOK = 0.5  # seconds until the next look at who is to be watched, or at one that is not reached
+BEAT = 0.4  # seconds between an answer and the next request
+SILENT = 1.0  # seconds within which sent data must be acknowledged
+ATTEMPTS, SPACING = 8, 0.1  # attempts to connect again, and seconds between them
+LOOK = 0.5  # seconds seconds until the address is read again, or an unreachable one is tried again
 MAX_ANSWER = 64 * 1024
 _QUESTION = b"GET /healthz HTTP/1.1\r\nHost: leader\r\n\r\n"
 _OPTIONS = (
@@ -45,7 +46,7 @@ class LeaderProbe:
         self._gone: str | None = None
 
     def is_gone(self, address: str) -> bool:
-        """Whether the process that was reached there is not there any more, or its machine gives no sign."""
+        """Whether the process that was once reached at the address is gone, or its machine gives no sign."""
         return address == self._gone
 
     async def run(self) -> None:
@@ -57,7 +58,7 @@ class LeaderProbe:
                 continue
             try:
                 why = await self._follow(address)
-            except (OSError, ValueError) as e:  # a name that nobody knows, a port that is none
+            except (OSError, ValueError) as e:  # an unknown host name, or an invalid port
                 why = str(e)
             if why and address == self._met and address != self._gone:
                 self._gone = address
@@ -65,7 +66,8 @@ class LeaderProbe:
             await asyncio.sleep(LOOK if why else 0)
 
     async def _follow(self, address: str) -> str:
-        """Until it is not to be watched any more, or its connection ends; why it cannot be reached, or nothing."""
+        """Watch the leader until the address changes or the connection ends. Return why it cannot be reached, or
+        nothing."""
         found = await _reach(address)
         if isinstance(found, str):
             return found
@@ -86,7 +88,8 @@ class LeaderProbe:
 
 
 async def _answer(reader: asyncio.StreamReader) -> None:
-    """Read one, whatever it says: that it came is enough. However long it takes: the kernel tells of an end."""
+    """Read one answer. Its content does not matter, and neither does its delay: the kernel reports a broken
+    connection."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     _, _, length = head.partition(b"content-length:")
     size = int(length.split(b"\r\n")[0]) if length else 0
@@ -96,7 +99,7 @@ async def _answer(reader: asyncio.StreamReader) -> None:
 
 
 async def _reach(address: str) -> Connection | str:
-    """A connection, or why there is none. Attempts are made one after the other, and waited for together."""
+    """A connection, or why there is none. Attempts begin one after the other, and all are waited for together."""
     host, _, port = address.rpartition(":")
     trying: set[asyncio.Task[Connection]] = set()
     last = "no answer"

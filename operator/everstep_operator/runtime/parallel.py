@@ -1,7 +1,7 @@
-"""Several writes at once, with a bound, each with its own outcome.
+"""Runs several writes at once, up to a bound, each with its own outcome.
 
-Invariant: results come in the order of the calls, one failed call neither stops nor hides the others, and never more
-than `limit` run at the same time.
+Invariants: results come in the order of the calls. A failed call neither stops nor hides the others. At most `limit`
+calls run at the same time.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Outcome: TypeAlias = Done[T] | Failed
 
 
 async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[Outcome[T]]:
-    """The outcome of every call. Cancelling cancels those that run and starts no other."""
+    """The outcome of every call. Cancelling this cancels the running calls and starts no others."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     gate = asyncio.Semaphore(limit)

@@ -1,10 +1,10 @@
 """A work queue of keys: many events about one object become one piece of work.
 
-Invariants: a key is ready at most once; it is never handed to two workers at the same time (an add while it is being
-worked on makes it ready again at `done`); of several delays for one key the earliest wins; a key with news does not
-wait for all those that are only looked through; it holds at most `limit` distinct keys. `KeyQueue` is pure (time is an
-argument), `WorkQueue` adds the waiting. After client-go's workqueue, which keeps delays and back-off in separate
-layers; here one state holds all, so that one model tests all.
+Invariants: a key is ready at most once. It is never given to two workers at the same time: if it is added while being
+worked on, it becomes ready again at `done`. Of several delays for one key the earliest wins. A key with news does not
+wait for all routine keys. The queue holds at most `limit` distinct keys. `KeyQueue` is pure (time is an argument);
+`WorkQueue` adds the waiting. This follows client-go's workqueue, which keeps delays and back-off in separate layers.
+Here one state holds all, so that one model tests all.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from everstep_operator.runtime.randomness import Random
 K = TypeVar("K", bound=Hashable)
 
 LIMIT = 100_000
-RECENT = 30.0  # seconds; news that came so long before anybody works here are still worked on first
-FAIR = 8  # of so many keys that are taken one is routine, if any is: news must not put off the others for ever
+RECENT = 30.0  # seconds: news of the last moments before work begins are still worked on first
+FAIR = 8  # one in so many taken keys is routine, if there is any: news must not delay routine keys for ever
 BACKOFF = Backoff(base=0.05, cap=60.0)
 
 
@@ -32,9 +32,9 @@ class KeyQueue(Generic[K]):
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._ready: deque[K] = deque()
-        self._queued: set[K] = set()  # what is in _ready
-        self._routine: dict[K, None] = {}  # ready too, in order, without news
-        self._taken = 0  # since the last routine one
+        self._queued: set[K] = set()  # the keys in _ready
+        self._routine: dict[K, None] = {}  # keys that are ready without news, in order
+        self._taken = 0  # keys taken since the last routine one
         self._working: set[K] = set()
         self._again: set[K] = set()  # added while being worked on
         self._due: dict[K, float] = {}
@@ -42,13 +42,13 @@ class KeyQueue(Generic[K]):
         self._sequence = 0
 
     def __len__(self) -> int:
-        """Keys that are ready now, those in work and those that wait for a delay not counted."""
+        """The number of ready keys. Keys in work and keys that wait for a delay are not counted."""
         return len(self._ready) + len(self._routine)
 
     def add(self, key: K, *, routine: bool = False) -> None:
-        """Make `key` ready now; a pending delay of it is dropped, since this work will cover it.
+        """Make `key` ready now. A pending delay of it is dropped, because this work will cover it.
 
-        `routine`: nothing is known to have happened to it, so those with news come first.
+        `routine`: nothing is known to have happened to it, so keys with news come first.
         """
         if key in self._queued or key in self._again or (routine and key in self._routine):
             return
@@ -102,7 +102,7 @@ class KeyQueue(Generic[K]):
 
     @property
     def news(self) -> tuple[K, ...]:
-        """Ready keys to which something happened, in order, and those in work to which it happened meanwhile."""
+        """The keys with news, in order: ready ones, and keys in work to which something happened meanwhile."""
         return (*self._ready, *self._again)
 
     def clear(self) -> None:
@@ -130,14 +130,15 @@ class KeyQueue(Generic[K]):
         if key in self._due or key in self._working:
             return
         held = len(self._queued) + len(self._routine) + len(self._working) + len(self._due)
-        # A key in work may also have a delay: only the distinct ones count, and they are counted only near the limit.
+        # A key in work may also have a delay. So distinct keys are counted, but only near the limit.
         if held >= self._limit and held - len(self._working & self._due.keys()) >= self._limit:
             raise QueueFull(
                 f"work queue holds {self._limit} keys, cannot add {key!r}; raise its limit or shard the keys"
             )
 
     def _compact(self) -> None:
-        # Superseded entries are dropped lazily; without this an hour of re-adding one key would grow the heap.
+        # Superseded entries are dropped lazily. Without this the heap would grow while one key is added again and
+        # again.
         if len(self._heap) > 2 * len(self._due) + 16:
             self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
@@ -154,7 +155,7 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._wake = asyncio.Event()
         self._paused = False
-        self._news: dict[K, float] = {}  # while paused: when it was added last, in order
+        self._news: dict[K, float] = {}  # while paused: when each key was added last, in order
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -202,7 +203,7 @@ class WorkQueue(Generic[K]):
         self._wake.set()
 
     def pause(self) -> None:
-        """No worker takes keys for a time: until `resume` only the news of the last moments are kept."""
+        """Workers stop taking keys. Until `resume` only the news of the last moments are kept."""
         self._paused = True
         for key in self._keys.news:
             self._note(key)
@@ -210,7 +211,7 @@ class WorkQueue(Generic[K]):
         self._failures.clear()
 
     def resume(self) -> None:
-        """Begin with those news. What there is besides has to be added."""
+        """Begin with those news. The caller adds all other keys."""
         self._paused = False
         oldest = self._clock.monotonic() - RECENT
         for key in [key for key, at in self._news.items() if at >= oldest]:

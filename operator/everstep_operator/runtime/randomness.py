@@ -1,4 +1,4 @@
-"""Randomness as something that is passed in: a source of uniform numbers in [0, 1)."""
+"""Randomness as an argument: a source of uniform numbers in [0, 1)."""
 
 from collections.abc import Callable
 from typing import TypeAlias

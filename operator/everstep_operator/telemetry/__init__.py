@@ -1,1 +1,1 @@
-"""What the operator says about itself: JSON logs and Prometheus metrics. Decides nothing and talks to nobody."""
+"""The operator's JSON logs and Prometheus metrics. This package decides nothing and sends nothing."""

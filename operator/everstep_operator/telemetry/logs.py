@@ -1,8 +1,8 @@
-"""JSON logs: one object a line, the same few field names everywhere, no secrets.
+"""Writes JSON logs: one object a line, the same few field names everywhere, no secrets.
 
 Code logs with the standard library: `log.info("worker replaced", extra={"job": …, "pod": …, "reason": …})`. This module
-knows no field's meaning. Invariants: a record is always one line of valid JSON of at most MAX_LINE characters of text
-per field; what `redact` hides never appears; a broken record is reported, never raised.
+does not know what fields mean. Invariants: a record is always one line of valid JSON, and the text of each field is
+bounded. Secrets that `redact` recognises never appear. A broken record is reported, never raised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from everstep.contract.redact import HIDDEN, short, text
 from everstep_operator.telemetry import redact
 
 MAX_TEXT = 8 * 1024  # characters of a message or field
-MAX_TRACE = 32 * 1024  # characters of a traceback; its end names the error, so the start is cut
+MAX_TRACE = 32 * 1024  # characters of a traceback. Its end names the error, so its start is cut off
 
-# The attributes of every record; whatever else it carries came through `extra`.
+# The attributes of every record. All other attributes came through `extra`.
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
             if key not in _STANDARD and key not in line:
                 line[key] = HIDDEN if redact.secret_key(key) else _bounded(redact.value(item))
         if record.exc_info:
-            # The end is kept, and hidden with more than that before it: what is cut in the middle has no shape.
+            # The end is kept. Secrets are hidden before the cut, because half a secret has no known shape.
             line["error"] = text(self.formatException(record.exc_info)[-2 * MAX_TRACE :])[-MAX_TRACE:]
         return json.dumps(line, ensure_ascii=False, separators=(",", ":"), default=str)
 
@@ -76,6 +76,6 @@ def setup(level: str = "INFO", stream: TextIO | None = None) -> None:
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    # These log each request with its URL at INFO or below; the metrics count them without the noise.
+    # These libraries log each request with its URL at INFO or below. The metrics count requests already.
     for name in ("aiohttp.access", "kubernetes.client.rest", "urllib3"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

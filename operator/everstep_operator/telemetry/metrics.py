@@ -1,8 +1,7 @@
 """The operator's metrics, each with a bounded set of label values.
 
-Callers pass words, and a word outside a metric's set is counted as "other", so that no input (a job's name, an error's
-text) can grow a time series. Each instance has its own registry: two operators in one process
-(tests, local mode) do not meet.
+A label value outside a metric's set is counted as "other", so no input (a job's name, an error's text) can add a time
+series. Each instance has its own registry, so two operators in one process (tests, local mode) do not share metrics.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ CODES = frozenset(
 
 
 class ReportResult(StrEnum):
-    """What became of a progress report."""
+    """The outcome of a progress report."""
 
     ACCEPTED = "accepted"
     REDIRECTED = "redirected"
@@ -128,11 +127,11 @@ class Metrics:
             self._api_seconds.labels(verb).observe(seconds)
 
     def relisted(self, resource: str) -> None:
-        """An informer lost its watch for good and listed again."""
+        """An informer lost its watch for good and listed everything again."""
         self._informer_restarts.labels(_one_of(resource, RESOURCES)).inc()
 
     def jobs(self, by_status: Mapping[str, int]) -> None:
-        """Replace the number of jobs in every status; a status that is not named has none."""
+        """Set the number of jobs in every status. A status that is not named has none."""
         counts = {str(status): 0 for status in STATUSES}
         for status, count in by_status.items():
             key = _one_of(status, STATUSES)
@@ -141,8 +140,8 @@ class Metrics:
             self._jobs.labels(status).set(count)
 
     def recovered(self, cause: str, rung: str, seconds: float | None) -> None:
-        """All members took their next step, `seconds` after the fault was observed; None: it was mended before, and now
-        the world has its size again."""
+        """All members took their next step `seconds` after the fault was observed. None: training had resumed before,
+        and now the world has its full size again."""
         self._recoveries.labels(_one_of(cause, CAUSES), _one_of(rung, RUNGS)).inc()
         if seconds is not None:
             self._recovery_seconds.observe(max(0.0, seconds))
@@ -169,7 +168,7 @@ class Metrics:
         self._queue_depth.set(keys)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format; see CONTENT_TYPE."""
+        """All metrics in Prometheus' text format (CONTENT_TYPE)."""
         return generate_latest(self.registry)
 
 

@@ -1,7 +1,7 @@
-"""Keeping secrets out of text that leaves the process. Pure.
+"""Keeps secrets out of text that leaves the process. Pure.
 
-Invariant: a value under a secret-sounding key, and a credential of a known shape anywhere in a text, never passes. It
-errs on the side of hiding: a log without a name is a nuisance, a log with a token is an incident.
+Invariant: neither the value of a key with a secret-sounding name nor a credential of a known shape passes. In doubt it
+hides: a log without a name is a nuisance, but a log with a token is an incident.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_SECRETS = frozenset({"key", "keys"})
 
 
 def secret_key(name: str) -> bool:
-    """Whether a field of this name holds something that must not be shown."""
+    """Whether the value of a field with this name must not be shown."""
     return name not in _NO_SECRETS and secret_name(name)
 
 
