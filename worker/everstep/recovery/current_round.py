@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from everstep.contract import env
 from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
+from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.forming.background import BackgroundForming
 from everstep.recovery.group.in_flight import PeerLost
@@ -203,10 +204,10 @@ class CurrentRound:
             self._stuck = e  # kept, because a script in the middle of a step may suppress the error
             raise
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: LoopError) -> None:
         """Make the next round fail with `LoopError` on all members, because none of them can go on."""
         self.program.refusal = why
-        self._failed(why)
+        self._failed(str(why))
 
     def _join(self, formed: forming.FormedRound) -> None:
         with self._changing:

@@ -24,6 +24,7 @@ from everstep.recovery.announcements import AnnouncedRound, Announcements, StepS
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.ddp import checks
 from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.members import Members
@@ -153,8 +154,8 @@ class Recovery:
             here, slowest = formed.round, max(self._recent, default=0.0)
             meet(formed.store, here.rank, here.world_size, step, slowest, self.check)
 
-    def refuse(self, why: str) -> None:
-        """Make `enter` raise `LoopError` on all members of the next round, because none of them can go on."""
+    def refuse(self, why: LoopError) -> None:
+        """Make `enter` raise this error on all members of the next round, because none of them can go on."""
         self._round.refuse(why)
 
     def end(self) -> None:

@@ -2,7 +2,8 @@
 
 If all ranks leave the loop after the same step, the run is complete there, and is saved. If all skip an optimizer step,
 their replicas stay equal. If only some do, no rank can go on: the others wait in a collective for a rank that will not
-come. Invariant: that is found within a bounded time, and the error names the ranks.
+come. Invariants: that is found within a bounded time, and the error names the ranks; ranks that did not come in time
+may only be slow, so that error is not `certain`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def all_leave(
         if time.monotonic() > until:
             raise LoopError(
                 f"rank {rank} left the loop after step {step}, and ranks {missing} did not within {limit:.0f} s. "
-                f"{_ADVICE}"
+                f"{_ADVICE}",
+                certain=False,
             )
         time.sleep(LOOK_SECONDS)
     steps = [int(store.get(key)) for key in keys]
@@ -87,7 +89,8 @@ def all_left_out(
                 f"rank {rank} left a step out that others made: step {step - 1} ended without an optimizer's step "
                 f"(or with fewer than before) on {came} of {size} ranks, and not on the others within {limit:.0f} s. "
                 "An error was caught or a batch was skipped there, and the replicas are not equal any more. Decide on "
-                "all ranks alike: reduce a flag in the step, and skip it everywhere or nowhere"
+                "all ranks alike: reduce a flag in the step, and skip it everywhere or nowhere",
+                certain=False,
             )
         time.sleep(LOOK_SECONDS)
 

@@ -230,7 +230,7 @@ class RecoveringWorld:
         try:
             self._recovery.all_meet(meet, self._coordinator.step)
         except LoopError as e:
-            self._recovery.refuse(str(e))
+            self._recovery.refuse(e)
             self._enter(Validity.TORN)
 
     def _completed(self, *, last: bool = False) -> None:
@@ -254,7 +254,7 @@ class RecoveringWorld:
         except LoopError as e:
             if size == 1:
                 raise
-            self._recovery.refuse(str(e))
+            self._recovery.refuse(e)
             self._enter(Validity.TORN)
 
     def _compare(self) -> None:

@@ -31,7 +31,7 @@ from everstep.recovery.forming import gloo_sockets, same_calls
 LOST_SECONDS = 1800.0
 CLOSE_SECONDS = 1.0
 COMPUTE_SECONDS = 0.1  # longer than gloo takes to reduce data that has arrived
-REFUSED = "refused: "
+REFUSED, UNCERTAIN = "refused: ", "refused, and maybe by chance: "  # before a `LoopError` of a member
 ABORT_SECONDS = 10.0  # for a device to end the collectives of an abandoned round
 
 
@@ -167,8 +167,9 @@ def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
     found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
     told = [one.decode() for one in found]
     for other in told:
-        if other.startswith(REFUSED):
-            raise LoopError(other.removeprefix(REFUSED))
+        for prefix, certain in ((REFUSED, True), (UNCERTAIN, False)):
+            if other.startswith(prefix):
+                raise LoopError(other.removeprefix(prefix), certain=certain)
     same_calls.check(told)
 
 

@@ -57,7 +57,7 @@ class ProgramGroups:
         )  # groups that the script has asked for, of any replica
         self._most = 1
         self.asks: Sequence[str] = ()  # the script's other calls, as text
-        self.refusal = ""  # the reason why no member can go on
+        self.refusal: LoopError | None = None  # the reason why no member can go on
 
     def begin(self, most: int) -> None:
         """Make `main` the default group, of a world of one for now. The job may have up to `most` processes."""
@@ -186,8 +186,8 @@ class ProgramGroups:
     def made(self) -> str:
         """A text of the groups and calls that must be the same on all members; empty if there are none. If no member
         can go on, the reason for that."""
-        if self.refusal:
-            return f"{forming.REFUSED}{self.refusal}"
+        if self.refusal is not None:
+            return f"{forming.REFUSED if self.refusal.certain else forming.UNCERTAIN}{self.refusal}"
         if (ranks := meanings.lacking(self._told, self._most // self.places, self.places)) is not None:
             return (
                 f"{forming.REFUSED}dist.new_group({ranks}) was left out, and other replicas have such a group: each "

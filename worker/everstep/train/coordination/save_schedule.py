@@ -102,7 +102,8 @@ class SaveSchedule:
                 if (data := self.checkpointer.attached(name)) is not None:
                     found[name] = data
 
-        _within(ASK_SECONDS, ask)
+        if not _within(ASK_SECONDS, ask):
+            log.warning("the store has not told in %g s what is noted beside the restored commit", ASK_SECONDS)
         return dict(found)
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
@@ -159,11 +160,12 @@ class SaveSchedule:
         return isinstance(outcome, Committed | Written) and outcome.step == step
 
 
-def _within(seconds: float, ask: Callable[[], None]) -> None:
-    """Call the function, and wait for its end no longer than the limit."""
+def _within(seconds: float, ask: Callable[[], None]) -> bool:
+    """Call the function, and wait for its end no longer than the limit. Whether it has ended."""
     asking = threading.Thread(target=ask, name="everstep-ask", daemon=True)
     asking.start()
     asking.join(seconds)
+    return not asking.is_alive()
 
 
 def _wait(handle: SaveHandle, seconds: float | None, check: Callable[[], None]) -> Outcome:

@@ -153,7 +153,8 @@ class RestartCheck:
             return
         if AGAIN not in told:
             schedule.attach_to_restored(AGAIN, pack(sums, self._head()))
-        raise LoopError(text)
+        # The next process may find that each one computes another step: a restart may help, once.
+        raise LoopError(text, certain=AGAIN in told)
 
     def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
         """What the step does otherwise than the one that was noted; nothing if it is the same."""
