@@ -1,4 +1,4 @@
-"""The TrainingJob API: types, vocabulary, parsing and the CRD. Pure: no I/O, no clock, no cluster."""
+"""The TrainingJob API: types, vocabulary, parsing and the CRD. It is pure: no I/O, no clock, no cluster."""
 
 from everstep_operator.api.base import ApiError, SpecError
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason

@@ -1,7 +1,7 @@
-"""Whether a checkpoint URL is inside what this installation allows; the same judgement as the chart's policy.
+"""Decides whether this installation allows a checkpoint URL, by the same rules as the chart's policy.
 
-The policy refuses such a job at the API server; this is for a job that was stored before the policy was there. Pure.
-Invariant: a URL is judged as written, so anything that a client library would decode or normalise is refused.
+The policy refuses such a job at the API server. This module is for jobs that were stored before the policy existed.
+Pure. Invariant: a URL is judged as written, so anything that a client library would decode or normalise is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _REWRITTEN = re.compile(r"[%?#\\]|\.\.")
 
 
 def checkpoint_url_refusal(url: str, namespace: str, prefixes: Sequence[str]) -> str | None:
-    """Why a job in `namespace` may not write to `url`, or None. `{namespace}` in a prefix stands for the namespace."""
+    """Why a job in `namespace` may not write to `url`; None if it may. `{namespace}` in a prefix stands for the
+    namespace."""
     allowed = [prefix.replace(NAMESPACE, namespace) for prefix in prefixes]
     rests = [url.removeprefix(prefix) for prefix in allowed if url.startswith(prefix)]
     if not rests:

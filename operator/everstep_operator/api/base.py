@@ -1,7 +1,7 @@
-"""The model that every API type derives from: one place for casing, strictness, cross-field checks and errors.
+"""The model from which every API type derives: one place for casing, strictness, cross-field checks and errors.
 
-It knows no field of a TrainingJob. Invariant: a check is written once, with its CEL text for the API server and its
-Python predicate side by side, so that the two cannot be changed apart without being seen.
+It knows no field of a TrainingJob. Invariant: a check is written once, with its CEL text for the API server beside its
+Python predicate, so a change of only one of them is noticed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SAFE_INT_MAX = 2**53 - 1
 
 
 class ApiError(TerminalError):
-    """Base of this package's errors; all of them are terminal for the object that was read."""
+    """Base of this package's errors. All of them are terminal for the object that was read."""
 
 
 class SpecError(ApiError, ValueError):
     """A TrainingJob that may not run.
 
-    `path` is the field as `kubectl explain` writes it (`spec.recovery.rules[0].action`); `problem` says what is wrong
-    with it and what to do.
+    `path` is the field as `kubectl explain` writes it (`spec.recovery.rules[0].action`). `problem` says what is wrong
+    with it, and what to do.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -53,9 +53,9 @@ class SpecError(ApiError, ValueError):
 class Check:
     """A rule over several fields of one object, or over its change.
 
-    `cel` is what the API server evaluates with `self` (and `oldSelf`) bound to the object; `holds` is the same rule in
-    Python, `None` for a transition rule, which needs the old object. `field` is the fieldPath of the refusal, relative
-    to the object (`.minReplicas`), empty for the object itself.
+    The API server evaluates `cel` with `self` (and `oldSelf`) bound to the object. `holds` is the same rule in Python;
+    None for a transition rule, which needs the old object. `field` is the fieldPath of the refusal, relative to the
+    object (`.minReplicas`); empty for the object itself.
     """
 
     cel: str
@@ -99,13 +99,13 @@ class ApiModel(BaseModel):
 
 
 class StatusModel(ApiModel):
-    """A status may have been written by a newer operator: what is not known here is ignored, not refused."""
+    """A part of a status. A newer operator may have written it, so unknown fields are ignored, not refused."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class FieldError(ValueError):
-    """A problem at `field`, relative to the object that is validated; pydantic carries ValueErrors through."""
+    """A problem at `field`, relative to the validated object. It is a ValueError, so that pydantic passes it on."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -117,17 +117,17 @@ def _write_time(value: datetime) -> str:
     return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-# Whole seconds in UTC, as metav1.Time: two status writes within one second then compare equal and are not repeated.
+# Whole seconds in UTC, as metav1.Time: so two statuses of one second compare equal, and the second is not written.
 Timestamp = Annotated[
     AwareDatetime,
     PlainSerializer(_write_time, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-# Never coerced: `replicas: true` or `"3"` is a mistake, not the number 1 or 3.
+# Values are never coerced: `replicas: true` or `"3"` is a mistake, not the number 1 or 3.
 Int32 = Annotated[StrictInt, Field(le=INT32_MAX)]
 Count = Annotated[StrictInt, Field(ge=0, le=SAFE_INT_MAX)]
 Bool = StrictBool
-# A DNS subdomain: what the name of a Secret or a node may be.
+# A DNS subdomain, such as the name of a Secret or a node.
 ObjectName = Annotated[
     str,
     Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
@@ -137,7 +137,8 @@ ObjectName = Annotated[
 def section(model: type[ApiModel], description: str) -> Any:
     """A nested object that is always there.
 
-    Its default is written out: the API server checks a default against the rules before it fills in nested defaults.
+    Its default contains the nested defaults: the API server checks a default against the rules before it fills those
+    in.
     """
     info: Any = Field(default_factory=model, description=description, json_schema_extra={"default": model().to_wire()})
     return info
@@ -146,7 +147,7 @@ def section(model: type[ApiModel], description: str) -> Any:
 def first_problem(root: str, error: ValidationError) -> SpecError:
     """The first failure of a pydantic validation as a field path and one sentence."""
     details = error.errors(include_url=False, include_input=False)[0]
-    # pydantic adds the names of a union's members (`constrained-int`) to the path; a field name is an identifier.
+    # Pydantic adds the names of a union's members (`constrained-int`) to the path. Only identifiers are field names.
     parts = [part for part in details["loc"] if isinstance(part, int) or part.isidentifier()]
     path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     cause = details.get("ctx", {}).get("error")

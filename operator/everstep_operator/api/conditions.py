@@ -1,6 +1,6 @@
 """The vocabulary of a TrainingJob's status: condition types, reasons of Ready, and causes of a loss.
 
-Strings only; it decides nothing. These words are API: scripts wait on them, so a member is never renamed.
+This module has only strings. They are part of the API: scripts wait on them, so a member is never renamed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FAILED_MEANINGS: dict[FailedReason, str] = {
 
 
 class Rung(StrEnum):
-    """How the operator brought the training back. What agents mend without it is not in the status."""
+    """How the operator brought the training back. Recoveries that the agents make alone are not in the status."""
 
     RECREATE = "recreate"  # with the lost worker replaced
     SHRINK = "shrink"  # with fewer workers

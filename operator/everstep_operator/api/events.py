@@ -1,6 +1,7 @@
-"""Reasons of the Kubernetes events that concern a TrainingJob, with the type each is written as.
+"""The reasons of a TrainingJob's Kubernetes events, and the type of each.
 
-Strings only. Invariant: a reason is always of one type, so that `--field-selector type=Warning` means something.
+This module has only strings. Invariant: a reason always has the same type, so that `--field-selector type=Warning` is
+useful.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import StrEnum
 
 
 class EventReason(StrEnum):
-    """One member for each thing that an operator of a cluster would want to be told."""
+    """One member for each kind of event that the people who run a cluster need to see."""
 
     WORLD_FORMED = "WorldFormed"
     WORLD_RESIZED = "WorldResized"

@@ -1,8 +1,8 @@
-"""Which fields of a job may not change while it runs.
+"""The fields of a job that may not change while it runs.
 
-Pods of one job that were made from two different specs could not form one world, so these are refused at the API
-server. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy keeps
-it. Invariant: each rule compares presence as well as value, since a rule over an absent field would fail instead.
+Pods of one job that were made from two different specs could not form one world, so the API server refuses such
+changes. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy
+protects it. Invariant: each rule compares presence as well as value, because a rule over an absent field would fail.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from everstep_operator.api.base import Check
 
 
 def _while_running(field: str, same: str) -> Check:
-    # Only the old state counts: Kueue sets node selectors and `suspend: false` in one and the same update.
+    # Only the old state matters: Kueue sets node selectors and `suspend: false` in the same update.
     return Check(
         cel=f"oldSelf.suspend || ({same})",
         message=f"spec{field} is immutable while the job is not suspended; delete the job and create it anew",
@@ -35,7 +35,7 @@ IMMUTABLE: tuple[Check, ...] = (
         ".elastic.groupSize",
         "(has(self.elastic) ? self.elastic.groupSize : 1) == (has(oldSelf.elastic) ? oldSelf.elastic.groupSize : 1)",
     ),
-    # There, running agents keep the sizes that they were started with, and refuse one that asks for others.
+    # With etcd, running agents keep the sizes that they were started with, and refuse an agent that asks for others.
     Check(
         cel="oldSelf.suspend || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
         "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "

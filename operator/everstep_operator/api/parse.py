@@ -1,7 +1,7 @@
-"""From what the API server stored to types, with errors that name the field.
+"""Parses stored objects into types, with errors that name the field.
 
-The API server has checked the same rules already; this is for objects that passed an older CRD, and for local mode,
-which has none. Pure: nothing is read but the argument. Invariant: the result is a spec this version can carry out.
+The API server has already checked the same rules. This is for objects that passed an older CRD, and for local mode,
+which has no CRD. Pure: only the argument is read. Invariant: this version can carry out the resulting spec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everstep_operator.api.types import TrainingJobSpec
 
 
 def parse_spec(raw: Mapping[str, Any]) -> TrainingJobSpec:
-    """The spec of a TrainingJob with its defaults; raises SpecError naming the field."""
+    """The spec of a TrainingJob with its defaults. Raises SpecError, which names the field."""
     try:
         spec = TrainingJobSpec.model_validate(without_nulls(raw))
     except ValidationError as e:
@@ -30,10 +30,11 @@ def parse_spec(raw: Mapping[str, Any]) -> TrainingJobSpec:
 
 
 def parse_status(raw: Mapping[str, Any] | None) -> Status:
-    """The status as stored; an empty one when there is none. Unknown fields are ignored.
+    """The stored status, or an empty one. Unknown fields are ignored.
 
-    A field that holds what its type cannot be (somebody edited it, or another version wrote it) is left out and is
-    built anew from observation; of a list, the entry. The rest stands: a job that has ended must not start again.
+    A field whose value does not fit its type (somebody edited it, or another version wrote it) is left out, and built
+    again from observation. Of a list only the wrong entry is left out. The other fields are kept: a job that has ended
+    must not start again.
     """
     known = without_nulls(raw or {})
     try:
@@ -49,7 +50,8 @@ def parse_status(raw: Mapping[str, Any] | None) -> Status:
 
 
 def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A null is an absent field, as for the API server; the pod template is left as it is."""
+    """The object without nulls, because a null is an absent field, as for the API server. The pod template is kept as
+    it is."""
     return {
         key: without_nulls(value) if isinstance(value, Mapping) and key != "template" else value
         for key, value in raw.items()

@@ -1,7 +1,8 @@
-"""What the schema has and this version does not do yet: refused with its name, never ignored.
+"""Fields of the schema that this version does not implement yet. A job that uses one is refused with its name, and
+never ignored.
 
-Both the CRD and the parser read this list, so a job that reaches the operator past an older CRD is refused as well.
-Work that implements a field deletes its entry here and nothing else. Invariant: the defaults of `types` pass.
+Both the CRD and the parser read this list, so a job that an older CRD accepted is refused too. To enable a field that
+is implemented, delete its entry here. Invariant: the defaults of `types` pass.
 """
 
 from __future__ import annotations
@@ -26,5 +27,5 @@ PENDING: tuple[Check, ...] = (
 
 
 def refusal(spec: TrainingJobSpec) -> Check | None:
-    """The first entry that this spec asks for, if any."""
+    """The first entry that this spec uses, if any."""
     return next((check for check in PENDING if check.holds is not None and not check.holds(spec)), None)

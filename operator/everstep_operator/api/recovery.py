@@ -1,6 +1,6 @@
-"""`spec.recovery`: what happens after a loss, and when a silent process counts as one.
+"""`spec.recovery`: what happens after a loss, and when a silent process counts as lost.
 
-As `types`, of which it is a part: it may not know what a field does, and everything has an upper bound.
+It is a part of `types`, with the same rules: it does not know what a field does, and everything has an upper bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HangMode(StrEnum):
 
 
 class RuleAction(StrEnum):
-    """What a recovery rule does with the loss that it matches."""
+    """What a recovery rule does about a loss that it matches."""
 
     FAIL = "Fail"
     RESTART = "Restart"
@@ -51,9 +51,8 @@ class Backoff(ApiModel):
 
 
 class Hang(ApiModel):
-    """When a training process that stays in one step counts as hung, and is replaced while the others go on.
-
-    `everstep-run` looks for hangs in processes that use the session. New values hold for workers that start after the
+    """When a training process that stays in one step counts as hung. It is replaced, while the others go on.
+    `everstep-run` looks for hangs in processes that use the session. New values apply to workers that start after the
     change.
     """
 
@@ -61,7 +60,7 @@ class Hang(ApiModel):
         default=HangMode.AUTO,
         description="Auto: after ten times its slowest recent step. Fixed: after timeoutSeconds. "
         '"Off" (in quotes: bare Off is a boolean in YAML). '
-        "everstep-run looks for hangs in processes that use the session; with backend c10d nobody does.",
+        "everstep-run looks for hangs in processes that use the session. With backend c10d hangs are not found.",
     )
     timeout_seconds: Annotated[Int32, Field(ge=1, le=86_400)] | None = Field(
         default=None, description="Seconds in one step, with mode Fixed."
@@ -106,7 +105,7 @@ class Rule(ApiModel):
 
 
 class Recovery(ApiModel):
-    """How often, how soon and after what the job is started again."""
+    """How often, how soon and after which losses the job restarts."""
 
     max_restarts: Annotated[Int32, Field(ge=0, le=10_000)] = Field(
         default=10, description="Charged restarts within the window; only failures of the program are charged."

@@ -1,7 +1,8 @@
-"""The reference page docs/reference/trainingjob.md: `python -m everstep_operator.api.reference` prints it.
+"""Makes the reference page docs/reference/trainingjob.md: `python -m everstep_operator.api.reference` prints it.
 
-Made from the CRD and not from the types, so that it says what the API server does. Pure and deterministic; a test
-compares. Invariant: every field, rule, column and word of the API is on the page.
+The page is made from the CRD and not from the types, so that it says what the API server does. It is pure and
+deterministic, and a test compares the committed page. Invariant: every field, rule, column and word of the API is on
+the page.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _row(name: str, schema: dict[str, Any], *, required: bool) -> str:
 
 
 def _children(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects directly below, each with its path; the pod template stays closed."""
+    """The objects directly below, each with its path. The pod template is not opened."""
     for name, child in schema["properties"].items():
         inner, suffix = (child["items"], "[]") if child.get("type") == "array" else (child, "")
         if "properties" in inner and not inner.get("x-kubernetes-preserve-unknown-fields"):
@@ -73,7 +74,7 @@ def _children(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str
 
 
 def _section(path: str, schema: dict[str, Any]) -> list[str]:
-    """The table of one object, its rules, and then the objects below it."""
+    """The table of one object, its rules, and the objects below it."""
     required = set(schema.get("required", ()))
     lines = [f"## {path}", "", schema["description"], ""]
     lines += ["| field | type | default | bounds | meaning |", "|---|---|---|---|---|"]
@@ -109,9 +110,9 @@ def render() -> str:
         "",
         f"`{API_VERSION}`, short name `tjob`. {root['description']}",
         "",
-        "Unknown fields are refused by `kubectl` (strict validation); a client that asks for less has them pruned. A",
-        "`null` is an absent field. What the [chart](../../charts/everstep/templates/policy.yaml)'s policy refuses",
-        "beyond this (host access, foreign service accounts, URLs off the allow-list) is in its messages.",
+        "`kubectl` refuses unknown fields (strict validation). For a client without that, the API server drops them.",
+        "A `null` is an absent field. The [chart](../../charts/everstep/templates/policy.yaml)'s policy refuses more:",
+        "host access, foreign service accounts, and URLs that are not on the allow-list. Its messages say why.",
         "",
         "Rules of the whole object:",
         "",

@@ -1,7 +1,7 @@
-"""The status of a TrainingJob: everything that is written there is rebuilt from observation or is a counter.
+"""The status of a TrainingJob. Each of its fields is either a counter, or rebuilt from observation.
 
-It knows nothing of how values are found. Invariants: lists and maps are bounded; restart state is counters, never
-commands; a field derived from another is computed here and never read back.
+This module does not know how values are found. Invariants: lists and maps are bounded. Restart state is counters, never
+commands. A field derived from another is computed here and never read back.
 """
 
 from __future__ import annotations
@@ -46,41 +46,42 @@ class World(StatusModel):
     )
     formed_round: Count | None = Field(
         default=None,
-        description="Where the agents form rounds: the round that size, since and formedAt speak of. A greater `round` "
-        "is being formed.",
+        description="If the agents form rounds: the round that size, since and formedAt describe. A greater `round` is "
+        "being formed.",
     )
 
 
 class WorkerRange(StatusModel):
-    """Neighbouring workers that are in the same incarnation."""
+    """Neighbouring workers in the same incarnation."""
 
     first: WorkerIndex = Field(description="Index of the first of them.")
     last: WorkerIndex = Field(description="Index of the last of them.")
     incarnation: Incarnation = Field(description="Their incarnation: a pod is named <job>-w<index>-<incarnation>.")
     started: bool = Field(
         default=False,
-        description="Whether their pods have been Ready. A missing pod was lost then; else it was not created yet.",
+        description="Whether their pods have been Ready. Then a missing pod is lost; before, it was not created yet.",
     )
 
 
 class Roster(StatusModel):
-    """The workers that should exist, where the agents form rounds: published before a pod is created or deleted."""
+    """The workers that should exist, if the agents form rounds. It is published before a pod is created or deleted."""
 
     wanted: Workers = Field(default=0, description="Workers that this roster was made for; 0 while suspended.")
     next_incarnation: Incarnation = Field(
-        default=0, description="Incarnation of an index that is added. Greater than any that was taken out."
+        default=0, description="Incarnation of the next index that is added. It is above all that were taken out."
     )
     workers: tuple[WorkerRange, ...] = Field(
-        default=(), max_length=MAX_WORKERS, description="Which indices, in which incarnation."
+        default=(), max_length=MAX_WORKERS, description="The workers, each with its incarnation."
     )
 
 
 class Progress(StatusModel):
-    """How far the training is, as last reported by its processes. It is a few seconds old at most while they run."""
+    """The progress of the training, as its processes last reported it. While they run it is at most a few seconds
+    old."""
 
     step: Count | None = Field(default=None, description="Highest completed optimizer step.")
-    total_steps: Count | None = Field(default=None, description="Steps the script will take, when it told.")
-    epoch: Count | None = Field(default=None, description="Epoch of that step, when the script told.")
+    total_steps: Count | None = Field(default=None, description="Steps the script will take, if it reported them.")
+    epoch: Count | None = Field(default=None, description="Epoch of that step, if the script reported it.")
     eta_seconds: Count | None = Field(default=None, description="Seconds to the last step at the present rate.")
     metrics: dict[MetricName, MetricText] = Field(
         default_factory=dict,
@@ -88,7 +89,7 @@ class Progress(StatusModel):
         description="The script's own figures, as text so that no precision is lost.",
     )
     straggler: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
-        default=None, description="The rank that the others wait for in each step, in words. It is only reported."
+        default=None, description="The rank that the others wait for in each step, with its time. It is only reported."
     )
     updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
 
@@ -101,7 +102,7 @@ class CheckpointStatus(StatusModel):
     url: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
         default=None, description="Where the commits are: spec.checkpoint.url."
     )
-    healthy: bool | None = Field(default=None, description="False while the last attempt to commit failed.")
+    healthy: bool | None = Field(default=None, description="False if the last attempt to commit failed.")
     skipped_saves: Count = Field(
         default=0,
         description="Saves that were due while the one before was still being written, because the store is slower "
@@ -110,7 +111,7 @@ class CheckpointStatus(StatusModel):
 
 
 class Restarts(StatusModel):
-    """Restarts so far, by who is to blame, and the counters that the restart budget is judged by."""
+    """Restarts so far by cause, and the counters by which the restart budget is judged."""
 
     user_code: Count = Field(
         default=0, description="Failures of the program itself: charged to spec.recovery.maxRestarts."
@@ -124,7 +125,7 @@ class Restarts(StatusModel):
     in_window: Count = Field(default=0, description="Charged restarts in the current window.")
     without_progress: Count = Field(default=0, description="Restarts in a row that brought no new step.")
     start_failures: Count = Field(
-        default=0, description="Restarts of a program that could not start, and never had: no script, no module."
+        default=0, description="Failed starts of a program that has never run, such as one without its script."
     )
     last_step: Count | None = Field(
         default=None, description="Highest completed step when the last restart was decided."
@@ -134,14 +135,14 @@ class Restarts(StatusModel):
     )
     incident_at: Timestamp | None = Field(
         default=None,
-        description="When the last incident began, where workers are replaced one by one. Losses within seconds of it, "
-        "of workers that were there before, are counted with it.",
+        description="When the last incident began, if workers are replaced one by one. A loss soon after it counts as "
+        "part of it, if the worker existed before.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _sum(cls, data: Any) -> Any:
-        """Always computed: a total that somebody edited would otherwise stay wrong."""
+        """The total is always computed: otherwise one that somebody edited would stay wrong."""
         if not isinstance(data, Mapping):
             return data
         parts = [_either(data, "userCode", "user_code"), data.get("infrastructure"), data.get("preemption")]
@@ -149,7 +150,7 @@ class Restarts(StatusModel):
 
 
 class RecoveryRecord(StatusModel):
-    """One recovery: what was lost, where, which rung mended it and how long each part took."""
+    """One recovery: what was lost and where, how the training was brought back, and how long each part took."""
 
     at: Timestamp = Field(description="When the loss was noticed.")
     cause: Cause = Field(description="Why the worker was lost.")
@@ -158,7 +159,9 @@ class RecoveryRecord(StatusModel):
     rung: Annotated[str, StringConstraints(max_length=32)] = Field(
         description=f"Step of the recovery ladder: {', '.join(Rung)}."
     )
-    detect_ms: Count | None = Field(default=None, description="Milliseconds from the fault to its notice, when known.")
+    detect_ms: Count | None = Field(
+        default=None, description="Milliseconds from the fault until it was noticed, if known."
+    )
     rendezvous_ms: Count | None = Field(default=None, description="Milliseconds from the notice to the new round.")
     restore_ms: Count | None = Field(default=None, description="Milliseconds that reading the training state took.")
     first_step_ms: Count | None = Field(
@@ -200,10 +203,10 @@ class Condition(StatusModel):
 
 
 class Status(StatusModel):
-    """What the operator found. Written by one patch a pass, and only when it changed."""
+    """The operator's findings. A pass writes them in one patch, and only if they changed."""
 
     observed_generation: Count | None = Field(default=None, description="Newest metadata.generation that was acted on.")
-    replicas: Workers = Field(default=0, description="Worker pods that exist, one an index (scale subresource).")
+    replicas: Workers = Field(default=0, description="Workers that have a pod (scale subresource).")
     ready_replicas: Workers = Field(default=0, description="Worker pods that are Ready.")
     selector: Annotated[str, StringConstraints(max_length=512)] = Field(
         default="", description="Label selector of the worker pods, as text (scale subresource)."
@@ -219,7 +222,7 @@ class Status(StatusModel):
         default=None,
         description="The workers that should exist. Absent with backend c10d: `world` is the roster there.",
     )
-    progress: Progress = Field(default=Progress(), description="How far the training is.")
+    progress: Progress = Field(default=Progress(), description="Progress of the training.")
     checkpoint: CheckpointStatus = Field(default=CheckpointStatus(), description="The newest known commit.")
     restarts: Restarts = Field(default=Restarts(), description="Restarts so far, and the restart budget's counters.")
     recoveries: tuple[RecoveryRecord, ...] = Field(
@@ -234,13 +237,13 @@ class Status(StatusModel):
     )
     failure: Failure | None = Field(
         default=None,
-        description="On a failed job: its first root cause. Absent where no worker was lost, as at the deadline: the "
-        "condition Failed says why.",
+        description="The first root cause of a failed job. Absent if no worker was lost, for example at the deadline: "
+        "the condition Failed says why.",
     )
     conditions: tuple[Condition, ...] = Field(
         default=(),
         max_length=len(ConditionType),
-        description="Conditions, at most one a type.",
+        description="Conditions, at most one of each type.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
 

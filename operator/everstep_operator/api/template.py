@@ -1,8 +1,8 @@
-"""The part of spec.template that the CRD itself looks at: its shape, its size and the container named worker.
+"""The part of spec.template that the CRD itself checks: its shape, its size and the container named worker.
 
-The full PodTemplateSpec schema is too large for a CRD, so everything else is preserved unseen; what must not be in it
-is the ValidatingAdmissionPolicy's to refuse. Invariant: no list in a template is without a bound, because each becomes
-work at every list of the operator and at every policy evaluation.
+The full PodTemplateSpec schema is too large for a CRD, so everything else is kept unchecked. The
+ValidatingAdmissionPolicy refuses forbidden parts. Invariant: every list in a template has a bound, because the
+operator's lists and the policy's evaluations cost more with each entry.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
 
 
 def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The trainer's container of a pod template, or None when there is none (or more than one)."""
+    """The trainer's container of a pod template; None if there is none, or more than one."""
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not isinstance(containers, list):
@@ -92,9 +92,8 @@ _TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str}
 
 
 def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, path: str = "") -> None:
-    """Raise FieldError where `value` breaks `schema`, of which the part that TEMPLATE_SCHEMA uses is understood.
-
-    A null is an absent field; required fields and items must not be null.
+    """Raise FieldError if `value` breaks `schema`. Only the keywords that TEMPLATE_SCHEMA uses are supported. A null is
+    an absent field; required fields and items must not be null.
     """
     expected = schema["type"]
     if not isinstance(value, _TYPES[expected]):

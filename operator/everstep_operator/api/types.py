@@ -1,8 +1,8 @@
-"""The spec of a TrainingJob: fields, units, bounds, defaults and the checks across fields.
+"""The spec of a TrainingJob: fields, units, bounds, defaults, and checks across fields.
 
-The CRD and the reference page are generated from here. It may not know what a field does. Invariants: what this
-module accepts, the CRD accepts, and the other way round; every string, list and number has an upper bound, which is
-also what keeps the CEL rules within the API server's cost budget.
+The CRD and the reference page are generated from it. It does not know what a field does. Invariants: this module and
+the CRD accept the same specs. Every string, list and number has an upper bound, which also keeps the CEL rules within
+the API server's cost budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AUTO: Literal["auto"] = "auto"
 
 
 class RendezvousBackend(StrEnum):
-    """Where the membership is agreed."""
+    """Where agents agree on the membership."""
 
     EVERSTEP = "everstep"
     ETCD = "etcd"
@@ -35,7 +35,7 @@ class RendezvousBackend(StrEnum):
 
 
 class PodCleanup(StrEnum):
-    """Which pods a finished job deletes."""
+    """The pods that a finished job deletes."""
 
     RUNNING = "Running"
     ALL = "All"
@@ -49,7 +49,7 @@ class SecretRef(ApiModel):
 
 
 Replicas = Annotated[Int32, Field(ge=1, le=MAX_REPLICAS)]
-# The generator of the CRD and the parser agree on these two spellings only.
+# The generated CRD and the parser accept only these two spellings.
 Processes = Annotated[
     Annotated[Int32, Field(ge=1, le=MAX_PROCESSES)] | Literal["auto"],
     WithJsonSchema(
@@ -67,7 +67,7 @@ Processes = Annotated[
 
 
 class Elastic(ApiModel):
-    """The sizes the job may run at. Absent: a fixed size, which waits for all of its workers."""
+    """The sizes at which the job may run. Absent: a fixed size; the job waits for all of its workers."""
 
     min_replicas: Replicas = Field(description="Workers below which the job waits (QuorumLost) and never runs.")
     max_replicas: Replicas = Field(description="Workers above which it never grows.")
@@ -78,12 +78,12 @@ class Elastic(ApiModel):
     )
     group_size: Replicas = Field(
         default=1,
-        description="Workers that live and die together (a pipeline or tensor group); every size is a multiple of it.",
+        description="Workers that need each other (a pipeline or tensor group); every size is a multiple of it.",
     )
     shrink_after_seconds: Annotated[Int32, Field(ge=0, le=86_400)] = Field(
         default=0,
-        description="Seconds that survivors of a loss wait, in their processes, for a replacement before they go on "
-        "with fewer; new values count for workers that start after the change.",
+        description="Seconds that the survivors of a loss wait for a replacement before they go on with fewer workers. "
+        "A new value applies to workers that start after the change.",
     )
     regrow: Bool = Field(default=True, description="Whether a job that shrank grows again when there is capacity.")
 
@@ -215,17 +215,17 @@ class Checkpoint(ApiModel):
 
     @property
     def interval_seconds(self) -> int | None:
-        """Seconds between commits with the default filled in; None when steps are counted instead."""
+        """Seconds between commits, with the default filled in; None if steps are counted instead."""
         if self.every_steps is not None:
             return None
         return self.every_seconds if self.every_seconds is not None else DEFAULT_EVERY_SECONDS
 
 
 class TrainingJobSpec(ApiModel):
-    """What is to be trained, on how many workers, and how it is kept going."""
+    """The training program, its number of workers, and how it recovers."""
 
     replicas: Replicas = Field(description="Number of workers wanted; each is one pod.")
-    elastic: Elastic | None = Field(default=None, description="Sizes the job may run at; absent: fixed.")
+    elastic: Elastic | None = Field(default=None, description="Sizes at which the job may run; absent: fixed.")
     processes_per_replica: Processes = Field(
         default=1,
         description="Training processes a worker: 1 to 64, or auto = the GPUs that the worker container requests, "
@@ -236,7 +236,7 @@ class TrainingJobSpec(ApiModel):
     recovery: Recovery = section(Recovery, "What happens after a loss.")
     suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
     active_deadline_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
-        default=None, description="Seconds after its start at which the job fails, whatever it does."
+        default=None, description="Seconds after its start at which the job fails, even while it trains."
     )
     ttl_seconds_after_finished: Annotated[Int32, Field(ge=0, le=YEAR)] | None = Field(
         default=None, description="Seconds after its end at which the job is deleted; absent: never."
@@ -255,7 +255,8 @@ class TrainingJobSpec(ApiModel):
     )
     pod_disruption_budget: Bool = Field(
         default=True,
-        description="Keep elastic.minReplicas through drains; acts only with elastic, else it would block them.",
+        description="Keep elastic.minReplicas workers during drains. Without elastic it has no effect, because then it "
+        "would block every drain.",
     )
     template: dict[str, Any] = Field(
         description=f"PodTemplateSpec of a worker. The container named {WORKER_CONTAINER!r} is the trainer.",
@@ -311,7 +312,8 @@ class TrainingJobSpec(ApiModel):
         return template
 
     def processes(self) -> int:
-        """Training processes a worker, with `auto` resolved from the GPUs that the worker container asks for."""
+        """The number of training processes of a worker. `auto` is the number of GPUs that the worker container
+        requests."""
         if isinstance(self.processes_per_replica, int):
             return self.processes_per_replica
         container = worker_container(self.template)
@@ -320,7 +322,7 @@ class TrainingJobSpec(ApiModel):
 
 
 def _gpus(container: Mapping[str, Any]) -> int:
-    """GPUs in a container's limits, else its requests; vendors name them <domain>/gpu (nvidia.com/gpu, amd.com/gpu)."""
+    """GPUs in a container's limits, else its requests. Vendors name them <domain>/gpu (nvidia.com/gpu, amd.com/gpu)."""
     resources = container.get("resources") or {}
     for kind in ("limits", "requests"):
         wanted = resources.get(kind) or {}

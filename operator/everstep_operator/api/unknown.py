@@ -1,5 +1,5 @@
-"""Fields that a manifest has and its schema does not: what the API server would prune, and kubectl's strict validation
-refuses. Pure; knows structural schemas and no field of a TrainingJob.
+"""Finds fields that a manifest has and its schema lacks. The API server would prune them, and kubectl's strict
+validation refuses them. Pure; it knows structural schemas, and no field of a TrainingJob.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """One field that there is not; `path` is written as `kubectl explain` does, `near` is the known one like it."""
+    """An unknown field. `path` is written as `kubectl explain` does; `near` is the known field most like it."""
 
     path: str
     near: str | None = None
@@ -24,7 +24,7 @@ class Unknown:
 
 
 def unknown(value: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[Unknown]:
-    """The fields of `value` that a structural `schema` does not name, where it does not say that it keeps others."""
+    """The fields of `value` that a structural `schema` neither names nor keeps as unknown ones."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from unknown(item, schema.get("items", {}), f"{path}[{index}]")
@@ -42,7 +42,7 @@ def unknown(value: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[U
 
 
 def field(path: str, name: object, known: Iterable[str]) -> Unknown:
-    """The field `name` below `path`, which is none of `known`."""
+    """The unknown field `name` below `path`, with the most similar of the `known` ones."""
     near = difflib.get_close_matches(str(name), sorted(known), n=1)
     return Unknown(_joined(path, name), near[0] if near else None)
 
