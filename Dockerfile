@@ -1,4 +1,5 @@
-# Three targets: `operator`, `worker` (torchrun and the everstep library) and `example` (worker with the digits example).
+# Four targets: `operator`, `worker` (torchrun and the everstep library), `example` (worker with the digits example) and
+# `examples` (worker with all of examples/, a folder each, and what they import).
 #
 #   docker build --target operator -t everstep/operator .
 #
@@ -48,4 +49,11 @@ ARG PIP_OPTIONS=""
 USER 0
 RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7'
 COPY examples/digits/ /workspace/
+USER 65532:65532
+
+FROM worker AS examples
+ARG PIP_OPTIONS=""
+USER 0
+RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7' 'transformers>=5.20' 'accelerate>=1.12'
+COPY examples/ /workspace/
 USER 65532:65532

@@ -36,6 +36,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "apiserver": CERTIFICATES,
     "cluster": CERTIFICATES,
     "conformance": CERTIFICATES,
+    "e2e": ("git",),
     "recipes": ("git",),
     "rendezvous": (*NETWORKS, *CERTIFICATES),
     "run": ("make",),

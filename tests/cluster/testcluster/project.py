@@ -5,6 +5,7 @@ from testcluster.proc import run
 
 OPERATOR = "everstep/operator:dev"
 DIGITS = "everstep/digits:dev"
+EXAMPLES = "everstep/examples:dev"
 SOURCES = ("operator", "worker", "examples", "requirements", "LICENSE", "Dockerfile", ".dockerignore")
 OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
 
@@ -21,6 +22,10 @@ def _build(name: str, tag: str, target: str, bases: tuple[str, ...]) -> str:
 
 
 def build() -> list[str]:
-    """Tags of the operator's image and of the digits example's (which is the worker's with the example in it)."""
+    """Tags of the operator's image, of the digits example's (the worker's with the example in it), of all examples'."""
     bases = (f"OPERATOR_BASE={pybases.operator()}", f"WORKER_BASE={pybases.worker()}")
-    return [_build("operator", OPERATOR, "operator", bases), _build("digits", DIGITS, "example", bases)]
+    return [
+        _build("operator", OPERATOR, "operator", bases),
+        _build("digits", DIGITS, "example", bases),
+        _build("examples", EXAMPLES, "examples", bases),
+    ]
