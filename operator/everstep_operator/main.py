@@ -190,7 +190,9 @@ class Operator:
     async def _measure(self) -> None:
         while True:
             self.metrics.queue_depth(len(self.queue))
-            self.metrics.jobs(self.reconciler.jobs_by_status() if self.elector.is_leader() else {})
+            leads = self.elector.is_leader()
+            self.metrics.jobs(self.reconciler.jobs_by_status() if leads else {})
+            self.metrics.peak_memory(*(self.reconciler.peak_memory() if leads else (0, 0)))
             await self._clock.sleep(METRICS_INTERVAL)
 
 

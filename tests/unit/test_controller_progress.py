@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.status import Status
 from everstep_operator.controller.progress import JobProgress
-from everstep_operator.plan.snapshot import Progress
+from everstep_operator.plan.snapshot import PeakMemory, Progress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -169,6 +169,17 @@ def test_a_slow_rank_is_acted_on_at_once_and_is_forgotten_with_its_round() -> No
     assert progress.snapshot().straggler is None
 
 
+def test_peak_memory_is_that_of_the_rank_that_held_the_most_and_is_forgotten_with_its_round() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, 0, step=1, peak_memory=500), at(1))
+    progress.accept(report(Phase.TRAIN, 1, step=1, peak_memory=700, peak_device_memory=0), at(1))
+    progress.accept(report(Phase.TRAIN, 0, step=2, peak_memory=600, peak_device_memory=90), at(2))
+    assert progress.snapshot().memory == PeakMemory(host=700, rank=1, device=90, device_rank=0)
+    assert progress.peak_memory == progress.snapshot().memory
+    progress.accept(report(Phase.START, round=2), at(3))
+    assert progress.snapshot().memory is None
+
+
 phases = st.sampled_from(Phase)
 whole = st.one_of(st.none(), st.integers(0, 2**63 - 1))
 real = st.one_of(st.none(), st.floats(0, 1e308))
@@ -177,6 +188,7 @@ reports = st.builds(
     round=st.integers(0, 4), step=whole, total_steps=whole, epoch=whole, step_seconds=real, restored_step=whole,
     restore_seconds=real, committed_step=whole, committed_at=real, checkpoint_error=st.one_of(st.none(), st.text()),
     straggler=st.one_of(st.none(), st.text()), metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
+    peak_memory=whole, peak_device_memory=whole,
 )  # fmt: skip
 
 

@@ -529,7 +529,8 @@ async def test_every_metric_is_moved_by_what_it_speaks_of() -> None:
 
         async def train(round_: int, step: int, *pods: str) -> None:
             for rank, pod in enumerate(pods):
-                report = Report(Phase.TRAIN, rank=rank, world_size=len(pods), at=1.0, round=round_, step=step)
+                held = {"peak_memory": 2**30, "peak_device_memory": 5}
+                report = Report(Phase.TRAIN, rank, len(pods), at=1.0, round=round_, step=step, **held)
                 assert await send(stage, operator, pod, report) == 204
 
         await stage.until("the pods run", all_run)

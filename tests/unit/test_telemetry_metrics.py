@@ -21,6 +21,7 @@ def test_everything_that_happened_is_rendered() -> None:
     m.report(ReportResult.ACCEPTED)
     m.leader(True)
     m.queue_depth(7)
+    m.peak_memory(2**30, 5)
     m.relisted("pods")
     got = samples(m)
     assert got["everstep_reconcile_seconds_count",] == 2
@@ -34,6 +35,8 @@ def test_everything_that_happened_is_rendered() -> None:
     assert got["everstep_reports_total", "accepted"] == 1
     assert got["everstep_leader",] == 1
     assert got["everstep_queue_depth",] == 7
+    assert got["everstep_process_peak_memory_bytes", "host"] == 2**30
+    assert got["everstep_process_peak_memory_bytes", "device"] == 5
     assert got["everstep_informer_relists_total", "pods"] == 1
 
 

@@ -19,6 +19,7 @@ import torch
 
 from everstep.checkpoint import Occupied
 from everstep.contract.messages import MAX_METRICS, REPORT_PATH, Phase, Report
+from everstep.reporting import memory
 from everstep.reporting import report as module
 from everstep.reporting.report import MAX_PENDING, Reporter
 
@@ -160,6 +161,40 @@ def test_other_ranks_tell_only_start_restore_first_step_failures_and_end(operato
     assert operator.phases == ["start", "restore", "train", "save-failed", "done"]
     assert [r.step for r in operator.reports] == [None, None, 1, 49, 49]
     assert operator.reports[3].checkpoint_error == "step 40: the store is away"
+
+
+def test_another_rank_tells_of_memory_that_grows_and_not_of_every_step(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "LOOK_SECONDS", 0.0)
+    held = [100]
+    reporter = Reporter(operator.url, rank=1, world_size=2)
+    reporter.memory.device = lambda: held[0]
+    reporter.step(1)
+    assert reporter.flush()
+    for step in range(2, 20):
+        reporter.step(step)
+    assert reporter.flush()
+    assert operator.phases == ["start", "train"], "nothing grew by a twentieth"
+    held[0] = 110
+    reporter.step(20)
+    assert reporter.flush()
+    last = operator.reports[-1]
+    assert (last.step, last.peak_device_memory) == (20, 110)
+    assert (last.peak_memory or 0) > 2**20, "what this process holds, in bytes"
+
+
+def test_device_that_cannot_tell_its_memory_does_not_stop_the_report(operator: Operator) -> None:
+    reporter = Reporter(operator.url)
+
+    def broken() -> int:
+        raise RuntimeError("no device")
+
+    reporter.memory.device = broken
+    reporter.step(1)
+    assert reporter.flush()
+    assert operator.reports[-1].peak_device_memory is None
+    assert operator.reports[-1].peak_memory
 
 
 def test_first_step_after_a_second_restore_is_told_at_once(operator: Operator) -> None:

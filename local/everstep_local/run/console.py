@@ -24,11 +24,14 @@ def render(view: View) -> Group:
         f"world {view.size}  round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("WORKER", "NODE", "STATE", "RANK", "STEP", "RESTARTS", "POD", "PID"):
-        table.add_column(column, justify="right" if column in ("RANK", "STEP", "RESTARTS", "PID") else "left")
+    device = any(row.device_memory is not None for row in view.workers)
+    figures = ("RANK", "STEP", "RESTARTS", "PEAK RAM", *(("PEAK DEVICE",) if device else ()))
+    for column in ("WORKER", "NODE", "STATE", *figures, "POD", "PID"):
+        table.add_column(column, justify="right" if column in (*figures, "PID") else "left")
     for row in view.workers:
         state = Text(row.state, STYLES.get(row.state, ""))
-        cells = (_shown(row.rank), _shown(row.step), str(row.restarts), row.pod, _shown(row.pid))
+        memory = (_bytes(row.memory), *((_bytes(row.device_memory),) if device else ()))
+        cells = (_shown(row.rank), _shown(row.step), str(row.restarts), *memory, row.pod, _shown(row.pid))
         table.add_row(str(row.worker), row.node, state, *map(Text, cells))
     events = Table(box=None, pad_edge=False, show_header=False)
     for event in view.events:
@@ -69,6 +72,10 @@ class Plain:
 def _why(message: str) -> str:
     """What a wait is for, without the count of ready workers before it."""
     return message.partition(": ")[2]
+
+
+def _bytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / 2**30:.2f} GiB"
 
 
 def _shown(value: int | None) -> str:

@@ -26,7 +26,7 @@ from everstep_local.nodes.pool import LocalNodes
 from everstep_local.run.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep_local.run.job_file import Prepared
 from everstep_local.run.view import EVENTS as EVENTS_SHOWN
-from everstep_local.run.view import EventRow, View, clock_time, condition, view
+from everstep_local.run.view import EventRow, Peak, View, clock_time, condition, view
 from everstep_operator.controller import observe
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.client import KubeClient
@@ -88,6 +88,7 @@ class LocalRun:
         self._port = _free_port()
         self._operator: asyncio.Task[None]  # `run` starts it
         self._steps: dict[str, StepSeen] = {}
+        self._memory: dict[str, Peak] = {}  # by pod
         self._events: deque[EventRow] = deque(maxlen=EVENTS_SHOWN)
         self._ended = asyncio.Event()
         self._last = Unstructured()  # the job as it was seen last: it may be deleted as soon as it has ended
@@ -191,7 +192,8 @@ class LocalRun:
         if not job.metadata.uid:
             return None
         pods = [p for p in self._pods.list() if p.metadata.labels.get(labels.JOB) == self.job.name]
-        return view(job, pods, self._steps, {p.metadata.name: pid for p in pods if (pid := self._pid(p))}, self._events)
+        pids = {p.metadata.name: pid for p in pods if (pid := self._pid(p))}
+        return view(job, pods, self._steps, pids, self._events, self._memory)
 
     def pod_names(self) -> list[str]:
         return sorted(p.metadata.name for p in self._pods.list())
@@ -210,6 +212,11 @@ class LocalRun:
 
     def _reported(self, identity: PodIdentity, report: Report) -> None:
         worker = self.worker_of(identity.pod_name)
+        if report.peak_memory is not None:
+            host, device = self._memory.get(identity.pod_name, (0, None))
+            told = report.peak_device_memory
+            peak = max(host, report.peak_memory), told if device is None else max(device, told or 0)
+            self._memory[identity.pod_name] = peak
         if worker is None or report.step is None or report.phase in (Phase.START, Phase.RESTORE):
             return  # what was restored is not a step that this process has taken
         loss = report.metrics.get("loss")

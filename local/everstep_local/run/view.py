@@ -11,6 +11,7 @@ from everstep_local.run.history import StepSeen
 from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured
 
+Peak = tuple[int, int | None]  # bytes of RAM, and of an accelerator's memory
 EVENTS = 12  # newest events that are kept in a view
 
 
@@ -24,6 +25,8 @@ class WorkerRow:
     step: int | None
     restarts: int
     pid: int | None
+    memory: int | None = None  # the greatest peak of a process of the pod, in bytes
+    device_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,13 @@ def view(
     steps: Mapping[str, StepSeen],
     pids: Mapping[str, int],
     events: Iterable[EventRow],
+    memory: Mapping[str, Peak],
 ) -> View:
-    """`steps` has the newest report of each pod, `pids` each pod's main process."""
+    """`steps` has each pod's newest report, `pids` its main process, `memory` its greatest peaks."""
     status = job.status
     ready = condition(job, "Ready")
     world, progress = status.get("world") or {}, status.get("progress") or {}
+    rows = [row for pod in pods if (row := _row(pod, steps, pids, memory)) is not None]
     return View(
         job=job.metadata.name,
         status=str(ready.get("reason", "Pending")),
@@ -88,13 +93,15 @@ def view(
         committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
         restarts=int((status.get("restarts") or {}).get("total", 0)),
         goodput=str(status.get("goodput", "")),
-        workers=tuple(sorted((r for p in pods if (r := _row(p, steps, pids))), key=lambda r: (r.worker, r.restarts))),
+        workers=tuple(sorted(rows, key=lambda r: (r.worker, r.restarts))),
         events=tuple(events)[-EVENTS:],
         raw_status=dict(status),
     )
 
 
-def _row(pod: Pod, steps: Mapping[str, StepSeen], pids: Mapping[str, int]) -> WorkerRow | None:
+def _row(
+    pod: Pod, steps: Mapping[str, StepSeen], pids: Mapping[str, int], memory: Mapping[str, Peak]
+) -> WorkerRow | None:
     worker = observe.worker_pod(pod)
     if worker is None:
         return None
@@ -115,6 +122,7 @@ def _row(pod: Pod, steps: Mapping[str, StepSeen], pids: Mapping[str, int]) -> Wo
         seen.step if seen is not None else None,
         worker.incarnation,
         pids.get(worker.name),
+        *memory.get(worker.name, (None, None)),
     )
 
 

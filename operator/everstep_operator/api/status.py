@@ -75,6 +75,17 @@ class Roster(StatusModel):
     )
 
 
+class PeakMemory(StatusModel):
+    """The most memory that a training process has held at once: that of the rank that has held the most."""
+
+    bytes: Count = Field(default=0, description="RAM, as resident set size. Loader workers are not in it.")
+    rank: Count = Field(default=0, description="The rank that held it.")
+    device_bytes: Count | None = Field(
+        default=None, description="Memory of an accelerator in tensors, as torch counts it."
+    )
+    device_rank: Count | None = Field(default=None, description="The rank that held that.")
+
+
 class Progress(StatusModel):
     """The progress of the training, as its processes last reported it. While they run it is at most a few seconds
     old."""
@@ -90,6 +101,9 @@ class Progress(StatusModel):
     )
     straggler: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
         default=None, description="The rank that the others wait for in each step, with its time. It is only reported."
+    )
+    memory: PeakMemory | None = Field(
+        default=None, description="The greatest peak of memory of a training process in this round."
     )
     updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
 

@@ -8,12 +8,13 @@ begins.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.status import Status
-from everstep_operator.plan.snapshot import Progress
+from everstep_operator.plan.snapshot import PeakMemory, Progress
 
 MAX_RANKS = 65_536
 # If only one pod has reported a round, then after this time another pod that still reports an older one is believed.
@@ -58,6 +59,7 @@ class JobProgress:
         self._trained_at: datetime | None = None
         self._straggler: str | None = None
         self._first_step_at: datetime | None = None
+        self._peak: PeakMemory | None = None
 
     def published(self, round_: int, now: datetime) -> None:
         """This operator has just published `round_`."""
@@ -88,6 +90,7 @@ class JobProgress:
         self._updated_at = now
         self._world_size = max(1, report.world_size)
         healed = self._committed(report)
+        self._remembers(report)
         match report.phase:
             case Phase.START:
                 return self._start(report, now)
@@ -168,6 +171,17 @@ class JobProgress:
         self._last = report
         self._step_seconds = report.step_seconds or self._step_seconds
 
+    def _remembers(self, report: Report) -> None:
+        """Keep the greatest of the ranks' peaks; of one process it never falls."""
+        if report.peak_memory is None:
+            return
+        peak = self._peak or PeakMemory(report.peak_memory, report.rank)
+        if report.peak_memory > peak.host:
+            peak = replace(peak, host=report.peak_memory, rank=report.rank)
+        if report.peak_device_memory is not None and report.peak_device_memory > (peak.device or -1):
+            peak = replace(peak, device=report.peak_device_memory, device_rank=report.rank)
+        self._peak = peak
+
     def _committed(self, report: Report) -> bool:
         """Take the newest commit from a report; any report may have it. Whether it ends a time without a good one."""
         if report.committed_step is None or report.committed_step == self._committed_step:
@@ -178,6 +192,11 @@ class JobProgress:
         if report.committed_at is not None:
             self._committed_at = datetime.fromtimestamp(min(report.committed_at, 4e9), UTC)
         return healed
+
+    @property
+    def peak_memory(self) -> PeakMemory | None:
+        """The greatest peak that a rank of the present round has told."""
+        return self._peak
 
     def snapshot(self) -> Progress:
         last = self._last
@@ -195,6 +214,7 @@ class JobProgress:
             checkpoint_error=self._error,
             checkpoint_damaged=self._damaged,
             straggler=self._straggler,
+            memory=self._peak,
             productive_seconds=self._productive,
             lost_at=self._lost_at,
             started_at=self._started_at,

@@ -264,6 +264,11 @@ class Reconciler:
             counts[name] = counts.get(name, 0) + 1
         return counts
 
+    def peak_memory(self) -> tuple[int, int]:
+        """The greatest peaks of a training process of any job that runs, in bytes of RAM and of an accelerator."""
+        peaks = [peak for memory in self._memory.values() if (peak := memory.progress.peak_memory) is not None]
+        return max((p.host for p in peaks), default=0), max((p.device or 0 for p in peaks), default=0)
+
 
 def _own_uid(service: Service | None, job: JobView) -> str | None:
     return service.metadata.uid if service is not None and controller_uid(service.metadata) == job.uid else None

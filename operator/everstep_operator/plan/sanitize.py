@@ -17,7 +17,7 @@ from everstep.contract import redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
-from everstep_operator.plan.snapshot import Exit, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, PeakMemory, Progress, Snapshot, WorkerPod
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
 MAX_SECONDS = 1e9
@@ -106,6 +106,7 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
         committed_step=_bounded(seen.committed_step, SAFE_INT_MAX),
         checkpoint_error=_shown(seen.checkpoint_error, secrets),
         straggler=_shown(seen.straggler, secrets),
+        memory=_memory(seen.memory),
         checkpoint_damaged=_shown(seen.checkpoint_damaged, secrets),
         productive_seconds=min(seen.productive_seconds, MAX_SECONDS),
         skipped_saves=min(seen.skipped_saves, SAFE_INT_MAX),
@@ -113,6 +114,13 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
         resumed_step=_bounded(seen.resumed_step, SAFE_INT_MAX),
         restore_seconds=_bounded(seen.restore_seconds, MAX_SECONDS),
     )
+
+
+def _memory(peak: PeakMemory | None) -> PeakMemory | None:
+    if peak is None:
+        return None
+    host, rank = min(max(peak.host, 0), SAFE_INT_MAX), min(max(peak.rank, 0), SAFE_INT_MAX)
+    return PeakMemory(host, rank, _bounded(peak.device, SAFE_INT_MAX), _bounded(peak.device_rank, SAFE_INT_MAX))
 
 
 def _bounded(value: Number | None, limit: Number) -> Number | None:

@@ -70,6 +70,17 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most bytes that a process of the current round has held at once, and its rank. `device`: of an accelerator's
+    memory."""
+
+    host: int
+    rank: int
+    device: int | None = None
+    device_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """What the workers of the current round have reported. In memory only: an operator restart starts it empty."""
 
@@ -85,6 +96,7 @@ class Progress:
     skipped_saves: int = 0  # since the job began
     checkpoint_error: str | None = None  # why the last attempt to commit failed
     straggler: str | None = None  # which rank the others wait for, while they do
+    memory: PeakMemory | None = None
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:

@@ -102,6 +102,12 @@ class Metrics:
         )
         self._round_watches = Gauge("everstep_round_watches", "Agents that wait for their round to change.", registry=r)
         self._leader = Gauge("everstep_leader", "1 while this replica holds the Lease.", registry=r)
+        self._memory = Gauge(
+            "everstep_process_peak_memory_bytes",
+            "Greatest peak of memory of a training process of any job: RAM (host), accelerator (device).",
+            ("kind",),
+            registry=r,
+        )
         self._queue_depth = Gauge("everstep_queue_depth", "Keys that wait for a pass.", registry=r)
         self._informer_restarts = Counter(
             "everstep_informer_relists", "Lists that an informer had to repeat.", ("resource",), registry=r
@@ -162,6 +168,11 @@ class Metrics:
     def leader(self, leading: bool) -> None:
         """Whether this replica holds the Lease now."""
         self._leader.set(1 if leading else 0)
+
+    def peak_memory(self, host: int, device: int) -> None:
+        """The greatest peaks of a training process of any job, in bytes."""
+        self._memory.labels("host").set(host)
+        self._memory.labels("device").set(device)
 
     def queue_depth(self, keys: int) -> None:
         """How many keys wait for a pass."""

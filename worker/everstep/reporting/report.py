@@ -24,6 +24,7 @@ from typing import Any
 from everstep.contract import env, redact, termination
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
 from everstep.reporting.http_post import PostError, Refused, post
+from everstep.reporting.memory import PeakMemory
 
 log = logging.getLogger("everstep.report")
 
@@ -64,6 +65,7 @@ class Reporter:
         self._token_file = token_file or None
         self._identity = (rank, world_size, round)
         self._now = now
+        self.memory = PeakMemory()
         self._reset()
 
     @classmethod
@@ -233,8 +235,9 @@ class Reporter:
         pending = _Pending(self._known, self._metrics, steady=phase in (Phase.TRAIN, Phase.SAVE) and not first)
         # Facts of one moment are not repeated: a later report would claim them anew.
         self._known = replace(self._known, restored_step=None, restore_seconds=None, checkpoint_error=None)
-        if self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE, Phase.SAVE_SKIPPED):
-            return False  # one voice per job; ranks beyond 0 speak only about (re)starts, failures and the end
+        quiet = self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE, Phase.SAVE_SKIPPED)
+        if quiet and not (phase is Phase.TRAIN and self.memory.grew(tick)):
+            return False  # one voice per job: other ranks tell of (re)starts, failures, the end, and growing memory
         if pending.steady and self._queue and self._queue[-1].steady:
             waiting = self._queue.pop().report
             if phase is Phase.SAVE and waiting.phase is Phase.TRAIN:
@@ -309,7 +312,9 @@ class Reporter:
         """Whether this report is settled: accepted, or refused in a way that repeating cannot mend."""
         assert self._url is not None
         try:
-            report = replace(pending.report, metrics=_floats(pending.metrics))
+            peak = self.memory.read()
+            told = replace(pending.report, peak_memory=peak.host, peak_device_memory=peak.device)
+            report = replace(told, metrics=_floats(pending.metrics))
             post(self._url, self._token(), report.encode())
         except Refused as e:
             self._say_once(str(e), f"the operator refuses this process's reports, training goes on: {e}")

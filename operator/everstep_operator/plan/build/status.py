@@ -16,6 +16,7 @@ from everstep_operator.api.status import (
     CheckpointStatus,
     Condition,
     Failure,
+    PeakMemory,
     Progress,
     RecoveryRecord,
     Restarts,
@@ -25,6 +26,7 @@ from everstep_operator.api.status import (
 )
 from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan import names
+from everstep_operator.plan.snapshot import PeakMemory as Seen
 from everstep_operator.plan.snapshot import Snapshot
 
 MAX_MESSAGE = 1024
@@ -106,8 +108,15 @@ def _progress(snapshot: Snapshot) -> Progress:
         eta_seconds=eta,
         metrics={name: f"{value:.6g}" for name, value in sorted(seen.metrics.items())} or old.metrics,
         straggler=seen.straggler and seen.straggler[:MAX_MESSAGE],
+        memory=_memory(seen.memory) or old.memory,
         updated_at=seen.updated_at,
     )
+
+
+def _memory(seen: Seen | None) -> PeakMemory | None:
+    if seen is None:
+        return None
+    return PeakMemory(bytes=seen.host, rank=seen.rank, device_bytes=seen.device, device_rank=seen.device_rank)
 
 
 def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:

@@ -83,6 +83,10 @@ class StepCoordinator:
         self._group = group_of_its_own(PEER_SECONDS)
         self._agreement = StepAgreement(self._group)
         self._reporter.started()
+        if torch.accelerator.is_available():
+            # The device of this thread: in the reporter's thread another one is the current one.
+            device = torch.accelerator.current_device_index()
+            self._reporter.memory.device = lambda: torch.accelerator.max_memory_allocated(device)
         if self._schedule is None and self._rank == 0:
             log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
