@@ -17,6 +17,8 @@ DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 # The three distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
 OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local
+# Where a file *.pth names folders in which every process of the environment finds modules: those that tests share.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'
@@ -39,6 +41,7 @@ $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml loc
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \
 	  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
+	@printf '%s\n' '$(CURDIR)/tests' '$(CURDIR)/tests/cluster' > "$$($(BIN)/python -c '$(SITE)')/everstep_tests.pth"
 	@touch $@
 
 # Without torch, whose builds differ by the kind of GPU. No index is named: whoever installs from these has one.

@@ -31,6 +31,7 @@ from driver import SYSTEM, Job
 from figures import Better, Figure, finish, parser, spread
 from install import install
 from player import ScenarioError, wait_for
+
 from testcluster import handle
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError

@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).parent / "lanes"))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from hung import Hung
+from turns import Turns
+
 from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
-from turns import Turns
 
 ROOT = Path(__file__).parent
 FIXTURE_PROGRAMS = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from testcluster import programs  # tests/conftest.py put it on the path
 
 ROOT = Path(__file__).parents[2]

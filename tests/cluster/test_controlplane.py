@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from testcluster.controlplane import ControlPlane
 
 pytestmark = pytest.mark.apiserver

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 from testcluster.daemon import Daemon, free_ports
 from testcluster.proc import ClusterError
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
+
 from testcluster import docker, pybases
 from testcluster.handle import Cluster
 

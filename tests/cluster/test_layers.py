@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from testcluster import layers
 from testcluster.proc import ClusterError, run, succeeds
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import boto3
 import pytest
 from botocore.exceptions import ClientError
+
 from testcluster.s3 import S3Server
 
 pytestmark = pytest.mark.s3

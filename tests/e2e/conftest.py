@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import Job
 from install import install
+
 from testcluster import cache
 from testcluster.handle import Cluster
 

@@ -20,6 +20,7 @@ import yaml
 from lines import Asked
 from player import Player, ScenarioError, wait_for
 from reference import EXAMPLE
+
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError, run
 

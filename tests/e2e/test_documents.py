@@ -9,6 +9,7 @@ import pytest
 from document import CLUSTER, ROOT
 from driver import BUCKET, SYSTEM
 from install import install
+
 from testcluster.handle import Cluster
 
 LIMIT = 1500  # seconds; a job trains for five minutes, and is broken several times

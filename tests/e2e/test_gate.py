@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from driver import BUCKET, SYSTEM, Job
 from player import wait_for
+
 from testcluster.handle import Cluster
 from testcluster.proc import run
 

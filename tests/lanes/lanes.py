@@ -18,9 +18,10 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
 
 from repeats import Repeated, play, report  # noqa: E402
+from turns import TURN, of_commit  # noqa: E402
+
 from testcluster import packages  # noqa: E402
 from testcluster.proc import ClusterError  # noqa: E402
-from turns import TURN, of_commit  # noqa: E402
 
 STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.kubelet.addresses import Addresses
@@ -17,6 +16,7 @@ from everstep_local.kubelet.starter import Host, Starter
 from everstep_operator.kube.client import TokenIdentity
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
+from support.clocks.manual import ManualClock
 
 Start = Callable[..., Any]
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"

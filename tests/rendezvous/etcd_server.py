@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ports import Ports
+
 from testcluster import programs
 from testcluster.daemon import Daemon
 from testcluster.proc import run

@@ -17,7 +17,6 @@ from pathlib import Path
 from agents import LIMIT, until
 from netspaces import Machines
 from operator_server import OperatorServer, Replica
-from testcluster.proc import run
 
 from everstep.contract.document import Member, Sizes
 from everstep.membership.backends.operator_calls import OperatorCalls
@@ -27,6 +26,7 @@ from everstep.membership.joining import JoinSettings
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Broken, Round
+from testcluster.proc import run
 
 LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it
 KEPT = ("spare", "left", "right")  # the other replica, and the other agents

@@ -18,6 +18,7 @@ import time
 from itertools import count
 
 from netspaces import Machines
+
 from testcluster.proc import run
 
 NETWORK = "10.231.8"

@@ -13,6 +13,7 @@ sys.path[:0] = [str(TESTS / folder) for folder in ("run", "scenarios", "rendezvo
 
 from etcd_server import EtcdCluster  # noqa: E402
 from local_job import LocalJob  # noqa: E402
+
 from testcluster import programs  # noqa: E402
 from testcluster.s3 import S3Server  # noqa: E402
 

@@ -21,12 +21,12 @@ import yaml
 from descriptors import opened
 from lines import Asked
 from player import TOGETHER, Player, ScenarioError, wait_for
-from testcluster.s3 import S3Server
 from training_processes import children_of, command_of, trainers
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
+from testcluster.s3 import S3Server
 
 NODES = 2
 BUCKET = "everstep"

@@ -16,6 +16,7 @@ from etcd_server import EtcdCluster
 from given import play, texts
 from local_job import NODES, LocalJob
 from sequences import EACH_TIME, Place
+
 from testcluster.s3 import S3Server
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.turns(3)]

@@ -16,10 +16,10 @@ import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from testcluster.s3 import S3Server
 
 from everstep.storage import RetryingStore, RetryPolicy, open_store
 from everstep.testing.contract import pattern
+from testcluster.s3 import S3Server
 
 PART = 5 * 2**20
 FAST = RetryPolicy(first=0.01, most=0.05, outage=20.0)

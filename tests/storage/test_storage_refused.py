@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from testcluster.s3 import S3Server
 
 from everstep.storage import ObjectStore, RetryingStore, StoreUnusable, open_store, probe
+from testcluster.s3 import S3Server
 
 MISSING = "everstep-missing"
 

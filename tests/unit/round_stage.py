@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from manual_clock import ManualClock
-
 from everstep.contract.document import Document, Member, Sizes, decode
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.errors import ConnectionFailed
@@ -18,6 +16,7 @@ from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.errors import NotLeading
+from support.clocks.manual import ManualClock
 
 SIZES = Sizes(1, 2)
 A, B = Member(0, "a"), Member(1, "b")

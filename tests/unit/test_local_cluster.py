@@ -6,12 +6,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import EventType, KubeClient, TokenIdentity, TokenRefused
 from everstep_operator.kube.errors import Gone
 from everstep_operator.kube.resources import PODS
+from support.clocks.manual import ManualClock
 
 
 def pod(name: str, **labels: str) -> dict[str, Any]:

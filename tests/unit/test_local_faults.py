@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_local.apiserver.client import MemoryClient
 from everstep_local.apiserver.cluster import MemoryCluster
@@ -42,6 +41,7 @@ from everstep_operator.kube.errors import (
 from everstep_operator.kube.resources import NODES, PODS, SERVICES
 from everstep_operator.runtime.clock import cancel
 from everstep_operator.runtime.informer import Informer
+from support.clocks.manual import ManualClock
 
 
 class Setting:

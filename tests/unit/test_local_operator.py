@@ -18,7 +18,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from manual_clock import ManualClock
 from prometheus_client.parser import text_string_to_metric_families
 
 from everstep.contract import labels
@@ -38,6 +37,7 @@ from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import ROUND_CALLS, Metrics
+from support.clocks.manual import ManualClock
 
 LIMIT = 30.0  # seconds of the test's own time that any wait may take
 JOB = {

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from testcluster import packages, toolchains, versions  # tests/conftest.py put it on the path
 from testcluster.proc import ClusterError
 

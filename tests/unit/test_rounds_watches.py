@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from virtual_time import in_virtual_time
 
 from everstep_operator.rounds.watches import Urgency, Watches
+from support.clocks.virtual_time import in_virtual_time
 
 MANY = 100
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_operator.runtime.clock import SystemClock, wait_event, within
 from everstep_operator.runtime.parallel import Done, Failed, run_bounded
+from support.clocks.manual import ManualClock
 
 
 async def test_sleepers_wake_in_the_order_of_their_deadlines_at_their_own_moment() -> None:

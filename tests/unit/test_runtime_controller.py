@@ -5,13 +5,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.errors import Conflict, Forbidden, TooManyRequests
 from everstep_operator.runtime.controller import Blocked, Controller, ControllerLimits, Result, Succeeded, WillRetry
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.queue import WorkQueue
+from support.clocks.manual import ManualClock
 
 
 class Gate:

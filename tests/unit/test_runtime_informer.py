@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from manual_clock import ManualClock
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType, ListResult, WatchEvent
 from everstep_operator.kube.errors import ConnectionFailed, Forbidden, Gone, KubeError, NotFound, StreamBroken
@@ -14,6 +13,7 @@ from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import ObjectMeta, Pod
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.informer import Informer, Timing
+from support.clocks.manual import ManualClock
 
 
 class Server:

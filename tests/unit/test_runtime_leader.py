@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from manual_clock import ManualClock
 
 from everstep_operator.kube.errors import AlreadyExists, Conflict, ConnectionFailed, NotFound
 from everstep_operator.kube.wire import Lease, LeaseSpec, ObjectMeta
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, LeaseTiming, address_of
+from support.clocks.manual import ManualClock
 
 
 class Leases:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manual_clock import ManualClock
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.errors import QueueFull
 from everstep_operator.runtime.queue import FAIR, RECENT, KeyQueue, WorkQueue
+from support.clocks.manual import ManualClock
 
 KEYS = st.sampled_from("abcde")
 

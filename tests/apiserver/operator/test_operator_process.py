@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testcluster.daemon import free_ports
 
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import LEASES
+from testcluster.daemon import free_ports
 
 pytestmark = pytest.mark.apiserver
 
