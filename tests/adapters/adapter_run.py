@@ -12,8 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranks import Ranks
-from warm_python import warm
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 HERE = Path(__file__).parent
 SECONDS = 200  # for a run; importing a framework is most of it

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import warm_agent
-from children import children, stat
-from warm_python import Process, warm
+from support.processes import warm_agent
+from support.processes.children import children, stat
+from support.processes.warm_python import Process, warm
 
 HERE = Path(__file__).parent
 LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import warm_agent
-from warm_python import warm
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 HEAD = """
 import json, os, signal, sys, time

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from agent_job import EXPIRING, HERE, Agent, Job
-from children import children
-from commits import newest_commit
 from phase_script import undisturbed
 from phases import Aim, Fault
+
+from support.processes.children import children
+from support.processes.commits import newest_commit
 
 SCRIPT = HERE / "phase_script.py"
 EVERY = 20  # steps between two commits

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, TypeVar
 
-from children import children
+from support.processes.children import children
 
 T = TypeVar("T")
 Fault = Literal["process", "agent", "stop", "freeze"]

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from children import children
 
 from everstep.contract import exit_codes
+from support.processes.children import children
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT = 60

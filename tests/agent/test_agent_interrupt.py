@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from children import children
 from test_agent_alone import LIMIT, Started, gone
 from test_agent_leaves import commits
 
 from everstep.contract import exit_codes
+from support.processes.children import children
 
 pytestmark = pytest.mark.timeout(120)
 SESSION = Path(__file__).with_name("session_script.py")

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from agent_job import EXPIRING, HERE, Agent, Job
-from children import children
+
+from support.processes.children import children
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(2)]

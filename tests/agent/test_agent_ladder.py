@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from agent_job import HERE, Agent, Job
-from standstill import go_on, stand_still
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.processes.standstill import go_on, stand_still
 
 pytestmark = pytest.mark.timeout(240)
 

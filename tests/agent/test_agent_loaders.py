@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import warm_agent
-from warm_python import warm
+
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SIZE, SAMPLES, BATCH = 3, 50, 4

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_agent
 from agent_job import HERE, LIMIT
-from warm_python import warm
+
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SCRIPT = HERE / "gan_script.py"

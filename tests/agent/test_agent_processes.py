@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import stat
 from torch._C._distributed_c10d import TCPStore
 
 from everstep.agent.processes.client import ForkServer
 from everstep.agent.processes.control_socket import ControlSocket
 from everstep.contract import env
+from support.processes.children import stat
 
 pytestmark = pytest.mark.timeout(120)
 

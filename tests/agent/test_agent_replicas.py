@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_agent
-from warm_python import warm
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 ROOT = Path(__file__).resolve().parents[2]

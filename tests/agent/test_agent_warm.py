@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import children
-from descriptors import opened
 
 from everstep.agent.processes.forkserver import unfit_to_fork
+from support.processes.children import children
+from support.processes.descriptors import opened
 
 pytestmark = pytest.mark.timeout(120)
 

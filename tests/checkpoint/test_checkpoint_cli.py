@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from warm_python import warm
 
 import everstep
 from everstep.storage import open_store
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(180)
 

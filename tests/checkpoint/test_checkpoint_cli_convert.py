@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from warm_python import warm
 
 import everstep
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(180)
 

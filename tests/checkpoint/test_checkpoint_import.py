@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conversions import made, plain, same, write
 from safetensors.torch import save_file
-from warm_python import warm
 
 import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch, import_checkpoint
@@ -26,6 +25,7 @@ from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, RetryableError, RetryingStore, RetryPolicy, open_store
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
 from everstep.storage.rate_limit import Pacer
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

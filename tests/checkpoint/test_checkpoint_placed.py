@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from worlds_of_processes import results_of
+
+from support.processes.worlds_of_processes import results_of
 
 PROGRAM = Path(__file__).with_name("states_placed.py")
 run = partial(results_of, PROGRAM)

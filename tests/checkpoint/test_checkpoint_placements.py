@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from worlds_of_processes import results_of
+
+from support.processes.worlds_of_processes import results_of
 
 run = partial(results_of, Path(__file__).with_name("placements.py"), timeout=1500)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds_of_processes import results_of
+
+from support.processes.worlds_of_processes import results_of
 
 PROGRAM = Path(__file__).with_name("unions.py")
 run = partial(results_of, PROGRAM)

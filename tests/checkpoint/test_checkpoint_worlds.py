@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from worlds_of_processes import results_of
 
 import everstep
+from support.processes.worlds_of_processes import results_of
 
 PROGRAM = Path(__file__).with_name("worlds.py")
 run = partial(results_of, PROGRAM)

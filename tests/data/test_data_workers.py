@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from warm_python import warm
+
+from support.processes.warm_python import warm
 
 TRAINER = """
 import os, sys, threading

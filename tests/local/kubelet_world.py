@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from descriptors import opened
-
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.kubelet.sources import CONFIG_MAPS, PODS, SECRETS
 from everstep_local.nodes.node import NODES, NodeTiming
@@ -20,6 +18,7 @@ from everstep_local.nodes.pool import LocalNodes
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.runtime.clock import SystemClock, cancel
+from support.processes.descriptors import opened
 
 NAMESPACE = "default"
 QUICK = NodeTiming(heartbeat=0.1, grace=0.6)

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from agent_job import Job
-from ranks import Ranks
-from warm_python import warm
+
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 HERE = Path(__file__).parent
 DRIVER = HERE / "ordinary_driver.py"

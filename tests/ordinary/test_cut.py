@@ -15,8 +15,9 @@ import pytest
 import torch
 from agent_job import Job
 from ordinary_play import DRIVER, _compare, _environ, parent_is_ready
-from ranks import Ranks
-from warm_python import warm
+
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(360)
 SCRIPTS = Path(__file__).parent / "cut"

@@ -14,12 +14,12 @@ import pytest
 import torch
 from agent_job import Job
 from ordinary_play import DRIVER, _environ, parent_is_ready
-from ranks import Ranks
 from test_cut import LIMIT, SCRIPTS, SIZE, differences, found, under_agent, undisturbed
-from warm_python import warm
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(360)
 PARTS, STAGES, FOUR = "own_tensor_parallel", "own_pipeline", "own_four_stages"

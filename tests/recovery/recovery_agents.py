@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from recovery_script import main
-from standstill import go_on, stand_still
 from torch._C._distributed_c10d import TCPStore
+
+from support.processes.standstill import go_on, stand_still
 
 LIMIT = 60.0
 CONTEXT = multiprocessing.get_context("forkserver")

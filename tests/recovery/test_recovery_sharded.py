@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commits import newest_commit
 from recovery_agents import Agents, Process
 from sharded_script import Wanted, main
-from standstill import go_on
 
 from everstep.contract import exit_codes
+from support.processes.commits import newest_commit
+from support.processes.standstill import go_on
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(2)]

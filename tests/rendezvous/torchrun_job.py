@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agents import until
-from warm_python import Process, warm
+
+from support.processes.warm_python import Process, warm
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 START = 90.0  # seconds until agents that were started have formed a world, on a machine that does much else

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from descriptors import opened
 from lines import Asked
 from player import TOGETHER, Player, ScenarioError, wait_for
 from training_processes import children_of, command_of, trainers
@@ -26,6 +25,7 @@ from training_processes import children_of, command_of, trainers
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
+from support.processes.descriptors import opened
 from testcluster.s3 import S3Server
 
 NODES = 2

@@ -15,9 +15,9 @@ import lines
 import yaml
 from lines import Asked
 from reference import BESIDE, EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
-from warm_python import warm
 
 from everstep_operator.plan.decide.loss import INCIDENT
+from support.processes.warm_python import warm
 
 T = TypeVar("T")
 

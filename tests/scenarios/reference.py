@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from ranks import Ranks
 from safetensors.torch import load_file
-from warm_python import warm
+
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "digits"

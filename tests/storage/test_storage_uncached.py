@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from descriptors import opened
 
 from everstep.storage.backends.local import LocalStore
 from everstep.storage.backends.uncached import BLOCK, LEAST, UncachedWriter
+from support.processes.descriptors import opened
 
 NAME = "data/x"
 

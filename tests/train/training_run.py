@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranks import Ranks
-from warm_python import warm
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 SCRIPT = Path(__file__).with_name("script.py")
 DONE = re.compile(r"done step=(\d+) parameters=(\w+)")

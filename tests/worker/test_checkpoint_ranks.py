@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import warm
 
 from everstep.checkpoint.format.manifest import OpenRecord, Owner
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import open_store
+from support.processes.warm_python import warm
 
 PROGRAM = r'''
 import hashlib, json, os, sys, threading

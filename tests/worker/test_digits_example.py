@@ -19,10 +19,10 @@ from typing import TypeVar
 import pytest
 import xxhash
 import yaml
-from ranks import Ranks
-from warm_python import warm
 
 from everstep.contract import env, exit_codes
+from support.processes.ranks import Ranks
+from support.processes.warm_python import warm
 
 T = TypeVar("T")
 

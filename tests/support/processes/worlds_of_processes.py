@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from warm_python import warm
+from support.processes.warm_python import warm
 
 
 def results_of(program: Path, out: Path, *specs: str, timeout: float = 280) -> list[list[dict[str, Any]]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from warm_python import Process, Warm
+
+from support.processes.warm_python import Process, Warm
 
 NOTICE = 30.0  # seconds for the others when one has failed
 

@@ -1,0 +1,1 @@
+"""Clocks and event loops whose time a test moves."""
