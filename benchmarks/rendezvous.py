@@ -129,7 +129,7 @@ class OperatorProcess:
     """The operator's round store over an in-memory cluster, with a job of `pods` pods."""
 
     def __init__(self, pods: int) -> None:
-        path = Path(__file__).parents[1] / "tests/rendezvous/operator_server.py"
+        path = Path(__file__).parents[1] / "tests/support/rendezvous/operator_server.py"
         command = [sys.executable, str(path), str(pods)]
         # A session of its own: Linux shares the processor between sessions first, as if it were on another machine.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent / "tests"
 sys.path[:0] = [str(HERE), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
 from figures import Better, Figure, finish, parser, quantile
-from silent_machines import in_turn
 
+from support.network.silent_machines import in_turn
 from testcluster import packages
 
 GOALS = {"heard": None, "formed": 4.0}

@@ -10,14 +10,10 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/rendezvous"))
-from operator_parts import TEMPLATE, lenient_crd, pod_body, start
 
 from everstep.contract import labels
 from everstep_local.apiserver.client import MemoryClient
@@ -29,6 +25,7 @@ from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
+from support.rendezvous.operator_parts import TEMPLATE, lenient_crd, pod_body, start
 
 REVIEW_SECONDS = 0.005
 TENANTS = {"victim": 4, "hostile": 8}  # namespaces, and the pods of a job in each

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import torchft_peer
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 
 from everstep.contract import env
 from everstep.contract.messages import REPORT_PATH
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
 
 
 class Store(Protocol):

@@ -1,21 +1,15 @@
-"""What the agent's tests share: their helpers on the path, and a real etcd for jobs of several agents."""
+"""What the agent's tests share: a real etcd for jobs of several agents."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "rendezvous"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from agent_job import Job  # noqa: E402
-from etcd_server import EtcdCluster  # noqa: E402
+from support.agent.agent_job import Job
+from support.rendezvous.etcd_server import EtcdCluster
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))
-
-from recovery_script import Wanted, train
+from support.recovery.recovery_script import Wanted, train
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_job import Job
+
+from support.agent.agent_job import Job
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 LIMIT = 200

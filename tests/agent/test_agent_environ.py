@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import Agent, Job
 
 from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.contract.document import Member
 from everstep.membership.world_state import Round
+from support.agent.agent_job import Agent, Job
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).parent / "environ_script.py"

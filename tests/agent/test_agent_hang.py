@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_job import HERE, Job
 
 from everstep.agent.decide.stall import ASK_SECONDS, FACTOR, FIRST_FACTOR, Found, ProcessState, Watch, look
 from everstep.contract.calls import Call
+from support.agent.agent_job import HERE, Job
 
 
 def looks(watch: Watch, *answers: ProcessState | None, every: float = ASK_SECONDS) -> list[Found]:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_agent_alone import LIMIT, Started, gone
-from test_agent_leaves import commits
 
 from everstep.contract import exit_codes
+from support.agent.started import LIMIT, Started, gone
 from support.processes.children import children
+from support.processes.commits import commits
 
 pytestmark = pytest.mark.timeout(120)
 SESSION = Path(__file__).with_name("session_script.py")

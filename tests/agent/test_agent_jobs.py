@@ -5,7 +5,6 @@ Real processes, gloo over loopback. A failure prints the seed and the agents' lo
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -15,23 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import EXPIRING, HERE, Agent, Job
 
+from support.agent.agent_job import EXPIRING, PLAIN, Agent, Job, regroup, session
 from support.processes.children import children
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(2)]
-SESSION = HERE / "session_script.py"
-PLAIN = HERE / "plain_script.py"
-
-
-def session(folder: Path, **wanted: Any) -> tuple[Path, str]:
-    return SESSION, json.dumps({"out": str(folder), **wanted})
-
-
-def regroup(job: Job, agents: list[Agent], since: float) -> float:
-    """Wait until exactly these train; seconds from then until the last of them has made its first step."""
-    return max(step["at"] for step in job.world(agents, since)) - since
 
 
 def goes_on(run: Job, agents: list[Agent], since: float) -> float:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import HERE, Agent, Job
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.agent.agent_job import HERE, Agent, Job
 from support.processes.standstill import go_on, stand_still
 
 pytestmark = pytest.mark.timeout(240)

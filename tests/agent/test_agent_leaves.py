@@ -5,7 +5,6 @@ Real processes, gloo over loopback. A failure prints the agents' logs.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import Agent, Job
-from test_agent_jobs import PLAIN, session
+
+from support.agent.agent_job import PLAIN, Agent, Job, session
+from support.processes.commits import commits
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 PREEMPTED = 86
@@ -33,13 +33,6 @@ def stop(*agents: Agent) -> float:
 def ended(run: Job, *agents: Agent) -> list[int]:
     run.until(lambda: all(a.process.poll() is not None for a in agents), "an agent that was asked to stop does not end")
     return [a.process.returncode for a in agents]
-
-
-def commits(folder: Path) -> list[int]:
-    """The steps of all commits, in their order."""
-    written = sorted((folder / "commits" / "log").glob("[0-9]*"))  # and not what is being written
-    records = [json.loads(path.read_text().splitlines()[0]) for path in written]
-    return [r["step"] for r in records if r["kind"] == "commit"]
 
 
 def newest(run: Job) -> int:

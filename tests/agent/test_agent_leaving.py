@@ -7,7 +7,6 @@ from copy import copy
 from typing import Any
 
 import pytest
-from test_agent_state import KILL, Play, keeping, kinds, plain, round_of
 
 from everstep.agent.decide import events as e
 from everstep.agent.decide.events import Fault, Purpose
@@ -16,6 +15,7 @@ from everstep.contract import exit_codes
 from everstep.contract.document import LEFT, Setback
 from everstep.membership import commands as c
 from everstep.membership.world_state import Broken, Finishing, Left, Stopping
+from support.agent.play import KILL, Play, keeping, kinds, plain, round_of
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_job import Agent, Job
 
 from everstep.agent.processes.running import Settling
+from support.agent.agent_job import Agent, Job
 
 pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).parent / "environ_script.py"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import HERE, LIMIT
 
+from support.agent.agent_job import HERE, LIMIT
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 

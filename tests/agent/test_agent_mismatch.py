@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_job import HERE, Agent, Job
 
 from everstep.agent.hang.mismatch import Seen, clash, compare, decode, ranks_in_words
 from everstep.contract.calls import Call, in_group
+from support.agent.agent_job import HERE, Agent, Job
 
 SUM = "all_reduce(float32[10])"
 LARGER = "all_reduce(float32[20])"

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agent_job import Agent, Job
-from agents import until
-from operator_server import OperatorServer, Pod
-from strangers import STRANGERS, Stranger
-from test_agent_jobs import regroup, session
 
 from everstep.contract.document import decode
+from support.agent.agent_job import Agent, Job, regroup, session
+from support.rendezvous.agents import until
+from support.rendezvous.operator_server import OperatorServer, Pod
+from support.rendezvous.strangers import STRANGERS, Stranger
 
 pytestmark = pytest.mark.timeout(300)
 TTL = 3  # seconds of a lease: shorter than either outage

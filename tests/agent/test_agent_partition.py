@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_job import EXPIRING, HERE, Agent, Job
-from etcd_server import EtcdCluster
-from netspaces import Machines
-from slow_network import SlowNetwork
+
+from support.agent.agent_job import EXPIRING, HERE, Agent, Job
+from support.network.netspaces import Machines
+from support.network.slow_network import SlowNetwork
+from support.rendezvous.etcd_server import EtcdCluster
 
 pytestmark = pytest.mark.timeout(420)
 SESSION = HERE / "session_script.py"

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from phase_field import Cell, Field
+
+from support.agent.phase_field import Cell, Field
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 

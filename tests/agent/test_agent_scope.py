@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from ordinary_scripts import play, said
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.agent.ordinary_scripts import play, said
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_job import HERE, Agent, Job
+
+from support import TESTS
+from support.agent.agent_job import Agent, Job
 
 pytestmark = pytest.mark.timeout(300)
-SCRIPT = HERE.parent / "recovery" / "sharded_script.py"
+SCRIPT = TESTS / "support" / "recovery" / "sharded_script.py"
 
 
 def differing(run: Job) -> set[tuple[int, int]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from agent_job import HERE, Job
+from support.agent.agent_job import HERE, Job
 
 
 def test_a_rank_that_is_five_times_slower_is_named_and_stays(job: Callable[..., Job], tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from etcd_server import EtcdCluster
 
 from everstep.contract import env
+from support.rendezvous.etcd_server import EtcdCluster
 
 pytestmark = pytest.mark.timeout(240)
 FLAGS = ("--nnodes=1", "--rdzv-backend=etcd-v3")

@@ -1,19 +1,13 @@
-"""What the table of ordinary scripts shares: helpers of other folders on the path, and a real etcd for its agents."""
+"""What the table of ordinary scripts shares: a real etcd for its agents."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "agent", HERE.parent / "rendezvous"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-from etcd_server import EtcdCluster  # noqa: E402
+from support.rendezvous.etcd_server import EtcdCluster
 
 
 @pytest.fixture(scope="session")

@@ -7,67 +7,27 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from agent_job import Job
-from ordinary_play import DRIVER, _compare, _environ, parent_is_ready
 
+from support.agent.agent_job import Job
+from support.ordinary.cut import LIMIT, SCRIPTS, SIZE, differences, found, under_agent, undisturbed
+from support.ordinary.ordinary_play import DRIVER, _environ, parent_is_ready
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(360)
-SCRIPTS = Path(__file__).parent / "cut"
-SIZE = 4
-LIMIT = 200.0  # seconds that a run may take, on a machine that does much else
 KILLS = ("0@5:backward", "1@5:gradients", "2@5:optimizer")
 DISTRIBUTED = "__import__('torch.distributed.pipelining').distributed"
 MORE = ("1@5:backward", "2@5:backward", "0@5:gradients", "2@5:gradients", "0@5:optimizer", "1@5:optimizer", "1@5:tail",
         "2@5:between")  # fmt: skip
 
 
-def found(folder: Path) -> list[dict[str, Any]]:
-    """What each rank has ended with, by rank."""
-    told = [torch.load(path, weights_only=False) for path in folder.glob("*.pt")]
-    return sorted(told, key=lambda one: int(one["rank"]))
-
-
-def under_agent(folder: Path, script: Path, kill: str = "", size: int = SIZE) -> tuple[int, str]:
-    """One agent with all processes; its exit code, and what was said."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "everstep.agent.main", f"--nproc-per-node={size}", "--max-restarts=0"]
-    with (folder / "log").open("wb") as out:
-        ended = subprocess.run(
-            [*command, str(DRIVER), str(script)], stdout=out, stderr=out, timeout=LIMIT, check=False,
-            env={**os.environ, **_environ(folder, kill)},
-        )  # fmt: skip
-    return ended.returncode, (folder / "log").read_text(errors="replace")
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cut")
-
-
-def undisturbed(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:
-    return _undisturbed(folder, name, size)
-
-
-@cache  # of all arguments, however a test passes them: a folder is made once
-def _undisturbed(folder: Path, name: str, size: int) -> list[dict[str, Any]]:
-    code, log = under_agent(folder / f"{name}-{size}", SCRIPTS / f"{name}.py", size=size)
-    assert code == 0, log[-3000:]
-    return found(folder / f"{name}-{size}")
-
-
-def differences(some: list[dict[str, Any]], others: list[dict[str, Any]], near: float = 0.0) -> str:
-    assert [one["rank"] for one in some] == [one["rank"] for one in others]
-    assert all(one["step"] == 12 for one in (*some, *others))
-    pairs = ((f"rank {a['rank']}: ", _compare(a["found"], b["found"], near)) for a, b in zip(some, others, strict=True))
-    return "; ".join(f"{rank}{what}" for rank, what in pairs if what)
 
 
 @pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.long) for kill in MORE)])

@@ -8,7 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from ordinary_play import SIZE, difference, under_one_agent
+
+from support.ordinary.ordinary_play import SIZE, difference, under_one_agent
 
 pytestmark = pytest.mark.timeout(360)
 

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
-from ordinary_rows import ALL, EXACT, ROWS, SCRIPTS, Row
 
 from everstep.train.guards.script_text.loop_check import UNREAD
+from support.ordinary.ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
+from support.ordinary.ordinary_rows import ALL, EXACT, ROWS, SCRIPTS, Row
 
 pytestmark = pytest.mark.timeout(360)
 

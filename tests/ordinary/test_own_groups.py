@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_job import Job
-from ordinary_play import DRIVER, _environ, parent_is_ready
-from test_cut import LIMIT, SCRIPTS, SIZE, differences, found, under_agent, undisturbed
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.agent.agent_job import Job
+from support.ordinary.cut import LIMIT, SCRIPTS, SIZE, differences, found, under_agent, undisturbed
+from support.ordinary.ordinary_play import DRIVER, _environ, parent_is_ready
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 

@@ -9,7 +9,8 @@ import difflib
 from pathlib import Path
 
 import pytest
-from ordinary_play import SIZE, difference, under_agents, under_torchrun
+
+from support.ordinary.ordinary_play import SIZE, difference, under_agents, under_torchrun
 
 pytestmark = pytest.mark.timeout(360)
 

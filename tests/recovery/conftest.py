@@ -1,21 +1,15 @@
-"""What the recovery tests share. Their modules import each other by name, in forked processes too."""
+"""What the recovery tests share."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = str(Path(__file__).parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
 
 
 @pytest.fixture
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """`play(wanted, seed=…, script=…)`: the agents of a job of that script; ended with the test."""
-    from recovery_agents import Agents  # noqa: PLC0415  imports torch
+    from support.recovery.recovery_agents import Agents  # noqa: PLC0415  imports torch
 
     started: list[Agents] = []
 
@@ -32,7 +26,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
     """A process group of this process alone."""
-    import lonely_mesh  # noqa: PLC0415  imports torch
+    from support.recovery import lonely_mesh  # noqa: PLC0415  imports torch
 
     with lonely_mesh.world_of_one():
         yield

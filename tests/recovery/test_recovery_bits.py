@@ -12,14 +12,13 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-import bits_script
 import pytest
-import recovery_script
-from recovery_agents import LIMIT, Agents, Process
-from recovery_script import Wanted
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.recovery import bits_script, recovery_script
+from support.recovery.recovery_agents import LIMIT, Agents, Process
+from support.recovery.recovery_script import Wanted
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process
-from recovery_script import Points, Wanted
 
 from everstep.data import ElasticLoader
 from support.processes.commits import newest_commit
+from support.recovery.recovery_agents import Agents, Process
+from support.recovery.recovery_script import Points, Wanted
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "6"))
 pytestmark = [pytest.mark.timeout(120 + 10 * KILLS), pytest.mark.turns(2)]

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from held_store import Hold
-from recovery_agents import Agents, Process
-from recovery_script import Wanted
 
 from everstep.checkpoint import Catalog
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import open_store
+from support.recovery.held_store import Hold
+from support.recovery.recovery_agents import Agents, Process
+from support.recovery.recovery_script import Wanted
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 

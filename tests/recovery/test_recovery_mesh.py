@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lonely_mesh import mesh_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -20,6 +19,7 @@ from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.state.shape import MODEL, SHARD, TENSOR, Shape
 from everstep.train.mesh import likely_rank, make_mesh
 from everstep.train.process_place import ProcessPlace
+from support.recovery.lonely_mesh import mesh_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held_store import Hold
-from recovery_agents import Agents, Process
-from recovery_script import Wanted
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
+from support.recovery.held_store import Hold
+from support.recovery.recovery_agents import Agents, Process
+from support.recovery.recovery_script import Wanted
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lonely_mesh import mesh_of
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +22,7 @@ from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.shard_transfer_plan import NEW, MemberShard
 from everstep.recovery.transfer.sharded import ShardedState
 from everstep.recovery.validity import Validity
+from support.recovery.lonely_mesh import mesh_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

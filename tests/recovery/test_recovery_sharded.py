@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recovery_agents import Agents, Process
-from sharded_script import Wanted, main
 
 from everstep.contract import exit_codes
 from support.processes.commits import newest_commit
 from support.processes.standstill import go_on
+from support.recovery import sharded_script
+from support.recovery.recovery_agents import Agents, Process
+from support.recovery.sharded_script import Wanted, main
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(2)]
 
-SCRIPT = str(Path(__file__).with_name("sharded_script.py"))
+SCRIPT = str(sharded_script.__file__)
 
 Play = Callable[..., Agents]
 TENSOR = {"tensor": True, "width": 32}

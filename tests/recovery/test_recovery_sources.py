@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sources_script
-from recovery_agents import Agents
-from sources_script import LOADERS, Wanted
 
 from everstep.data import ElasticLoader
+from support.recovery import sources_script
+from support.recovery.recovery_agents import Agents
+from support.recovery.sources_script import LOADERS, Wanted
 
 STEPS = 80
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, example, find, given, settings
 from hypothesis import strategies as st
-from rolled_back import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback import snapshots, tracked_objects, undo_copy
@@ -24,6 +23,7 @@ from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.validity import Validity
 from everstep.train.feeding.feed import Feed
+from support.recovery.rolled_back import BETWEEN, LOADERS, OPTIMIZERS, PLACES, Shape, disturbed, possible, undisturbed
 
 REPLAYS = int(os.environ.get("EVERSTEP_REPLAYS", "60"))
 pytestmark = pytest.mark.timeout(60 + REPLAYS)

@@ -1,18 +1,15 @@
-"""Puts the helpers of these tests on the path. Whoever starts an etcd asks for `etcd_program` (tests/conftest.py)."""
+"""Round stores that tests share. A test that starts an etcd asks for `etcd_program` (tests/conftest.py)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from agents import until
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
+from support.rendezvous.agents import until
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
 
 
 @pytest.fixture(scope="session")

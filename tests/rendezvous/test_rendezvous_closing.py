@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from documents import after, agent, formed, names
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
 from everstep.membership.commands import Evict, Form, Join, Stop, Waited
 from everstep.membership.formation.ranks import assign
+from support.rendezvous.documents import after, agent, formed, names
 
 # --- ranks
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch.distributed.elastic.rendezvous as torch_rendezvous
-from documents import after, agent, joined
 
 from everstep.contract import env
 from everstep.contract.document import Document, Sizes
@@ -17,6 +16,7 @@ from everstep.membership.backends import torch_keys
 from everstep.membership.backends.configuration import Configuration, read, read_operator
 from everstep.membership.commands import Form, Join, Leave, Waited
 from everstep.membership.proposals import Patience
+from support.rendezvous.documents import after, agent, joined
 
 IN_A_POD = {env.TOKEN_FILE: "/token"}
 

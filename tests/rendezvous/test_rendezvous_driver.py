@@ -15,9 +15,6 @@ from itertools import count, pairwise
 from random import Random
 
 import pytest
-from agents import EXPIRING, LIMIT, QUICK, crew, until
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 
 from everstep.contract.document import Document, Member, Sizes, decode, decode_join_request
 from everstep.membership.backends.etcd import EtcdStore
@@ -30,6 +27,9 @@ from everstep.membership.joining import LONGEST_WAIT
 from everstep.membership.machine import Rejected
 from everstep.membership.store import Backoff, RoundStore, View
 from everstep.membership.world_state import Broken, Closed, Growing, Round, Whole
+from support.rendezvous.agents import EXPIRING, LIMIT, QUICK, crew, until
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
 
 MakeStore = Callable[[], RoundStore]
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import LIMIT, QUICK, crew, until
-from etcd_server import EtcdCluster
-from ports import Ports
 
 from everstep.contract.document import Sizes
 from everstep.membership.backends.configuration import ConfigurationInvalid, etcd_gateway, read
@@ -26,6 +23,9 @@ from everstep.membership.backends.etcd_http import Access, Gateway, Limits, endp
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.store import View
 from everstep.membership.world_state import Broken, Whole
+from support.network.ports import Ports
+from support.rendezvous.agents import LIMIT, QUICK, crew, until
+from support.rendezvous.etcd_server import EtcdCluster
 
 RANGE = {"key": base64.b64encode(b"x").decode()}
 

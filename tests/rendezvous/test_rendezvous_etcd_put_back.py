@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import LIMIT, QUICK, Crew, crew, until
-from etcd_server import EtcdCluster
 
 from everstep.checkpoint.format.manifest import OpenRecord
 from everstep.checkpoint.log.decisions import Append, Claim, Head, Refuse, advance, decide_open
@@ -20,6 +18,8 @@ from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.store import View
 from everstep.membership.world_state import Broken, Growing, Round, Whole
+from support.rendezvous.agents import LIMIT, QUICK, Crew, crew, until
+from support.rendezvous.etcd_server import EtcdCluster
 
 SETTINGS = replace(QUICK, ttl=4.0)  # those who died are in the copy, with their leases
 

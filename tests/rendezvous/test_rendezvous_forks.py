@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from agents import LIMIT, until
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, encode
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.store import View
+from support.rendezvous.agents import LIMIT, until
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
 
 EMPTY = encode(Document(Sizes(1, 3)))
 CHILDREN = 5

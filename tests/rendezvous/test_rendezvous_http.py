@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents import LIMIT, QUICK, until
-from operator_server import NAMESPACE, OperatorServer, Pod
 
 from everstep.contract import env
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
@@ -24,6 +22,8 @@ from everstep.membership.store import View
 from everstep.membership.world_state import Broken, Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.wire import Unstructured
+from support.rendezvous.agents import LIMIT, QUICK, until
+from support.rendezvous.operator_server import NAMESPACE, OperatorServer, Pod
 
 SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from agents import LIMIT, until
-from netspaces import Machines
-from slow_network import SlowNetwork
 
 from everstep.contract.document import Member
 from everstep.membership.peers import far_probe, peer_monitor
@@ -33,6 +30,9 @@ from everstep.membership.peers.peer_monitor import (
 )
 from everstep.membership.peers.probe import HELLO
 from everstep.membership.world_state import Round
+from support.network.netspaces import Machines
+from support.network.slow_network import SlowNetwork
+from support.rendezvous.agents import LIMIT, until
 
 
 class Heard:

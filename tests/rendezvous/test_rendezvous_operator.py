@@ -15,8 +15,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from agents import EXPIRING, LIMIT, QUICK, Crew, until
-from operator_server import OperatorServer, Pod
 
 from everstep.contract.document import MAX_BYTES, Document, JoinRequest, Member, Sizes, encode
 from everstep.contract.rounds import (
@@ -32,6 +30,8 @@ from everstep.membership.backends.operator_store import HttpStore
 from everstep.membership.driver import Driver
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.world_state import Broken, Whole
+from support.rendezvous.agents import EXPIRING, LIMIT, QUICK, Crew, until
+from support.rendezvous.operator_server import OperatorServer, Pod
 
 SIZES = Sizes(1, 3)
 EMPTY = Document(SIZES)

@@ -11,7 +11,6 @@ import threading
 from typing import Any
 
 import pytest
-from agents import LIMIT, until
 
 from everstep.contract.document import Document, Member, Sizes, decode
 from everstep.membership.backends.memory import MemoryStore
@@ -20,6 +19,7 @@ from everstep.membership.errors import JoinTimedOut, StoreUnavailable
 from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Whole
+from support.rendezvous.agents import LIMIT, until
 
 SETTINGS = JoinSettings(patience=Patience(last_call=0.2, rejoin=3.0), ttl=0.6)
 CALLS = 8  # of one agent: about what it needs until it is in its second round; later ones renew its lease

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from documents import TWO_OR_THREE, after, agent, formed, joined, names, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +49,7 @@ from everstep.membership.formation.selection import growth
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply
 from everstep.membership.world_state import Broken, Finishing, Growing, Left, Stopping, Whole, world_state
 from everstep_operator.rounds.rules import with_pinned_sizes
+from support.rendezvous.documents import TWO_OR_THREE, after, agent, formed, joined, names, refused
 
 # --- forming
 

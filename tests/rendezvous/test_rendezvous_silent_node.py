@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import LIMIT, until
-from netspaces import Machines
-from operator_server import OperatorServer
-from silent_machines import LOST, SilentNode
 
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
 from everstep.membership.backends.connections import open_connection
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.errors import StoreUnavailable
+from support.network.netspaces import Machines
+from support.network.silent_machines import LOST, SilentNode
+from support.rendezvous.agents import LIMIT, until
+from support.rendezvous.operator_server import OperatorServer
 
 pytestmark = pytest.mark.timeout(180)
 

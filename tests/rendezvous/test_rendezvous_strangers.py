@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from agents import LIMIT, QUICK, until
-from operator_server import OperatorServer, Pod
-from strangers import STRANGERS, Stranger, answer
 
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, encode
 from everstep.contract.rounds import PRESENCE_PATH
@@ -26,6 +23,9 @@ from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep.membership.world_state import Whole
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
+from support.rendezvous.agents import LIMIT, QUICK, until
+from support.rendezvous.operator_server import OperatorServer, Pod
+from support.rendezvous.strangers import STRANGERS, Stranger, answer
 
 SIZES = Sizes(1, 1)
 

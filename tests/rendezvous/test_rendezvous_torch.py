@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from agents import LIMIT, until
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,11 +24,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch_handlers import Handlers
 
 from everstep.contract import env
 from everstep.contract.document import Document, decode
 from everstep.membership.backends.configuration import ConfigurationInvalid
+from support.rendezvous.agents import LIMIT, until
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
+from support.rendezvous.torch_handlers import Handlers
 
 pytestmark = pytest.mark.timeout(240)
 OURS = {"everstep-rounds-watch", "everstep-present", "everstep-rendezvous", "everstep-listener"}

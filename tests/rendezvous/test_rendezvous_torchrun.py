@@ -11,17 +11,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from agents import until
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torchrun_job import TorchrunJob, children
 
 from everstep.contract import env
 from everstep.contract.document import FINISHED, decode
 from everstep.contract.messages import REPORT_PATH
 from everstep_operator.kube.wire import Unstructured
+from support.rendezvous.agents import until
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
+from support.rendezvous.torchrun_job import TorchrunJob, children
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from walks import SIZES, events, walk
-from world import Agent, Violation, World
 
 from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.membership import draining, machine, proposals
 from everstep.membership.commands import Stop, Waited
 from everstep.membership.formation import selection
 from everstep.membership.index_assignment import IndexAssignment
+from support.rendezvous.walks import SIZES, events, walk
+from support.rendezvous.world import Agent, Violation, World
 
 WALKS = int(os.environ.get("EVERSTEP_WALKS", "500"))
 MUTANT_WALKS = 3000  # at most: a mistake must show in so many

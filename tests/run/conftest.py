@@ -11,9 +11,9 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("run", "scenarios", "rendezvous")]
 
-from etcd_server import EtcdCluster  # noqa: E402
 from local_job import LocalJob  # noqa: E402
 
+from support.rendezvous.etcd_server import EtcdCluster  # noqa: E402
 from testcluster import programs  # noqa: E402
 from testcluster.s3 import S3Server  # noqa: E402
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from etcd_server import EtcdCluster
 from local_job import LocalJob
 from rows import HERE, LOCALLY, ROWS, Row
+
+from support.rendezvous.etcd_server import EtcdCluster
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.turns(3)]
 

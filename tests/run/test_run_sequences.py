@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable
 
 import pytest
-from etcd_server import EtcdCluster
 from given import play, texts
 from local_job import NODES, LocalJob
 from sequences import EACH_TIME, Place
 
+from support.rendezvous.etcd_server import EtcdCluster
 from testcluster.s3 import S3Server
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.turns(3)]

@@ -28,7 +28,7 @@ PACKAGES = {
 DOCKER = ("dockerd", "docker", "iptables")
 BOOTSTRAP = ("mmdebstrap",)
 CERTIFICATES = ("openssl",)
-NETWORKS = ("ip", "iptables")  # tests/rendezvous/netspaces.py
+NETWORKS = ("ip", "iptables")  # tests/support/network/netspaces.py
 
 # Folder below tests/ → programs that its tests and their fixtures start. Folders that are not named need none.
 FOLDERS: dict[str, tuple[str, ...]] = {

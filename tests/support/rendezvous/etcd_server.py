@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ports import Ports
-
+from support.network.ports import Ports
 from testcluster import programs
 from testcluster.daemon import Daemon
 from testcluster.proc import run

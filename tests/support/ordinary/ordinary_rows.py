@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent / "scripts"
+from support import TESTS
+
+SCRIPTS = TESTS / "ordinary" / "scripts"
 # Whether bits are compared, or numbers to six digits. With three ranks DDP's buckets after a recovery may be others,
 # and sum in another order: to be True when they are part of the state.
 EXACT = True

@@ -14,10 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agents import LIMIT, until
-from netspaces import Machines
-from operator_server import OperatorServer, Replica
-
 from everstep.contract.document import Member, Sizes
 from everstep.membership.backends.operator_calls import OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
@@ -26,6 +22,9 @@ from everstep.membership.joining import JoinSettings
 from everstep.membership.peers.peer_monitor import PeerMonitor
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Broken, Round
+from support.network.netspaces import Machines
+from support.rendezvous.agents import LIMIT, until
+from support.rendezvous.operator_server import OperatorServer, Replica
 from testcluster.proc import run
 
 LOST = "lost"  # the machine that falls silent: the leader and agent 2 are on it

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from recovery_script import Diary, become_a_script, leave_time
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,6 +24,7 @@ from torch.utils.data import Dataset
 
 import everstep
 from everstep.recovery.group.in_flight import PeerLost
+from support.recovery.recovery_script import Diary, become_a_script, leave_time
 
 SAMPLES = 4096
 FEATURES = 24

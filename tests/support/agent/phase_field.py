@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_job import EXPIRING, HERE, Agent, Job
-from phase_script import undisturbed
-from phases import Aim, Fault
-
+from support.agent import phase_script
+from support.agent.agent_job import EXPIRING, Agent, Job
+from support.agent.phase_script import undisturbed
+from support.agent.phases import Aim, Fault
 from support.processes.children import children
 from support.processes.commits import newest_commit
 
-SCRIPT = HERE / "phase_script.py"
+SCRIPT = phase_script.__file__
 EVERY = 20  # steps between two commits
 
 

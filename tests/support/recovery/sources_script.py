@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import webdataset as wds
 from datasets import Dataset
-from recovery_script import Diary, become_a_script, leave_time
 
 import everstep
 from everstep.data import Blocks, Cache, Mixture, Stream
 from everstep.data.sources import tar_counts, webdataset
+from support.recovery.recovery_script import Diary, become_a_script, leave_time
 
 SHARDS, EACH, SAMPLES = 6, 16, 96
 LOADERS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,7 @@ import threading
 import time
 from itertools import count
 
-from netspaces import Machines
-
+from support.network.netspaces import Machines
 from testcluster.proc import run
 
 NETWORK = "10.231.8"

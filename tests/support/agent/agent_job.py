@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support import TESTS
 from support.processes import warm_agent
 from support.processes.children import children, stat
 from support.processes.warm_python import Process, warm
 
-HERE = Path(__file__).parent
+HERE = TESTS / "agent"  # where the scripts of the jobs are
 LIMIT = 90.0  # seconds that any wait may take, on a machine that does much else
 # A lease outlasts the seconds for which such a machine leaves an agent without a processor; but where it is to expire.
 CONF = "last_call=20,ttl=10"
@@ -183,3 +184,16 @@ class Job:
         sessions = {str(agent.pid) for agent in self.agents}
         pids = (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
         return [pid for pid in pids if (found := stat(pid))[0] != "Z" and found[3] in sessions]
+
+
+SESSION = HERE / "session_script.py"
+PLAIN = HERE / "plain_script.py"
+
+
+def session(folder: Path, **wanted: Any) -> tuple[Path, str]:
+    return SESSION, json.dumps({"out": str(folder), **wanted})
+
+
+def regroup(job: Job, agents: list[Agent], since: float) -> float:
+    """Wait until exactly these train; seconds from then until the last of them has made its first step."""
+    return max(step["at"] for step in job.world(agents, since)) - since

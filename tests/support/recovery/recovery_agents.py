@@ -18,15 +18,16 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from recovery_script import main
 from torch._C._distributed_c10d import TCPStore
 
 from support.processes.standstill import go_on, stand_still
+from support.recovery.recovery_script import main
 
 LIMIT = 60.0
+SCRIPTS = ("support.recovery.recovery_script", "support.recovery.sharded_script")
 CONTEXT = multiprocessing.get_context("forkserver")
 # Optimizers and DDP import torch._dynamo when first used, which takes longer than torch itself.
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "recovery_script", "sharded_script"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", *SCRIPTS])
 
 
 @dataclass(eq=False)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from held_store import held_checkpointer
 from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import everstep
+from support.recovery.held_store import held_checkpointer
 
 SAMPLES = 4096
 FEATURES = 64

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agents import until
-
+from support import TESTS
 from support.processes.warm_python import Process, warm
+from support.rendezvous.agents import until
 
-SCRIPT = Path(__file__).with_name("elastic_script.py")
+SCRIPT = TESTS / "rendezvous" / "elastic_script.py"
 START = 90.0  # seconds until agents that were started have formed a world, on a machine that does much else
 
 

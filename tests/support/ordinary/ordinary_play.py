@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from agent_job import Job
 
+from support import TESTS
+from support.agent.agent_job import Job
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
-HERE = Path(__file__).parent
-DRIVER = HERE / "ordinary_driver.py"
+DRIVER = TESTS / "ordinary" / "ordinary_driver.py"
 SIZE = 3
 LIMIT = 60.0  # seconds that a run may take, on a machine that does much else
 RESTARTS = 2  # by the launcher that starts all again

@@ -8,10 +8,9 @@ import socket
 import threading
 from collections import Counter
 
-from agents import LIMIT
-
 from everstep.contract.document import Document, Sizes, encode
 from everstep.contract.rounds import EXPIRATIONS_HEADER, VERSION_HEADER
+from support.rendezvous.agents import LIMIT
 
 DOCUMENT = encode(Document(Sizes(1, 1)))
 HTML = b"<html><body>It works!</body></html>"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from world import Agent, Violation, World
-
 from everstep.contract.document import Sizes
 from everstep.membership.commands import (
     Break,
@@ -25,6 +23,7 @@ from everstep.membership.commands import (
     Waited,
     Withdraw,
 )
+from support.rendezvous.world import Agent, Violation, World
 
 
 def events(world: World, agent: Agent, target: Agent, number: int) -> Iterator[Command]:

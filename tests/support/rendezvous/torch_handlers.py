@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from unittest.mock import patch
 
-from agents import LIMIT
-from etcd_server import EtcdCluster
-from operator_server import OperatorServer
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -18,6 +15,9 @@ from everstep.contract import env
 from everstep.membership.backends.etcd import EtcdStore
 from everstep.membership.backends.etcd_http import Gateway
 from everstep.membership.store import RoundStore
+from support.rendezvous.agents import LIMIT
+from support.rendezvous.etcd_server import EtcdCluster
+from support.rendezvous.operator_server import OperatorServer
 
 QUICK = {"last_call_timeout": "0.5", "join_timeout": "60", "ttl": "20"}
 

@@ -112,8 +112,8 @@ def undisturbed() -> Iterator[str]:
 
 
 def train(wanted: Wanted) -> None:
-    from phases import aimed_checkpointer, arm  # noqa: PLC0415  beside this script
-    from recovery_script import Diary  # noqa: PLC0415
+    from support.agent.phases import aimed_checkpointer, arm  # noqa: PLC0415  beside this script
+    from support.recovery.recovery_script import Diary  # noqa: PLC0415
 
     torch.set_num_threads(1)
     diary = Diary(wanted.out)
@@ -153,8 +153,6 @@ def train(wanted: Wanted) -> None:
 
 
 if __name__ == "__main__":
-    here = Path(__file__).parent
-    sys.path[:0] = [str(here), str(here.parent / "recovery")]
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s.%(msecs)03d {os.getpid()} %(name)s %(message)s")
     train(Wanted(**json.loads(sys.argv[1])))

@@ -20,10 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from operator_parts import TEMPLATE, lenient_crd, pod_body
-from operator_parts import start as start_operator
-from ports import Ports
-
 from everstep.contract import labels
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
@@ -36,6 +32,9 @@ from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
+from support.network.ports import Ports
+from support.rendezvous.operator_parts import TEMPLATE, lenient_crd, pod_body
+from support.rendezvous.operator_parts import start as start_operator
 
 T = TypeVar("T")
 NAMESPACE = "default"

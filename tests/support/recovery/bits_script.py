@@ -10,10 +10,11 @@ import os
 import time
 
 import torch
-from recovery_script import Diary, Points, Wanted, become_a_script, digest, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import cross_entropy, relu
 from torch.nn.parallel import DistributedDataParallel
+
+from support.recovery.recovery_script import Diary, Points, Wanted, become_a_script, digest, start
 
 FEATURES, WIDTH = 64, 48
 

@@ -1,0 +1,1 @@
+"""Agents, and jobs of several of them."""

@@ -1,0 +1,1 @@
+"""Networks that tests cut, slow down and listen on."""

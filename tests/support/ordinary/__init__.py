@@ -1,0 +1,1 @@
+"""Ordinary training scripts that are played with kills."""

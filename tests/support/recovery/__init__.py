@@ -1,0 +1,1 @@
+"""Training processes that form rounds, are killed and recover."""

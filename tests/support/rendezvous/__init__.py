@@ -1,0 +1,1 @@
+"""Round stores, and agents that form rounds through them."""
