@@ -45,7 +45,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 
 from checkpoint_parts.cell import Cell, Measured, Place, TrainingCost, measure, seconds, train
 from checkpoint_parts.meter import Joint, middle

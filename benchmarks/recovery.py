@@ -33,8 +33,7 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests"
-sys.path[:0] = [str(HERE), str(HERE / "recovery_parts"), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
+sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, FigureError, finish, parser, quantile
 from job import START, Job, Line, NeverError, Way
 from stores import STORES, Store

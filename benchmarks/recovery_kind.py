@@ -24,14 +24,14 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster"), str(ROOT / "tests" / "e2e")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 import itertools
 
-from driver import SYSTEM, Job
 from figures import Better, Figure, finish, parser, spread
-from install import install
-from player import ScenarioError, wait_for
 
+from support.e2e.driver import SYSTEM, Job
+from support.e2e.install import install
+from support.scenarios.player import ScenarioError, wait_for
 from testcluster import handle
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError

@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "tests"
-sys.path[:0] = [str(HERE), str(TESTS / "rendezvous"), str(TESTS / "cluster"), str(TESTS)]
+sys.path[:0] = [str(HERE)]
 from figures import Better, Figure, finish, parser, quantile
 
 from support.network.silent_machines import in_turn

@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "cluster")]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 
 from checkpoint_parts.meter import measured
 from figures import Better, Figure, finish, parser

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from driver import Job
-from install import install
-
+from support.e2e.driver import Job
+from support.e2e.install import install
 from testcluster import cache
 from testcluster.handle import Cluster
 

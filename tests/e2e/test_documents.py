@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 
-import document
 import pytest
-from document import CLUSTER, ROOT
-from driver import BUCKET, SYSTEM
-from install import install
 
+from support import ROOT
+from support.e2e.driver import BUCKET, SYSTEM
+from support.e2e.install import install
+from support.scenarios import document
+from support.scenarios.document import CLUSTER
 from testcluster.handle import Cluster
 
 LIMIT = 1500  # seconds; a job trains for five minutes, and is broken several times

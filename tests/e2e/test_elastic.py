@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from driver import Job
-from player import wait_for
+
+from support.e2e.driver import Job
+from support.scenarios.player import wait_for
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from driver import BUCKET, SYSTEM, Job
-from player import wait_for
 
+from support.e2e.driver import BUCKET, SYSTEM, Job
+from support.scenarios.player import wait_for
 from testcluster.handle import Cluster
 from testcluster.proc import run
 

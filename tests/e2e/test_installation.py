@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from driver import SYSTEM, Job
-from install import install
-from player import wait_for
+
+from support.e2e.driver import SYSTEM, Job
+from support.e2e.install import install
+from support.scenarios.player import wait_for
 
 PAUSE = 0.05
 REST = 120.0  # seconds of training for the installation, a lost process, and a machine that does much else

@@ -1,12 +1,13 @@
-"""A job that is restarted as a whole goes on: the table of tests/scenarios/rows.py on a cluster with real nodes."""
+"""A job that is restarted as a whole goes on: support.scenarios.rows, on a cluster with real nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from driver import Job, takes_from_others
-from rows import ON_THE_CLUSTER, ROWS, Row
+
+from support.e2e.driver import Job, takes_from_others
+from support.scenarios.rows import ON_THE_CLUSTER, ROWS, Row
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:

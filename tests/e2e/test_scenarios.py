@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driver import Job, takes_from_others
+
+from support.e2e.driver import Job, takes_from_others
 
 SCENARIOS = sorted((Path(__file__).resolve().parents[1] / "scenarios").glob("*.txt"))
 # What `make test` plays elsewhere, in this order: c10d in test_restarts.py and `torchrun_killed`, and nothing is done

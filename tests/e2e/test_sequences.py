@@ -1,4 +1,4 @@
-"""Random sequences on a cluster with real nodes: tests/scenarios/sequences.py, judged by `expect outcome`.
+"""Random sequences on a cluster with real nodes: tests/support/scenarios/sequences.py, judged by `expect outcome`.
 
 EVERSTEP_SEEDS=7 pytest -s tests/e2e/test_sequences.py       one seed; EVERSTEP_SEEDS=0:50 for fifty (`make soak`)
 EVERSTEP_SEQUENCE=FILE pytest -s tests/e2e/test_sequences.py       a text, to replay or to shrink
@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 
 import pytest
-from driver import Job
-from given import play, texts
-from sequences import Place
+
+from support.e2e.driver import Job
+from support.scenarios.given import play, texts
+from support.scenarios.sequences import Place
 
 WORKER_NODES = 2  # of the kind cluster
 

@@ -6,27 +6,18 @@ Every test that uses `machine` also proves that nothing is left of it: no proces
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import kubelet_world as world
-
-
-@pytest.fixture(scope="session")
-def kubelet_world() -> ModuleType:
-    return world
+from support.local import kubelet_world
 
 
 @pytest.fixture
-async def machine(kubelet_world: ModuleType, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+async def machine(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """`await machine(**options of LocalNodes)` starts one; it is stopped and searched for remains after the test."""
     before = kubelet_world.remains(tmp_path)
     async with AsyncExitStack() as stack:

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from everstep_local.kubelet.processes.root import Root
+from support.local import kubelet_world
 
 # A run of local mode with two pods, each of which has processes in other sessions that ignore SIGTERM.
 PROGRAM = """
@@ -68,9 +68,7 @@ def tokens(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_a_kubelet_that_dies(
-    number: signal.Signals, tmp_path: Path, kubelet_world: ModuleType
-) -> None:
+def test_nothing_survives_a_kubelet_that_dies(number: signal.Signals, tmp_path: Path) -> None:
     kubelet = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], start_new_session=True)
     pids: list[int] = []
     try:
@@ -108,7 +106,7 @@ def test_next_run_removes_what_one_that_was_killed_at_its_start_has_left(tmp_pat
     until("the folder is removed", removed, 20)
 
 
-def test_main_processes_die_even_with_guard_and_kubelet_helpless(tmp_path: Path, kubelet_world: ModuleType) -> None:
+def test_main_processes_die_even_with_guard_and_kubelet_helpless(tmp_path: Path) -> None:
     kubelet = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], start_new_session=True)
     pids: list[int] = []
     try:

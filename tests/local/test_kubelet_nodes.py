@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from everstep_local.nodes.pool import LocalNodes
 from everstep_operator.kube.errors import ServerError
 from everstep_operator.kube.resources import LEASES
 from everstep_operator.runtime.clock import SystemClock, cancel
+from support.local import kubelet_world
 
 Start = Callable[..., Any]
 NS = "default"
@@ -72,7 +72,7 @@ async def test_pods_are_spread_and_the_one_too_many_waits_for_room(machine: Star
     assert await node_of(m, "c") == freed
 
 
-async def test_killed_node_takes_its_pods_and_says_nothing(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_killed_node_takes_its_pods_and_says_nothing(machine: Start) -> None:
     m = await machine()
     await m.create("a", sys.executable, "-c", TRAIN)
     name = await node_of(m, "a")
@@ -149,7 +149,7 @@ async def test_node_that_comes_back_reports_what_it_lost(machine: Start) -> None
     assert len(list((m.nodes.folder / "node-1").iterdir())) == 2  # of pods that exist
 
 
-async def test_node_killed_and_started_at_once_runs_no_pod_twice(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_node_killed_and_started_at_once_runs_no_pod_twice(machine: Start) -> None:
     m = await machine(names=("node-1",))
     await m.create("a", sys.executable, "-c", TRAIN)
     await node_of(m, "a")
@@ -169,7 +169,7 @@ async def test_pod_recreated_under_its_name_is_another_pod(machine: Start) -> No
     assert await m.until_logged("a", "second") == ["second"]
 
 
-async def test_statuses_get_through_an_api_that_fails(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_statuses_get_through_an_api_that_fails(machine: Start) -> None:
     m = await machine()
     await m.until_ready("node-1")
     failures = 6

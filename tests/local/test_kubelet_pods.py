@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from everstep_local.kubelet.sources import NotStartable
 from everstep_local.kubelet.starter import Starter
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
+from support.local import kubelet_world
 
 Start = Callable[..., Any]
 NS = "default"
@@ -60,7 +60,7 @@ async def test_succeeding_pod_is_reported_with_its_times_and_its_address(machine
     assert sorted([(x.stream, x.text) async for x in m.nodes.logs(NS, "ok")]) == [("stderr", "err"), ("stdout", "out")]
 
 
-async def test_running_pod_is_ready_and_names_its_process(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_running_pod_is_ready_and_names_its_process(machine: Start) -> None:
     m = await machine()
     await m.create("busy", "sleep", "600")
     pod = await m.until_phase("busy", "Running")
@@ -114,7 +114,7 @@ async def test_deleted_pod_gets_sigterm_and_then_goes(machine: Start) -> None:
     assert not path.exists()
 
 
-async def test_deletion_leaves_none_of_the_processes_that_ignore_it(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_deletion_leaves_none_of_the_processes_that_ignore_it(machine: Start) -> None:
     m = await machine()
     await m.create("stubborn", sys.executable, "-c", FAMILY)
     pids = await family(m, "stubborn")
@@ -123,7 +123,7 @@ async def test_deletion_leaves_none_of_the_processes_that_ignore_it(machine: Sta
     assert [pid for pid in pids if kubelet_world.alive(pid)] == []
 
 
-async def test_forced_deletion_kills_at_once(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_forced_deletion_kills_at_once(machine: Start) -> None:
     m = await machine()
     await m.create("forced", sys.executable, "-c", FAMILY)
     pids = await family(m, "forced")
@@ -145,7 +145,7 @@ async def test_second_deletion_shortens_the_grace(machine: Start) -> None:
     await m.until_gone("slow")
 
 
-async def test_end_of_the_main_process_is_the_end_of_all(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_end_of_the_main_process_is_the_end_of_all(machine: Start) -> None:
     m = await machine()
     await m.create("launcher", sys.executable, "-c", FAMILY)
     pids = await family(m, "launcher")
@@ -154,7 +154,7 @@ async def test_end_of_the_main_process_is_the_end_of_all(machine: Start, kubelet
     assert [pid for pid in pids if kubelet_world.alive(pid)] == []
 
 
-async def test_killed_guard_takes_its_pod_along(machine: Start, kubelet_world: ModuleType) -> None:
+async def test_killed_guard_takes_its_pod_along(machine: Start) -> None:
     m = await machine()
     await m.create("unguarded", sys.executable, "-c", FAMILY)
     pids = await family(m, "unguarded")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / folder) for folder in ("run", "scenarios", "rendezvous")]
-
-from local_job import LocalJob  # noqa: E402
-
-from support.rendezvous.etcd_server import EtcdCluster  # noqa: E402
-from testcluster import programs  # noqa: E402
-from testcluster.s3 import S3Server  # noqa: E402
+from support.local.local_job import LocalJob
+from support.rendezvous.etcd_server import EtcdCluster
+from testcluster import programs
+from testcluster.s3 import S3Server
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -13,10 +13,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from elastic_rows import taken, worker_logs
-from reference import ROOT
 
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
+from support import ROOT
+from support.local.elastic_rows import taken, worker_logs
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 STYLES = re.compile(r"\x1b\[[0-9;]*m")

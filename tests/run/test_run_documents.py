@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import document
 import pytest
-from document import ENDED, FIRST, LOCAL, PLAYED, ROOT
+
+from support import ROOT
+from support.scenarios import document
+from support.scenarios.document import ENDED, FIRST, LOCAL, PLAYED
 
 PROVEN = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs").glob("how-to-*.md"))]
 PROSE = 900  # words of README.md

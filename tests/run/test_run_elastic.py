@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from elastic_rows import taken, worker_logs
-from reference import EXAMPLE
 
 from everstep_local.run.history import EventSeen, History, StatusSeen
+from support.local.elastic_rows import taken, worker_logs
+from support.scenarios.reference import EXAMPLE
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 

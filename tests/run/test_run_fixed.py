@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from local_job import LocalJob
-from player import wait_for
+
+from support.local.local_job import LocalJob
+from support.scenarios.player import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,14 +1,14 @@
-"""A job that is restarted as a whole goes on: the table of tests/scenarios/rows.py in local mode."""
+"""A job that is restarted as a whole goes on: the table of tests/support/scenarios/rows.py in local mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from local_job import LocalJob
-from rows import HERE, LOCALLY, ROWS, Row
 
+from support.local.local_job import LocalJob
 from support.rendezvous.etcd_server import EtcdCluster
+from support.scenarios.rows import HERE, LOCALLY, ROWS, Row
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.turns(3)]
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from local_job import LocalJob, descendants
-from player import wait_for
 
 from everstep_operator.plan.decide.loss import INCIDENT
+from support.local.local_job import LocalJob, descendants
+from support.scenarios.player import wait_for
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred

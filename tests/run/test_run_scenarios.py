@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_job import LocalJob
 
+from support.local.local_job import LocalJob
 from testcluster.s3 import S3Server
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios"

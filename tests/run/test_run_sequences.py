@@ -1,4 +1,4 @@
-"""Random sequences in local mode: tests/scenarios/sequences.py, judged by `expect outcome`.
+"""Random sequences in local mode: tests/support/scenarios/sequences.py, judged by `expect outcome`.
 
     EVERSTEP_SEEDS=7 pytest -s tests/run/test_run_sequences.py       one seed; EVERSTEP_SEEDS=100:150 for fifty
     EVERSTEP_SEQUENCE=FILE pytest -s tests/run/test_run_sequences.py       a text, to replay or to shrink
@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable
 
 import pytest
-from given import play, texts
-from local_job import NODES, LocalJob
-from sequences import EACH_TIME, Place
 
+from support.local.local_job import NODES, LocalJob
 from support.rendezvous.etcd_server import EtcdCluster
+from support.scenarios.given import play, texts
+from support.scenarios.sequences import EACH_TIME, Place
 from testcluster.s3 import S3Server
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.turns(3)]

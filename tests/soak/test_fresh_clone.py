@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from reference import ROOT
+
+from support import ROOT
 
 
 @pytest.mark.timeout(1800)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from datetime import UTC, datetime
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.controller.apply import Applied, Applier
@@ -192,8 +193,6 @@ async def test_of_two_errors_the_one_that_passes_sooner_decides_when_to_come_bac
     service=st.booleans(),
 )
 def test_toy_cluster_of_the_property_tests_fails_as_this_does(
-    plan_world: ModuleType,
-    elastic_world: ModuleType,
     elastic: bool,
     lost: set[int],
     replicas: int,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import DeletePod
 from everstep_operator.plan.planner import plan
@@ -32,7 +33,7 @@ def loses_worker_one(world: Any) -> Any:
     return world
 
 
-def test_status_that_somebody_edited_back_is_followed_by_a_round_newer_than_all_pods(plan_world: ModuleType) -> None:
+def test_status_that_somebody_edited_back_is_followed_by_a_round_newer_than_all_pods() -> None:
     world = trains(plan_world.World())
     old = world.status
     loses_worker_one(world)
@@ -43,7 +44,7 @@ def test_status_that_somebody_edited_back_is_followed_by_a_round_newer_than_all_
     assert sorted(world.pods) == ["digits-w0-2", "digits-w1-2"]
 
 
-def test_status_emptied_while_suspended_takes_no_number_twice(plan_world: ModuleType) -> None:
+def test_status_emptied_while_suspended_takes_no_number_twice() -> None:
     world = loses_worker_one(trains(plan_world.World()))
     world.status = Status()
     world.do_job("suspend=true")
@@ -58,8 +59,6 @@ def test_status_emptied_while_suspended_takes_no_number_twice(plan_world: Module
 @pytest.mark.parametrize("passes_while_suspended", [0, 1, 2])
 @pytest.mark.parametrize(("before", "after"), [({"backend": "c10d"}, ETCD), (ETCD, {"backend": "c10d"})])
 def test_backend_that_was_changed_gets_pods_of_its_own_with_names_of_their_own(
-    plan_world: ModuleType,
-    elastic_world: ModuleType,
     before: dict[str, Any],
     after: dict[str, Any],
     passes_while_suspended: int,
@@ -85,7 +84,7 @@ def test_backend_that_was_changed_gets_pods_of_its_own_with_names_of_their_own(
     assert not names & set(world.pods)
 
 
-def test_plan_made_of_an_old_view_of_the_roster_deletes_nothing_without_publishing(plan_world: ModuleType) -> None:
+def test_plan_made_of_an_old_view_of_the_roster_deletes_nothing_without_publishing() -> None:
     world = trains(plan_world.World())
     old = world.snapshot().job
     loses_worker_one(world)
@@ -96,9 +95,7 @@ def test_plan_made_of_an_old_view_of_the_roster_deletes_nothing_without_publishi
 
 
 @pytest.mark.parametrize("backend", [{"backend": "c10d"}, ETCD], ids=["c10d", "etcd"])
-def test_recovery_that_a_suspension_cut_short_is_not_timed(
-    plan_world: ModuleType, elastic_world: ModuleType, backend: dict[str, Any]
-) -> None:
+def test_recovery_that_a_suspension_cut_short_is_not_timed(backend: dict[str, Any]) -> None:
     world = plan_world.World() if backend["backend"] == "c10d" else elastic_world.ElasticWorld()
     world.spec.pop("elastic", None)
     world.spec["rendezvous"], world.view = backend, None

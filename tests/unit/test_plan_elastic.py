@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation.cluster import Cut
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
@@ -246,7 +247,7 @@ class History:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.lists(faults, max_size=30))
 def test_history_of_faults_cut_anywhere_ends_at_full_size_and_breaks_no_rule(
-    elastic_world: ModuleType, etcd: bool, events: list[tuple[Any, ...]]
+    etcd: bool, events: list[tuple[Any, ...]]
 ) -> None:
     history = History(elastic_world, etcd=etcd)
     for name, *args in [("act",), *events]:
@@ -275,7 +276,7 @@ def formed(module: ModuleType, replicas: int = 4, **elastic: Any) -> Any:
     seed=st.integers(0, 3),
 )
 def test_any_workers_lost_and_any_crash_of_the_operator_leave_the_others_pods_and_end_at_full_size(
-    elastic_world: ModuleType, lost: set[int], stage: int, done: int, fails: int, seed: int
+    lost: set[int], stage: int, done: int, fails: int, seed: int
 ) -> None:
     world = formed(elastic_world, 6)
     before = {p.index: p.uid for p in world.pods.values()}
@@ -295,9 +296,7 @@ def test_any_workers_lost_and_any_crash_of_the_operator_leave_the_others_pods_an
     assert world.status.restarts.user_code == 0
 
 
-def test_stale_operator_creates_only_what_was_published_and_deletes_nothing_that_is_wanted(
-    elastic_world: ModuleType,
-) -> None:
+def test_stale_operator_creates_only_what_was_published_and_deletes_nothing_that_is_wanted() -> None:
     world = formed(elastic_world)
     old = world.snapshot()
     world.do_fail("1", "137")
@@ -310,7 +309,7 @@ def test_stale_operator_creates_only_what_was_published_and_deletes_nothing_that
     assert not [a for a in decided.actions if isinstance(a, DeletePod)]
 
 
-def test_pod_of_a_later_roster_is_not_ended_by_an_older_one(elastic_world: ModuleType) -> None:
+def test_pod_of_a_later_roster_is_not_ended_by_an_older_one() -> None:
     made = roster.Roster(2, 1, {0: roster.Incarnation(0), 1: roster.Incarnation(2)})
 
     def supersedes(index: int, incarnation: int, name: str | None = None) -> bool:
@@ -322,7 +321,7 @@ def test_pod_of_a_later_roster_is_not_ended_by_an_older_one(elastic_world: Modul
     assert supersedes(1, 3, "stranger")
 
 
-def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods(elastic_world: ModuleType) -> None:
+def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods() -> None:
     """Case 15."""
     world = formed(elastic_world)
     for _ in range(2):
@@ -340,7 +339,7 @@ def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods(ela
     assert str(world.published()) == "0@0 1@2 2-3@0"
 
 
-def test_rounds_below_the_minimum_are_never_called_running(elastic_world: ModuleType) -> None:
+def test_rounds_below_the_minimum_are_never_called_running() -> None:
     world = formed(elastic_world, minReplicas=3)
     world.view = RoundView(2, ((0, 0), (1, 0)))
     world.reconcile()
@@ -349,7 +348,7 @@ def test_rounds_below_the_minimum_are_never_called_running(elastic_world: Module
     assert ready.reason == "Recovering"
 
 
-def test_live_resize_leaves_every_pod_that_stays(elastic_world: ModuleType) -> None:
+def test_live_resize_leaves_every_pod_that_stays() -> None:
     world = formed(elastic_world)
     before = {p.name: p.uid for p in world.pods.values()}
     for size in (7, 5, 2, 8, 4):
@@ -371,7 +370,7 @@ def test_live_resize_leaves_every_pod_that_stays(elastic_world: ModuleType) -> N
     ],
 )
 def test_sizes_that_agents_may_form_now_end_at_what_is_wanted(
-    elastic_world: ModuleType, elastic: dict[str, Any] | None, replicas: int, wanted: int, allowed: tuple[int, ...]
+    elastic: dict[str, Any] | None, replicas: int, wanted: int, allowed: tuple[int, ...]
 ) -> None:
     raw = {"replicas": replicas, "template": elastic_world.TEMPLATE, "rendezvous": {"backend": "everstep"}}
     spec = TrainingJobSpec.model_validate({**raw, **({"elastic": elastic} if elastic else {})})
@@ -395,7 +394,7 @@ def test_roster_written_and_read_again_is_the_same(
 
 @given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans())
 def test_revised_roster_never_uses_a_name_twice(
-    elastic_world: ModuleType, made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
+    made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
 ) -> None:
     snapshot = elastic_world.ElasticWorld().snapshot()
     known = {i: roster.Incarnation(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
@@ -411,7 +410,7 @@ def test_revised_roster_never_uses_a_name_twice(
     assert len(back.workers) == len(known)
 
 
-def test_four_thousand_workers_of_different_incarnations_fit_the_status(elastic_world: ModuleType) -> None:
+def test_four_thousand_workers_of_different_incarnations_fit_the_status() -> None:
     made = {i: roster.Incarnation(99_999_000 + i % 2, started=True) for i in range(4096)}
     wire = Status(roster=roster.write(roster.Roster(4096, 99_999_999, made))).to_wire()
     assert len(str(wire)) < 400_000  # an object of the API server has at most 1.5 MiB
@@ -419,7 +418,7 @@ def test_four_thousand_workers_of_different_incarnations_fit_the_status(elastic_
     assert len(roster.write(roster.Roster(4096, 8, same)).workers) == 1
 
 
-def test_check_refuses_a_plan_that_deletes_a_survivor(elastic_world: ModuleType) -> None:
+def test_check_refuses_a_plan_that_deletes_a_survivor() -> None:
     world = formed(elastic_world)
     world.do_fail("1", "137")
     snapshot = world.snapshot()
@@ -444,7 +443,7 @@ def test_check_refuses_a_plan_that_deletes_a_survivor(elastic_world: ModuleType)
         check(snapshot, Plan(decided.status, (late,), publish=True))
 
 
-def test_thirty_pods_lost_one_after_the_other_are_one_incident(elastic_world: ModuleType) -> None:
+def test_thirty_pods_lost_one_after_the_other_are_one_incident() -> None:
     """Case 54: each of thirty failures is seen in a pass of its own; the job is not failed for want of progress."""
     world = elastic_world.ElasticWorld()
     world.spec.update(replicas=40, elastic={"minReplicas": 2, "maxReplicas": 40})
@@ -466,9 +465,7 @@ def test_thirty_pods_lost_one_after_the_other_are_one_incident(elastic_world: Mo
     assert len(world.status.recoveries) == 1
 
 
-def test_loss_of_a_replacement_made_in_the_second_of_the_incident_is_an_incident_of_its_own(
-    elastic_world: ModuleType,
-) -> None:
+def test_loss_of_a_replacement_made_in_the_second_of_the_incident_is_an_incident_of_its_own() -> None:
     """Kubernetes tells a pod's creation in whole seconds."""
     world = formed(elastic_world)
     world.do_fail("1", "137")
@@ -483,7 +480,7 @@ def test_loss_of_a_replacement_made_in_the_second_of_the_incident_is_an_incident
     assert world.status.restarts.infrastructure == 2
 
 
-def test_world_spec_is_not_changed_by_planning(elastic_world: ModuleType) -> None:
+def test_world_spec_is_not_changed_by_planning() -> None:
     world = formed(elastic_world)
     before = copy.deepcopy(world.spec)
     world.do_advance(str(timedelta(hours=1).total_seconds()))

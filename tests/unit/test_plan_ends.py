@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.plan.actions import CreatePod
 from everstep_operator.plan.planner import plan
 
@@ -91,7 +92,7 @@ class Ending:
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(before=st.lists(late, max_size=3), after=st.lists(late, max_size=12))
 def test_job_whose_agents_have_finished_is_complete_without_new_pods(
-    elastic_world: ModuleType, before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
+    before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
 ) -> None:
     """`before` comes while the last agent tells of its success, and `after` when all have."""
     ending = Ending(elastic_world.ElasticWorld())
@@ -104,7 +105,7 @@ def test_job_whose_agents_have_finished_is_complete_without_new_pods(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(late, max_size=6), st.lists(late, max_size=6))
 def test_job_whose_operator_begins_at_the_end_is_complete(
-    elastic_world: ModuleType, unread: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
+    unread: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
 ) -> None:
     """It adds nobody once it sees a success; of a job that shows none, it learns the end when it reads the round."""
     ending = Ending(elastic_world.ElasticWorld())
@@ -125,8 +126,6 @@ def test_job_whose_operator_begins_at_the_end_is_complete(
 @settings(max_examples=25, deadline=None)
 @given(replicas=st.integers(2, 8), suspend=st.booleans(), restarted=st.booleans(), deleted=st.sets(index))
 def test_job_whose_published_workers_have_all_succeeded_is_complete_without_new_pods(
-    plan_world: ModuleType,
-    elastic_world: ModuleType,
     backend: str,
     fixed: bool,
     replicas: int,
@@ -153,9 +152,7 @@ def test_job_whose_published_workers_have_all_succeeded_is_complete_without_new_
 
 
 @pytest.mark.parametrize("backend", ["everstep", "etcd", "c10d"])
-def test_pods_that_have_ended_are_not_counted_ready(
-    plan_world: ModuleType, elastic_world: ModuleType, backend: str
-) -> None:
+def test_pods_that_have_ended_are_not_counted_ready(backend: str) -> None:
     world = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
     if backend == "etcd":
         world.do_etcd()
@@ -166,7 +163,7 @@ def test_pods_that_have_ended_are_not_counted_ready(
     assert world.status.condition("Ready").message == "1/4 ready, 3 succeeded"
 
 
-def test_deadline_is_the_fault_of_no_worker(plan_world: ModuleType) -> None:
+def test_deadline_is_the_fault_of_no_worker() -> None:
     world = plan_world.World()
     world.do_job("replicas=2", "activeDeadlineSeconds=60")
     world.apply(plan(world.snapshot()))

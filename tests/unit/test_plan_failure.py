@@ -10,11 +10,11 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.state.losses import CHARGES, Charge, losses_among
@@ -43,7 +43,7 @@ RUNNING: dict[str, Any] = {"phase": PodPhase.RUNNING, "ready": True}
 
 
 @pytest.fixture
-def judge(plan_world: ModuleType) -> Any:
+def judge() -> Any:
     """The losses of a round of pods, given as fields; None is a pod that is not there."""
 
     def call(*pods: dict[str, Any] | None, nodes: dict[str, bool] | None = None, formed: bool = True) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.status import Restarts, Status
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
@@ -239,9 +240,7 @@ class History:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(faults, max_size=20))
-def test_history_of_faults_cut_anywhere_converges_and_breaks_no_rule(
-    plan_world: ModuleType, events: list[tuple[Any, ...]]
-) -> None:
+def test_history_of_faults_cut_anywhere_converges_and_breaks_no_rule(events: list[tuple[Any, ...]]) -> None:
     history = History(plan_world)
     for name, *args in [("act",), *events]:
         history.do(name, *args)
@@ -340,7 +339,6 @@ odd_rosters = st.one_of(
     roster=odd_rosters,
 )
 def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
-    plan_world: ModuleType,
     pods: list[Any],
     progress: dict[str, Any],
     nodes: dict[str, bool],
@@ -406,7 +404,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", sorted(BOMBS))
-def test_exit_message_that_is_a_bomb_costs_little_time_and_fits_the_status(plan_world: ModuleType, bomb: str) -> None:
+def test_exit_message_that_is_a_bomb_costs_little_time_and_fits_the_status(bomb: str) -> None:
     world = plan_world.World()
     world.do_job("recovery.maxRestarts=0")
     world.do_settle()
@@ -420,7 +418,7 @@ def test_exit_message_that_is_a_bomb_costs_little_time_and_fits_the_status(plan_
     assert len(str(decided.status.to_wire())) < 20_000
 
 
-def test_deleted_status_with_pods_of_later_rounds_goes_on_counting(plan_world: ModuleType) -> None:
+def test_deleted_status_with_pods_of_later_rounds_goes_on_counting() -> None:
     """Case 15: rounds are the fence of the commit log, so a status that somebody emptied must not restart them."""
     world = plan_world.World()
     for _ in range(3):
@@ -436,7 +434,7 @@ def test_deleted_status_with_pods_of_later_rounds_goes_on_counting(plan_world: M
     assert sorted(world.pods) == ["digits-w0-4", "digits-w1-4"]
 
 
-def test_stale_view_of_the_job_never_deletes_pods_of_a_newer_round(plan_world: ModuleType) -> None:
+def test_stale_view_of_the_job_never_deletes_pods_of_a_newer_round() -> None:
     world = plan_world.World()
     world.do_settle()
     old = world.status
@@ -452,7 +450,7 @@ def test_stale_view_of_the_job_never_deletes_pods_of_a_newer_round(plan_world: M
     assert decided.status.world.round == 3
 
 
-def test_pod_that_a_stranger_labelled_as_a_worker_is_removed_and_stops_nothing(plan_world: ModuleType) -> None:
+def test_pod_that_a_stranger_labelled_as_a_worker_is_removed_and_stops_nothing() -> None:
     world = plan_world.World()
     world.do_settle()
     world.pods["intruder"] = WorkerPod("intruder", "x", 0, 0, 1, PodPhase.RUNNING, node="n1")
@@ -461,7 +459,7 @@ def test_pod_that_a_stranger_labelled_as_a_worker_is_removed_and_stops_nothing(p
     assert sorted(world.pods) == ["digits-w0-0", "digits-w1-0"]
 
 
-def test_world_of_no_workers_in_the_status_is_not_taken_for_a_complete_job(plan_world: ModuleType) -> None:
+def test_world_of_no_workers_in_the_status_is_not_taken_for_a_complete_job() -> None:
     world = plan_world.World()
     world.status = Status.model_validate({"world": {"round": 3, "size": 0}})
     world.reconcile()

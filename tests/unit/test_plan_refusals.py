@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget
@@ -21,7 +21,7 @@ SAID = "LoopError: `ema` moves and is not tracked: write run.track(ema=ema) befo
 
 
 @pytest.fixture
-def world(plan_world: ModuleType) -> Any:
+def world() -> Any:
     return plan_world.World()
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
@@ -21,7 +22,7 @@ WORDS = "python: can't open file '/w/train.py': [Errno 2] No such file or direct
 
 
 @pytest.fixture
-def world(plan_world: ModuleType) -> Any:
+def world() -> Any:
     return plan_world.World()
 
 
@@ -194,7 +195,7 @@ def test_words_made_to_be_slow_cost_little(world: Any) -> None:
         assert len(loss_of(world, 1, text).detail) < 600
 
 
-def test_worker_that_fails_alone_while_the_others_train_never_ends_their_job(elastic_world: ModuleType) -> None:
+def test_worker_that_fails_alone_while_the_others_train_never_ends_their_job() -> None:
     """One node has a broken mount, and the script does not report: only the other pods tell that it can start."""
     for took in (1, 5, 15, 35):
         world = elastic_world.ElasticWorld()
@@ -210,9 +211,7 @@ def test_worker_that_fails_alone_while_the_others_train_never_ends_their_job(ela
 
 
 @pytest.mark.parametrize("step", [None, "5"])
-def test_worker_that_reports_and_fails_alone_never_ends_the_job_of_the_others(
-    elastic_world: ModuleType, step: str | None
-) -> None:
+def test_worker_that_reports_and_fails_alone_never_ends_the_job_of_the_others(step: str | None) -> None:
     """The others train, and report nothing, or take long for a step; it fails before it is in their round."""
     world = elastic_world.ElasticWorld()
     for line in ("settle", "ready 0 1 2", "form", "reconcile"):
@@ -229,7 +228,7 @@ def test_worker_that_reports_and_fails_alone_never_ends_the_job_of_the_others(
         world.do_reconcile()
 
 
-def test_members_that_fail_again_and_again_without_a_step_end_their_job(elastic_world: ModuleType) -> None:
+def test_members_that_fail_again_and_again_without_a_step_end_their_job() -> None:
     world = elastic_world.ElasticWorld()
     for line in ("settle", "ready 0 1 2 3", "form", "reconcile", "step 5"):
         world.run(line)
@@ -249,7 +248,7 @@ def test_members_that_fail_again_and_again_without_a_step_end_their_job(elastic_
 
 
 @pytest.mark.parametrize("backend", ["everstep", "etcd"])
-def test_program_that_is_nowhere_ends_its_job_at_the_third_try(elastic_world: ModuleType, backend: str) -> None:
+def test_program_that_is_nowhere_ends_its_job_at_the_third_try(backend: str) -> None:
     """The agents are ready, wait for each other, and all fail within a few seconds; one has no node yet."""
     world = elastic_world.ElasticWorld()
     if backend == "etcd":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 
 
@@ -17,7 +16,7 @@ from everstep_operator.api.conditions import ConditionStatus, ConditionType
         ("step 20: 503 from the store", "CommitFailed"),
     ],
 )
-def test_condition_says_why_there_are_no_commits(error: str, reason: str, plan_world: ModuleType) -> None:
+def test_condition_says_why_there_are_no_commits(error: str, reason: str) -> None:
     world = plan_world.World()
     for line in ("job replicas=2", "settle", "ready 0 1", "step 10", f'commit-failed "{error}"', "reconcile"):
         world.run(line)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.parse import parse_status
 from everstep_operator.plan.snapshot import DisruptionBudgetView, Progress, RoundView, WorkerPod
 
@@ -23,7 +24,7 @@ STORED = [json.loads(line) for line in Path(__file__).with_name("stored_jobs.jso
 CASES = [(job, commands) for job in STORED for commands in job["goes_on"]]
 
 
-def restored(job: dict[str, Any], plan_world: ModuleType, elastic_world: ModuleType) -> Any:
+def restored(job: dict[str, Any]) -> Any:
     """The toy cluster as the older operator left it."""
     c10d = job["spec"]["rendezvous"]["backend"] == "c10d"
     world = plan_world.World() if c10d else elastic_world.ElasticWorld()
@@ -47,9 +48,7 @@ def test_stored_jobs_are_of_every_backend_and_of_fixed_and_elastic_size() -> Non
 
 
 @pytest.mark.parametrize(("job", "commands"), CASES, ids=[f"{job['name']}: {c!r}" for job, c in CASES])
-def test_stored_job_goes_on_as_the_operator_that_wrote_it_would(
-    job: dict[str, Any], commands: str, plan_world: ModuleType, elastic_world: ModuleType
-) -> None:
+def test_stored_job_goes_on_as_the_operator_that_wrote_it_would(job: dict[str, Any], commands: str) -> None:
     world = restored(job, plan_world, elastic_world)
     printed = [world.run(line) for line in commands.splitlines()]
     assert "\n".join(text for text in printed if text).splitlines() == job["goes_on"][commands]

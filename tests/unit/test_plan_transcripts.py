@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_local.plan.simulation.cluster import World
 from everstep_local.plan.simulation.transcript import replay
 
@@ -21,12 +22,12 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda p: p.stem)
-def test_transcript_replayed_prints_the_same(path: Path, plan_world: ModuleType) -> None:
+def test_transcript_replayed_prints_the_same(path: Path) -> None:
     compare(path, plan_world.World())
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("elastic/*.txt")), ids=lambda p: p.stem)
-def test_transcript_of_agents_that_form_rounds_prints_the_same(path: Path, elastic_world: ModuleType) -> None:
+def test_transcript_of_agents_that_form_rounds_prints_the_same(path: Path) -> None:
     compare(path, elastic_world.ElasticWorld())
 
 
@@ -42,6 +43,6 @@ def test_transcripts_exist() -> None:
     assert len(list(FOLDER.glob("*.txt"))) >= 10
 
 
-def test_transcript_that_contributing_shows_ends_as_it_says(elastic_world: ModuleType) -> None:
+def test_transcript_that_contributing_shows_ends_as_it_says() -> None:
     commands, end = re.findall(r"^```text\n(.*?)^```$", CONTRIBUTING.read_text(), re.DOTALL | re.MULTILINE)
     assert replay(elastic_world.ElasticWorld(), commands).endswith(f"----\n{end}")

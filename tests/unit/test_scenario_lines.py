@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("scenarios", "warm")]
-
-import given  # noqa: E402
-import lines  # noqa: E402
-from reference import ScenarioError  # noqa: E402
+from support.scenarios import given, lines
+from support.scenarios.reference import ScenarioError
 
 TEXT = """# seed 7
 job workers=2 steps=100 pause=0.0 every=10

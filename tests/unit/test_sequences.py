@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[1] / "scenarios"),
-    str(Path(__file__).resolve().parents[1] / "warm"),
-]
-
-import rows  # noqa: E402
-from lines import Asked  # noqa: E402
-from sequences import EACH_TIME, KINDS, MOST, Place, sequence  # noqa: E402
+from support.scenarios import rows
+from support.scenarios.lines import Asked
+from support.scenarios.sequences import EACH_TIME, KINDS, MOST, Place, sequence
 
 places = st.builds(Place, st.integers(1, 5), st.booleans())
 seeds = st.integers(0, 10**9)

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from everstep.contract import env, termination
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
 from everstep_operator.plan.state.losses import Loss, Refusal, losses_among
@@ -37,7 +37,7 @@ def dies(log: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def judged(plan_world: ModuleType) -> Callable[[str], Loss]:
+def judged() -> Callable[[str], Loss]:
     """What the operator makes of a worker whose torchrun ended with exit code 1 and left this message."""
 
     def call(message: str) -> Loss:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from everstep.contract import exit_codes
+from everstep_local.plan.simulation import agents as elastic_world
+from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
@@ -21,7 +22,7 @@ OBSERVABILITY = Path(__file__).parents[2] / "docs/operations/observability.md"
 
 
 @pytest.fixture(scope="module")
-def worlds(plan_world: ModuleType, elastic_world: ModuleType) -> list[tuple[str, set[str], set[str]]]:
+def worlds() -> list[tuple[str, set[str], set[str]]]:
     """Of every transcript: what it printed, and every condition type and rung that its status ever held."""
     found = []
     for path in sorted(FOLDER.rglob("*.txt")):
@@ -59,7 +60,7 @@ def pod(**fields: object) -> WorkerPod:
     return WorkerPod("digits-w0-0", "u", 0, 0, None, **given)  # type: ignore[arg-type]
 
 
-def test_every_cause_is_what_some_lost_worker_is_lost_by(plan_world: ModuleType) -> None:
+def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
     now = plan_world.START
     exits = [
         Exit(1),

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lines
 import pytest
-from player import Player
-from reference import ScenarioError
-from sequences import SEED_LINE, Place, sequence
+
+from support.scenarios import lines
+from support.scenarios.player import Player
+from support.scenarios.reference import ScenarioError
+from support.scenarios.sequences import SEED_LINE, Place, sequence
 
 SEEDS = "EVERSTEP_SEEDS"  # 7, or 100:150
 FILE = "EVERSTEP_SEQUENCE"  # a file with a text, to replay or to shrink

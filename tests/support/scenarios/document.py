@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCAL, FIRST, ENDED, CLUSTER = "local", "local, first terminal", "local, when it has ended", "cluster"
 PLAYED = (LOCAL, FIRST, ENDED, CLUSTER)
 BLOCK = re.compile(r"(?:^<!-- run: (?P<how>[^\n]+) -->\n)?^```console\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -11,13 +11,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lines
 import yaml
-from lines import Asked
-from reference import BESIDE, EXAMPLE, SCRIPTS, Committed, Result, ScenarioError, differences, undisturbed
 
 from everstep_operator.plan.decide.loss import INCIDENT
 from support.processes.warm_python import warm
+from support.scenarios import lines
+from support.scenarios.lines import Asked
+from support.scenarios.reference import (
+    BESIDE,
+    EXAMPLE,
+    SCRIPTS,
+    Committed,
+    Result,
+    ScenarioError,
+    differences,
+    undisturbed,
+)
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The words of scenario texts: what each line does to a `Player`. README.md beside this file has them for people."""
+"""The words of scenario texts: what each line does to a `Player`. tests/scenarios/README.md has them for people."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from reference import EXAMPLE, SCRIPTS, ScenarioError
+
+from support.scenarios.reference import EXAMPLE, SCRIPTS, ScenarioError
 
 if TYPE_CHECKING:
-    from player import Player
+    from support.scenarios.player import Player
 
 
 # What disturbs a job. One that has ended is not disturbed by it, whether the line can be carried out or not.

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from support import ROOT
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "digits"
 # The script by the name that a scenario has for it.
 SCRIPTS = {

@@ -5,29 +5,26 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scenarios"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "warm"))
-
-import training_processes
 import yaml
-from lines import Asked
-from player import Player, ScenarioError, wait_for
-from reference import EXAMPLE
 
+from support import TESTS
+from support.scenarios import training_processes
+from support.scenarios.lines import Asked
+from support.scenarios.player import Player, ScenarioError, wait_for
+from support.scenarios.reference import EXAMPLE
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError, run
 
 BUCKET = "everstep"
 SYSTEM = "everstep-system"
 LEASE = "everstep-operator"
-MANIFESTS = Path(__file__).resolve().parents[1] / "cluster" / "manifests"
+MANIFESTS = TESTS / "cluster" / "manifests"
 SCRIPTS_FOLDER = "/scripts"  # in workers, for scripts that are not in the image
 KILL_PROCESS = Path(training_processes.__file__).read_text()
 # What these take, another test's job has too.

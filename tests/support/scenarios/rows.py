@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from string import Template
 
-TEXT = Path(__file__).parent / "tables" / "restarted_as_a_whole.txt"
+from support import TESTS
+
+TEXT = TESTS / "scenarios" / "tables" / "restarted_as_a_whole.txt"
 NEVER = 100_000  # steps between commits of a job that makes none before its fault
 OFTEN = 10
 # Steps that a job may take until its next loss: kubectl on a busy machine needs ten seconds, and the job mostly trains.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+from support import ROOT
 from testcluster import kindcluster, programs, project
 from testcluster.handle import Cluster
 from testcluster.proc import run
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = "everstep-system"
 
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lines import Asked
-from player import TOGETHER, Player, ScenarioError, wait_for
-from training_processes import children_of, command_of, trainers
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
 from support.processes.descriptors import opened
+from support.scenarios.lines import Asked
+from support.scenarios.player import TOGETHER, Player, ScenarioError, wait_for
+from support.scenarios.training_processes import children_of, command_of, trainers
 from testcluster.s3 import S3Server
 
 NODES = 2

@@ -1,0 +1,1 @@
+"""Jobs of local mode, and its nodes."""

@@ -1,0 +1,1 @@
+"""Scenarios: texts of what is done to a job, and a player that does it."""
