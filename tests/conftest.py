@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "cluster"))
-sys.path.insert(0, str(Path(__file__).parent / "warm"))
-sys.path.insert(0, str(Path(__file__).parent / "lanes"))
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-from hung import Hung
-from turns import Turns
-
+from support.lanes.hung import Hung
+from support.lanes.turns import Turns
 from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dying import die_once
 from transformers import Trainer
+
+from support.adapters.dying import die_once
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 trainers: list[Any] = []

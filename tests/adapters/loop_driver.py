@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
-from dying import die_once
 from torch.nn.parallel import DistributedDataParallel
+
+from support.adapters.dying import die_once
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "-"
 PRE_FORWARD = DistributedDataParallel._pre_forward

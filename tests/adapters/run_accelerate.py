@@ -7,11 +7,11 @@ import sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from adapter_script import EPOCHS, Net, Points, begin, done, options
 from torch.utils.data import DataLoader
 
 from everstep.data import ElasticLoader
 from everstep.train.adapters.accelerate import start
+from support.adapters.adapter_script import EPOCHS, Net, Points, begin, done, options
 
 
 def main() -> None:

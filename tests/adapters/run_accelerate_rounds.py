@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from dying import die_once
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.train.adapters.accelerate import start
+from support.adapters.dying import die_once
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
 EPOCHS = 2

@@ -7,10 +7,10 @@ import tempfile
 from typing import Any
 
 import torch
-from adapter_script import EPOCHS, Net, Points, begin, done, options
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from everstep.train.adapters.huggingface import EverstepCallback
+from support.adapters.adapter_script import EPOCHS, Net, Points, begin, done, options
 
 
 class Tell(TrainerCallback):

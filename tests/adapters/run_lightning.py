@@ -6,41 +6,15 @@ import os
 import sys
 import tempfile
 import warnings
-from typing import Any
 
 import torch
-from adapter_script import EPOCHS, Net, Points, begin, done, options
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from everstep.data import ElasticLoader
-from everstep.train.adapters.lightning import Elastic, ElasticBatch, EverstepCallback
-
-
-class Module(LightningModule):
-    """The shared net."""
-
-    def __init__(self, net: Net) -> None:
-        super().__init__()
-        self.net = net
-        self.begun = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.net.steps = self.trainer.global_step
-        if not self.begun:
-            self.begun = True
-            begin(self.trainer.global_step)
-        if isinstance(batch, ElasticBatch):
-            return self.net(**batch.data)["loss"] * batch.weight
-        return self.net(**batch)["loss"]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(**batch)["loss"])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+from everstep.train.adapters.lightning import Elastic, EverstepCallback
+from support.adapters.adapter_script import EPOCHS, Net, Points, done, options
+from support.adapters.lightning_module import Module
 
 
 def main() -> None:

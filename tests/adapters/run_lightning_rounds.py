@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dying import die_once
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.data import ElasticLoader
 from everstep.train.adapters.lightning import Elastic, EverstepCallback
+from support.adapters.dying import die_once
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from adapter_run import HERE
-from unbroken_run import SIZE, TORCHRUN, Played, differing
-from unbroken_run import play as play_script
+
+from support.adapters.adapter_run import HERE
+from support.adapters.unbroken_run import SIZE, TORCHRUN, Played, differing
+from support.adapters.unbroken_run import play as play_script
 
 pytestmark = [
     pytest.mark.timeout(600),

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from adapter_run import Ended, launch, run
-from adapter_script import commits
+
+from support.adapters.adapter_run import Ended, launch, run
+from support.adapters.adapter_script import commits
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.turns(3)]  # four runs, and the import of a framework
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_script import Net, Options, Points
 from torch.utils.data import DataLoader
 
 from everstep.checkpoint import CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
+from support.adapters.adapter_script import Net, Options, Points
 
 pytestmark = pytest.mark.timeout(300)  # importing a framework on a busy machine
 
@@ -212,7 +212,7 @@ def lightning_trainer(folder: Path, url: Path, **limits: int) -> Any:
 
 
 def lightning_fit(folder: Path, url: Path, epochs: int) -> list[float]:
-    from run_lightning import Module
+    from support.adapters.lightning_module import Module
 
     module, trainer = Module(net()), lightning_trainer(folder, url, max_epochs=epochs)
     trainer.fit(module, DataLoader(Points(), batch_size=4, shuffle=True))
@@ -229,7 +229,7 @@ def test_lightning_run_that_ended_goes_on_when_it_is_given_more_epochs(tmp_path:
 
 
 def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: Path) -> None:
-    from run_lightning import Module
+    from support.adapters.lightning_module import Module
 
     first = lightning_trainer(tmp_path, tmp_path / "c", max_steps=2)
     first.fit(Module(net()), DataLoader(Points(), batch_size=4))

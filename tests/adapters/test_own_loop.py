@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 
 import pytest
-from adapter_run import HERE
-from unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
-from unbroken_run import play as play_script
+
+from support.adapters.adapter_run import HERE
+from support.adapters.unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
+from support.adapters.unbroken_run import play as play_script
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.turns(3)]
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -17,8 +16,6 @@ from aiobotocore.session import AioSession
 
 import everstep
 from everstep.storage import ObjectStore, open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Events:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conversions import committed, made, plain, same
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -18,6 +17,7 @@ from everstep.checkpoint.convert.outgoing import export_as
 from everstep.checkpoint.convert.source_files import open_source
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore
+from support.checkpoint.conversions import committed, made, plain, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from saves import saved
 from torch import nn
 
 import everstep
 from everstep.checkpoint import CheckpointError, LoadReport, StateMismatch
 from everstep.storage import MemoryStore
+from support.checkpoint.saves import saved
 
 
 def network(head: int = 3, layers: int = 2, seed: int = 0) -> nn.Module:

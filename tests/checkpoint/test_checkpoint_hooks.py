@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from saves import saved
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import everstep
 from everstep.checkpoint import StateMismatch
+from support.checkpoint.saves import saved
 
 
 class Hooked(nn.Module):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conversions import made, plain, same, write
 from safetensors.torch import save_file
 
 import everstep
@@ -25,6 +24,8 @@ from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, RetryableError, RetryingStore, RetryPolicy, open_store
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
 from everstep.storage.rate_limit import Pacer
+from support.checkpoint import PROGRAMS
+from support.checkpoint.conversions import made, plain, same, write
 from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -59,7 +60,7 @@ def test_dcp_folder_of_sharded_tensors_and_odd_types_is_imported_as_dcp_loads_it
 
 def test_sharded_state_of_two_ranks_is_imported_with_the_optimizer_by_name(tmp_path: Path) -> None:
     # FSDP2 and get_state_dict, as torch's own tutorial saves; loaded into one process with other groups.
-    program = Path(__file__).with_name("dcp_world.py")
+    program = PROGRAMS / "dcp_world.py"
     told = warm().run(program, tmp_path / "rendezvous", tmp_path / "dcp", tmp_path / "truth.pt", timeout=90)
     assert told.returncode == 0, told.stderr
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 2

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from saves import saved
 from torch import nn
 
 import everstep
 from everstep.checkpoint import StateMismatch
+from support.checkpoint.saves import saved
 
 
 def network(seed: int = 0, head: int = 2) -> nn.Module:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from support.checkpoint import PROGRAMS
 from support.processes.worlds_of_processes import results_of
 
-PROGRAM = Path(__file__).with_name("states_placed.py")
+PROGRAM = PROGRAMS / "states_placed.py"
 run = partial(results_of, PROGRAM)
 
 pytestmark = pytest.mark.timeout(300)

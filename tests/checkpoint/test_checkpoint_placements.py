@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.checkpoint import PROGRAMS
 from support.processes.worlds_of_processes import results_of
 
-run = partial(results_of, Path(__file__).with_name("placements.py"), timeout=1500)
+run = partial(results_of, PROGRAMS / "placements.py", timeout=1500)
 
 
 def moved(tmp_path: Path, shapes: str, saved: tuple[int, ...], loaded: tuple[int, ...]) -> int:

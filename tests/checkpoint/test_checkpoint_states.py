@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import states
 import torch
 from hypothesis import Phase, given
 from hypothesis import strategies as st
-from states_checked import FEW, MANY, check, committed, times
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import everstep
@@ -28,6 +26,8 @@ from everstep.checkpoint import StateMismatch
 from everstep.checkpoint.state import alike, tree
 from everstep.checkpoint.state import capture as state_module
 from everstep.storage import MemoryStore
+from support.checkpoint import states
+from support.checkpoint.states_checked import FEW, MANY, check, committed, times
 
 
 @given(states.states)

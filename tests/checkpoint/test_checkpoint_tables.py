@@ -21,10 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from support.checkpoint import PROGRAMS
 from support.processes.worlds_of_processes import results_of
 
-run = partial(results_of, Path(__file__).with_name("tables.py"))
-divide = partial(results_of, Path(__file__).with_name("divisions.py"), timeout=1500)
+run = partial(results_of, PROGRAMS / "tables.py")
+divide = partial(results_of, PROGRAMS / "divisions.py", timeout=1500)
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import committed
 
 import everstep
 from everstep.checkpoint import StateMismatch
+from support.checkpoint.conversions import committed
 
 
 @pytest.mark.parametrize("where", ["module", "tensors"])

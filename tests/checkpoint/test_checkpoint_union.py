@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from support.checkpoint import PROGRAMS
 from support.processes.worlds_of_processes import results_of
 
-PROGRAM = Path(__file__).with_name("unions.py")
+PROGRAM = PROGRAMS / "unions.py"
 run = partial(results_of, PROGRAM)
 SAVED = {"experts": 4, "stages": 4, "pipeline": 4, "sharded": 4, "alike": 4, "plain": 3}
 LOADED = {

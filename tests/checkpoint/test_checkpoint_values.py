@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from saves import saved
 from torch import nn
 
 import everstep
 from everstep.checkpoint import StateMismatch
 from everstep.storage import MemoryStore
+from support.checkpoint.saves import saved
 
 NESTED = "v/x"
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import everstep
+from support.checkpoint import PROGRAMS
 from support.processes.worlds_of_processes import results_of
 
-PROGRAM = Path(__file__).with_name("worlds.py")
+PROGRAM = PROGRAMS / "worlds.py"
 run = partial(results_of, PROGRAM)
 LOADED = (1, 3, 7, 16)
 

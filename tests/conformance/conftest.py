@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from conformity.world import World, memory_world, server_world
+from support.conformity.world import World, memory_world, server_world
 
 ROOT = Path(__file__).parents[2]
 WORLDS = ("memory", "apiserver")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NAMESPACES, NO_UID, configmap, job, owner, pod
-from conformity.world import World
 
 from everstep_operator.kube.errors import Conflict, Invalid, NotFound
 from everstep_operator.kube.resources import PODS
+from support.conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NAMESPACES, NO_UID, configmap, job, owner, pod
+from support.conformity.world import World
 
 FINALIZER = "everstep.dev/test"
 

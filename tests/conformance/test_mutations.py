@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conformity.mutations import MUTATIONS
-from conformity.world import World, memory_world
 
 from everstep_operator.kube.errors import KubeError
+from support.conformity.mutations import MUTATIONS
+from support.conformity.world import World, memory_world
 
 HERE = Path(__file__).parent
 Case = Callable[[World], Awaitable[None]]

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conformity.bodies import CONFIGMAPS, JOBS, NAMESPACES, NO_UID, SECRETS, configmap, job, pod
-from conformity.world import World
 
 from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, ServerError
 from everstep_operator.kube.resources import EVENTS, LEASES, NODES, PODS, SERVICES, Resource, custom_resource
 from everstep_operator.kube.wire import Unstructured
+from support.conformity.bodies import CONFIGMAPS, JOBS, NAMESPACES, NO_UID, SECRETS, configmap, job, pod
+from support.conformity.world import World
 
 
 def fields(error: pytest.ExceptionInfo[KubeError]) -> set[str]:

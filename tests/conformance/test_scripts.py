@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conformity.scripts import Player, script
-from conformity.world import memory_world, server_world
+
+from support.conformity.scripts import Player, script
+from support.conformity.world import memory_world, server_world
 
 SEEDS = range(8)
 LENGTH = 150

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import CONFIGMAPS, JOBS, configmap, job, pod
-from conformity.world import World
 
 from everstep_operator.kube.errors import Conflict, Invalid, NotFound
 from everstep_operator.kube.resources import PODS
+from support.conformity.bodies import CONFIGMAPS, JOBS, configmap, job, pod
+from support.conformity.world import World
 
 READY = {
     "type": "Ready",

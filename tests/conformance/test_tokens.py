@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import pod
-from conformity.world import World
 
 from everstep_operator.endpoint.token_claims import ClaimsRefused, PodIdentity, read_claims
 from everstep_operator.endpoint.token_signatures import Proof, SigningKeys
 from everstep_operator.kube.client import TokenIdentity, TokenRefused
 from everstep_operator.kube.resources import PODS
+from support.conformity.bodies import pod
+from support.conformity.world import World
 
 AUDIENCE = "everstep.dev/operator"
 

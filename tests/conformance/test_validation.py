@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conformity.bodies import ABSENT, CONTAINER, JOBS, job, pod
-from conformity.world import World
 
 from everstep_operator.api import parse_spec
 from everstep_operator.kube.errors import Invalid
 from everstep_operator.kube.resources import PODS
+from support.conformity.bodies import ABSENT, CONTAINER, JOBS, job, pod
+from support.conformity.world import World
 
 RULE = {"onExitCodes": [2], "action": "Fail"}
 ELASTIC = {"minReplicas": 2, "maxReplicas": 8}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, configmap, job, pod
-from conformity.world import World
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType
 from everstep_operator.kube.errors import Gone
 from everstep_operator.kube.resources import PODS
+from support.conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, configmap, job, pod
+from support.conformity.world import World
 
 
 async def test_watch_tells_every_change_in_order(world: World) -> None:

@@ -19,13 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE.parent / "cluster"))
-
-from testcluster import cache, packages, versions  # noqa: E402
-from testcluster.proc import ClusterError, run  # noqa: E402
-from testcluster.pybases import WHEELS  # noqa: E402
+from support import ROOT
+from testcluster import cache, packages, versions
+from testcluster.proc import ClusterError, run
+from testcluster.pybases import WHEELS
 
 STEP_LIMIT = 1500.0  # seconds for one step, set-up with empty caches the longest
 CHECKOUT = "/src/everstep"

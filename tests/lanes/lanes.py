@@ -11,17 +11,12 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
-
-from repeats import Repeated, play, report  # noqa: E402
-from turns import TURN, of_commit  # noqa: E402
-
-from testcluster import packages  # noqa: E402
-from testcluster.proc import ClusterError  # noqa: E402
+from support import ROOT
+from support.lanes.repeats import Repeated, play, report
+from support.lanes.turns import TURN, of_commit
+from testcluster import packages
+from testcluster.proc import ClusterError
 
 STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 import pytest
-from protocol.explorer import TooManyStatesError, explore
+
+from support.protocol.explorer import TooManyStatesError, explore
 
 
 class Jugs:

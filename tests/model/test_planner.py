@@ -9,8 +9,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from protocol.cluster import Cluster, ClusterModel, Job, Pod
-from protocol.explorer import explore
 
 from everstep.contract import labels
 from everstep_operator.api.status import Status, World
@@ -20,6 +18,8 @@ from everstep_operator.plan.actions import CreatePod, DeletePod
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, JobView, PodPhase, Snapshot, WorkerPod
+from support.protocol.cluster import Cluster, ClusterModel, Job, Pod
+from support.protocol.explorer import explore
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 WORKERS = 2

@@ -7,13 +7,14 @@ rule that nothing needs would be a rule that the model does not see.
 from __future__ import annotations
 
 import pytest
-from protocol import cluster, log, whole, worlds
-from protocol.cluster import Cluster, ClusterModel
-from protocol.explorer import Report, explore
-from protocol.log import Claimed, LogModel
-from protocol.rules import ClusterRule, LogRule, WorldRule
-from protocol.whole import WholeModel
-from protocol.worlds import Counted, State, WorldsModel
+
+from support.protocol import cluster, log, whole, worlds
+from support.protocol.cluster import Cluster, ClusterModel
+from support.protocol.explorer import Report, explore
+from support.protocol.log import Claimed, LogModel
+from support.protocol.rules import ClusterRule, LogRule, WorldRule
+from support.protocol.whole import WholeModel
+from support.protocol.worlds import Counted, State, WorldsModel
 
 LIMIT = 250_000
 # Exploration is bounded by states, not by time: seconds on a free machine, minutes on one that does much else.

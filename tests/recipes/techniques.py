@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import ROOT
+
 WAYS = ("in process", "forked again", "from the newest commit")
 PAGE, RESULTS, PLANNED = Path("docs/techniques.md"), Path("examples/results.json"), Path("examples/planned.toml")
 REQUIRED = {"title": str, "technique": str, "property": str, "recovers": str, "tests": list}

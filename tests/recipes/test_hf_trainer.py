@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from recipes import EXAMPLES, Ended, differences, disturbed, kill, undisturbed
-from recorded import record
+
+from support.recipes.recipes import EXAMPLES, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "hf_trainer"

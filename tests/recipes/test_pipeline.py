@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import differences, disturbed, kill, undisturbed
-from recorded import record
+
+from support.recipes.recipes import differences, disturbed, kill, undisturbed
+from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "pipeline"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import techniques
-from recorded import ROOT, UndeclaredFigure, record
 from techniques import BadRecipe
+
+from support.recipes.recorded import ROOT, UndeclaredFigure, record
 
 FOLDERS = sorted(file.name for file in (ROOT / "examples").iterdir() if any(file.glob("*.py")))
 DESCRIBED = """\

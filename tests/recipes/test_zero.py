@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipes import BIN, differences, disturbed, kill, undisturbed
-from recorded import record
 
 import everstep
+from support.recipes.recipes import BIN, differences, disturbed, kill, undisturbed
+from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "zero"

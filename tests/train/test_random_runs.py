@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_run import environment
 
 from support.processes import warm_agent
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
+from support.train.training_run import environment
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 SCRIPT = Path(__file__).with_name("random_script.py")

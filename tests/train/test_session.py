@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from training_run import Start
+
+from support.train.training_run import Start
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 

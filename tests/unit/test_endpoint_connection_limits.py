@@ -10,8 +10,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_server import report_server
-from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import LeaderAt, LeaderHere, RequestAuth
@@ -24,6 +22,8 @@ from everstep_operator.endpoint.connection_limits import (
     ConnectionLimits,
 )
 from everstep_operator.telemetry.metrics import Metrics
+from support.operator.report_server import report_server
+from support.operator.tokens import POD, Authority, Reviewer
 
 CLUSTER = Authority()
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()

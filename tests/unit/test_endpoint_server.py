@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
-from report_server import report_server
-from tokens import POD, Authority, Reviewer, pod
 
 from everstep.contract.messages import MAX_REPORT_BYTES, REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import (
@@ -23,6 +21,8 @@ from everstep_operator.endpoint.auth import (
 from everstep_operator.endpoint.reports import ReportRefused
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics
+from support.operator.report_server import report_server
+from support.operator.tokens import POD, Authority, Reviewer, pod
 
 CLUSTER = Authority()
 TOKEN = CLUSTER.token(POD)

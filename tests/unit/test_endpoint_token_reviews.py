@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import pytest
-from tokens import AUDIENCE, POD, Authority, Reviewer, pod
 
 from everstep_operator.endpoint.token_claims import MAX_TOKEN, PodIdentity
 from everstep_operator.endpoint.token_reviews import (
@@ -21,6 +20,7 @@ from everstep_operator.endpoint.token_reviews import (
 )
 from everstep_operator.endpoint.token_signatures import MAX_OF_ID, RETRY
 from everstep_operator.kube.client import KubeClient, TokenIdentity
+from support.operator.tokens import AUDIENCE, POD, Authority, Reviewer, pod
 
 CLUSTER, FORGER = Authority(), Authority()
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parents[1]
+from support import ROOT, TESTS
+from support.lanes import repeats
+
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {lanes!r})
-import repeats
+from support.lanes import repeats
 outcome = repeats.play("tried", ["."], sys.argv[1:], Path("records"), most=3, limit=100)
 print(repeats.report(outcome.repeated, Path("repeated.txt")))
 print("problem:", outcome.problem)
@@ -38,9 +40,8 @@ def lane(folder: Path, *parallel: str, **files: str) -> subprocess.CompletedProc
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p xdist -p no:cacheprovider\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(ONCE + text)
-    program = PROGRAM.format(lanes=str(HERE / "lanes"))
     return subprocess.run(
-        [sys.executable, "-c", program, *parallel],
+        [sys.executable, "-c", PROGRAM, *parallel],
         cwd=folder, capture_output=True, text=True, timeout=110, check=False,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},  # a third of the time of each of these runs
     )  # fmt: skip
@@ -48,7 +49,7 @@ def lane(folder: Path, *parallel: str, **files: str) -> subprocess.CompletedProc
 
 def test_a_test_that_catches_its_time_limit_and_hangs_costs_itself_alone(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(HERE / 'lanes')!r})\nfrom hung import Hung\n"
+        "from support.lanes.hung import Hung\n"
         "def pytest_configure(config):\n"
         "    config.addinivalue_line('markers', 'timeout: seconds')\n"
         "    config.pluginmanager.register(Hung(slack=0.5, limit=60))\n"
@@ -151,10 +152,7 @@ def test_a_lane_without_tests_is_no_pass(tmp_path: Path) -> None:
     assert "problem: lane tried: pytest ended with 5" in done.stdout
 
 
-def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE / "lanes"))
-    import repeats  # noqa: PLC0415 - found on the path of this test only
-
+def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path) -> None:
     hangs = tmp_path / "test_hangs.py"
     hangs.write_text("import threading\ndef test_hangs(): threading.Event().wait()\n")
     record = repeats.run([str(hangs), "-p", "no:cacheprovider"], tmp_path / "record", 3, 3.0)
@@ -163,18 +161,10 @@ def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path, monkeypatc
 
 def test_no_lane_of_make_test_has_a_test_that_is_for_make_soak() -> None:
     """The rows that are restarted as a whole took an hour once, because an expression for marks had left one out."""
-    listing = """
-import sys
-sys.path.insert(0, "tests/lanes")
-from lanes import LANES
-for lane in LANES.values():
-    print(*lane.arguments(), sep="\\0")
-"""
-    root, soak = HERE.parent, "long"
-    lanes = subprocess.run([sys.executable, "-c", listing], cwd=root, capture_output=True, text=True, check=True).stdout
-    for lane in lanes.splitlines():
-        chosen = lane.split("\0")
+    soak = "long"
+    for lane in runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"].values():
+        chosen = lane.arguments()
         expression = chosen[chosen.index("-m") + 1] if "-m" in chosen else ""
-        folders = [root / argument for argument in chosen if argument.startswith("tests/")]
+        folders = [ROOT / argument for argument in chosen if argument.startswith("tests/")]
         has_long = any(f"mark.{soak}" in path.read_text() for folder in folders for path in folder.rglob("test_*.py"))
         assert f"not {soak}" in expression or not has_long, lane

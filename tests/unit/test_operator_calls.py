@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from report_server import report_server
-from tokens import POD, Authority, Reviewer
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.errors import StoreRefused, StoreUnavailable
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
+from support.operator.report_server import report_server
+from support.operator.tokens import POD, Authority, Reviewer
 
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()
 CLUSTER = Authority()

@@ -7,12 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from round_stage import Stage
 
 from everstep.contract.document import Document, DocumentInvalid, Member, Seat, Sizes, encode
 from everstep.contract.fields import PIECE
 from everstep_operator.rounds.document_reader import DocumentReader
 from everstep_operator.rounds.documents import JobRef
+from support.operator.round_stage import Stage
 
 MANY = 4096
 LARGE = Document(

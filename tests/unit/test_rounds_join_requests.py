@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from round_stage import SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Join
@@ -19,6 +18,7 @@ from everstep_operator.rounds.rules import urgency, with_join_requests
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.rounds.watches import Urgency
 from support.clocks.virtual_time import in_virtual_time
+from support.operator.round_stage import SIZES, A, B, Mortal, Stage, Term
 
 LIMIT = 10.0
 

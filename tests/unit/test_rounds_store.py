@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Waited
@@ -23,6 +22,7 @@ from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
+from support.operator.round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 
 async def change(

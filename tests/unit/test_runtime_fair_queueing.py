@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_server import report_server
-from tokens import Authority, Reviewer, pod
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
 from everstep_operator.endpoint.connection_limits import REFUSED_BURST
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.runtime.fair_queueing import MAX_OF_ALL, MAX_OF_GROUP, FairQueue, Flow
+from support.operator.report_server import report_server
+from support.operator.tokens import Authority, Reviewer, pod
 
 CLUSTER = Authority()
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()

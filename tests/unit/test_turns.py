@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-LANES = Path(__file__).resolve().parents[1] / "lanes"
-sys.path.insert(0, str(LANES))
+from support.lanes.turns import chosen, of_commit
 
-from turns import chosen, of_commit  # noqa: E402
-
-CONFTEST = f"import sys\nsys.path.insert(0, {str(LANES)!r})\nfrom turns import Turns\n" + (
+CONFTEST = (
+    "from support.lanes.turns import Turns\n"
     "def pytest_configure(config):\n"
     "    config.addinivalue_line('markers', 'turns(n): see there')\n"
     "    config.pluginmanager.register(Turns())\n"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_run import environment
+
+from support.adapters.adapter_run import environment
 
 SIZE = 3
 SECONDS = 240

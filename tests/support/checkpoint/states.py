@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from states_held import shows_twice
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.state.tree import DTYPES
+from support.checkpoint.states_held import shows_twice
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)

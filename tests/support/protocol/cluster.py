@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from protocol.rules import ClusterRule as Rule
+from support.protocol.rules import ClusterRule as Rule
 
 # NamedTuples rather than dataclasses: hashing and comparing states is nearly all that exploration does.
 

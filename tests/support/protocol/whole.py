@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
-from protocol import cluster, log
-from protocol.cluster import Cluster, ClusterModel, Pod
-from protocol.log import Claimed, LogModel, Phase, Store, Writer
-from protocol.rules import ClusterRule, LogRule
+from support.protocol import cluster, log
+from support.protocol.cluster import Cluster, ClusterModel, Pod
+from support.protocol.log import Claimed, LogModel, Phase, Store, Writer
+from support.protocol.rules import ClusterRule, LogRule
 
 TOTAL_RESTART = "total restart"
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
-from protocol.code import WriterCode
-from protocol.rules import WorldRule as Rule
+from support.protocol.code import WriterCode
+from support.protocol.rules import WorldRule as Rule
 
 
 class Counted(StrEnum):

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import worlds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from support.checkpoint import worlds
 
 Result = dict[str, Any]
 

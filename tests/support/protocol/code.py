@@ -13,8 +13,8 @@ from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, 
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown
 from everstep.checkpoint.retention import plan as retention
-from protocol.lineage import Deleted, Log
-from protocol.rules import LogRule
+from support.protocol.lineage import Deleted, Log
+from support.protocol.rules import LogRule
 
 
 @dataclass(frozen=True, slots=True)

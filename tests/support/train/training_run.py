@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import TESTS
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
-SCRIPT = Path(__file__).with_name("script.py")
+SCRIPT = TESTS / "train" / "script.py"
 DONE = re.compile(r"done step=(\d+) parameters=(\w+)")
 
 

@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NO_UID, configmap, job, pod
-from conformity.world import World
 from everstep_operator.kube.client import Changed
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import LEASES, PODS, Resource
 from everstep_operator.kube.wire import KubeObject
+from support.conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NO_UID, configmap, job, pod
+from support.conformity.world import World
 
 NAMES = ("a", "b")
 FINALIZER = "everstep.dev/test"

@@ -15,7 +15,6 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from itertools import count
 from typing import Any, TypeVar
 
-from conformity.bodies import ACCOUNTS, CONFIGMAPS, NAMESPACES, configmap
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import Bookmark, Changed, KubeClient
 from everstep_operator.kube.credentials import KubeConfig
@@ -24,6 +23,7 @@ from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.runtime.clock import cancel
 from support.clocks.manual import ManualClock
+from support.conformity.bodies import ACCOUNTS, CONFIGMAPS, NAMESPACES, configmap
 
 T = TypeVar("T")
 LIMIT = 60.0  # seconds that any wait may take, in the time of the world

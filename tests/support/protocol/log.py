@@ -20,9 +20,9 @@ from typing import NamedTuple
 from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
-from protocol.code import WriterCode
-from protocol.lineage import Deleted, Log, Shard, broken, commits_below, whole
-from protocol.rules import LogRule as Rule
+from support.protocol.code import WriterCode
+from support.protocol.lineage import Deleted, Log, Shard, broken, commits_below, whole
+from support.protocol.rules import LogRule as Rule
 
 KEEP = 1  # commits that retention keeps: the hardest setting
 Claimed = tuple[int, str, int]  # a round, its job, and when that job was created

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import worlds
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import everstep
 import everstep.checkpoint
+from support.checkpoint import worlds
 
 Result = dict[str, Any]
 Layout = tuple[str, tuple[Placement, ...]]  # a mesh's name, and a placement for each of its dimensions

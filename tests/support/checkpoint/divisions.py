@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import tables
 import torch
 import torch.distributed as dist
-import unions
-import worlds
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import everstep
 from everstep.storage import open_store
+from support.checkpoint import tables, unions, worlds
 
 State = dict[str, Any]
 Result = dict[str, Any]

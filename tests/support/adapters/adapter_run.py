@@ -12,10 +12,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from support import TESTS
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
-HERE = Path(__file__).parent
+HERE = TESTS / "adapters"  # where the programs are
 SECONDS = 200  # for a run; importing a framework is most of it
 
 

@@ -13,7 +13,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import ROOT
+
 EXAMPLES = ROOT / "examples"
 MEASURED = ROOT / ".everstep" / "recipes"
 

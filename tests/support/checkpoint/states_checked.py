@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import states
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
-from states_held import differences, fillable, held, own_part
 from torch.distributed.tensor import DTensor
 
 import everstep
 from everstep.checkpoint.state.memory import span
 from everstep.storage import MemoryStore, ObjectStore
+from support.checkpoint import states
+from support.checkpoint.states_held import differences, fillable, held, own_part
 
 FEW, MANY = 200, 10_000
 

@@ -23,8 +23,8 @@ import torch
 import yaml
 
 import everstep
+from support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 SECONDS = 140  # that one run may take, on a machine with other work

@@ -16,14 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import states
 import torch
 import torch.distributed as dist
-import worlds
 from hypothesis import Phase, given, seed
 from hypothesis import strategies as st
-from states_checked import check, committed, times
-from states_held import whole
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -31,6 +27,9 @@ import everstep
 from everstep.checkpoint import StateMismatch
 from everstep.checkpoint.state.tree import DTYPES
 from everstep.storage import MemoryStore, open_store
+from support.checkpoint import states, worlds
+from support.checkpoint.states_checked import check, committed, times
+from support.checkpoint.states_held import whole
 
 MESHES = ("line", "column", "row")
 WAYS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))

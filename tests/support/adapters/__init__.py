@@ -1,0 +1,1 @@
+"""Scripts of other libraries, and how they are run."""

@@ -1,0 +1,1 @@
+"""How the lanes of tests run, and the plugins that keep them honest."""

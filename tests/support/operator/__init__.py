@@ -1,0 +1,1 @@
+"""Parts of the operator that run in the test's process."""

@@ -1,0 +1,1 @@
+"""Runs of the examples, and the figures that they measured."""
