@@ -65,7 +65,7 @@ unit: setup  ## tests that need no server
 	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
 
 techniques: setup  ## docs/techniques.md from the recipes and the figures that their tests measured last
-	$(BIN)/python tests/recipes/techniques.py
+	$(BIN)/python tests/support/recipes/techniques.py
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-import techniques
-from techniques import BadRecipe
 
+from support.recipes import techniques
 from support.recipes.recorded import ROOT, UndeclaredFigure, record
+from support.recipes.techniques import BadRecipe
 
 FOLDERS = sorted(file.name for file in (ROOT / "examples").iterdir() if any(file.glob("*.py")))
 DESCRIBED = """\
@@ -39,7 +39,9 @@ def test_the_page_is_what_the_generator_makes() -> None:
 def test_an_example_has_its_description_readme_and_tests(name: str) -> None:
     folder = ROOT / "examples" / name
     assert (folder / "README.md").exists(), f"examples/{name} has no README.md"
-    assert (folder / "recipe.toml").exists(), f"examples/{name} has no recipe.toml: see tests/recipes/techniques.py"
+    assert (folder / "recipe.toml").exists(), (
+        f"examples/{name} has no recipe.toml: see tests/support/recipes/techniques.py"
+    )
     for test in techniques.read_recipe(folder / "recipe.toml").tests:
         file, _, function = test.partition("::")
         assert (ROOT / file).exists(), f"examples/{name}/recipe.toml names {file}, which does not exist"
