@@ -30,7 +30,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="everstep-operator",
         description="Runs TrainingJobs of one Kubernetes cluster until it is told to stop. In a pod it uses the pod's "
-        "service account; anywhere else --kubeconfig or --context, and --namespace, must say where.",
+        "service account; elsewhere give --kubeconfig or --context, and --namespace.",
         epilog="Each setting can be given as the variable in brackets, too; a flag wins.",
         allow_abbrev=False,  # a flag that is added later must not change the meaning of a shortened one
     )

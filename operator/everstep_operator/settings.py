@@ -42,11 +42,13 @@ VARIABLES = (
     Variable("EVERSTEP_POD_IP", "address that the other replicas redirect to", "127.0.0.1"),
     Variable("EVERSTEP_HOST", "address to serve reports, metrics and probes on (default: all)"),
     Variable("EVERSTEP_PORT", "port to serve them on, 0 to 65535; 0: any free one", "8080"),
-    Variable("EVERSTEP_REPORT_URL", "where workers report to; empty: they are told none"),
-    Variable("EVERSTEP_CHECKPOINT_URL_PREFIXES", "where checkpoints may go, with commas between; empty: anywhere"),
+    Variable("EVERSTEP_REPORT_URL", "URL to which workers report; empty: they do not report"),
+    Variable(
+        "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
+    ),
     Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
     Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 64", "8"),
-    Variable("EVERSTEP_LOG_LEVEL", "least level that is logged", "INFO", LEVELS),
+    Variable("EVERSTEP_LOG_LEVEL", "lowest level that is logged", "INFO", LEVELS),
 )
 
 

@@ -74,7 +74,7 @@ async def command(container: Mapping[str, Any], facts: PodFacts, sources: Source
     argv = [expand(str(part), given) for key in ("command", "args") for part in container.get(key) or ()]
     if not container.get("command"):
         raise NotStartable(
-            f"container {container.get('name')!r} has no command; local mode has no images whose own it could run"
+            f"container {container.get('name')!r} has no command; local mode has no images, so give the command"
         )
     holder = facts.pod.metadata.uid
     translated = {

@@ -163,7 +163,7 @@ def load(path: Path) -> Taken:
     except OSError as e:
         raise SnapshotError(f"{path}: cannot be read: {e.strerror}") from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise SnapshotError(f"{path}: no snapshot: {e}; write one with `everstep plan JOB --save FILE`") from e
+        raise SnapshotError(f"{path}: this is no snapshot: {e}; write one with `everstep plan JOB --save FILE`") from e
     if taken.format != FORMAT:
         raise SnapshotError(f"{path}: format {taken.format!r}; this version reads {FORMAT!r}")
     if taken.taken_at.tzinfo is None:

@@ -22,23 +22,25 @@ from everstep_local.run.view import View
 app = typer.Typer()
 EXPECTED = (control.ControlError, JobFileError, FaultError)  # what a person has given wrongly; the text says what
 
-RunName = Annotated[str | None, typer.Option("--run", help="Which local run, by its job's name.")]
+RunName = Annotated[str | None, typer.Option("--run", help="The local run, by its job's name.")]
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
 def run(
     job: Annotated[Path, typer.Argument(help="A TrainingJob's YAML file, or a Python script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Instead of the file's replicas.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Number of workers, instead of the file's.")
+    ] = None,
     elastic: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="As few and as many workers may train: who is left goes on. A script is started by everstep-run.",
+            help="Fewest and most workers: after a loss the others go on. everstep-run then starts a script.",
         ),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Simulated nodes to spread the workers over.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Instead of the file's name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job, instead of the file's.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder or URL for commits, instead of the file's.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the timeline and the logs (.everstep/NAME-TIME).")

@@ -71,7 +71,9 @@ def _decode(shape: Any, body: bytes, where: str) -> Any:
         try:
             return _decoder(shape).decode(body)
         except RecursionError:
-            log.warning("answer cut at its depth", extra={"request": where, "max_depth": MAX_DEPTH})
+            log.warning(
+                "answer nested too deeply: its depths were cut off", extra={"request": where, "max_depth": MAX_DEPTH}
+            )
             return _decoder(shape).decode(cut_depths(body))
     except (msgspec.DecodeError, RecursionError) as error:
         raise ServerError(f"the answer cannot be decoded: {error}; {body[:200]!r}", where=where) from error
@@ -83,7 +85,9 @@ def decode_event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
         try:
             return _event(struct, line, where)
         except RecursionError:
-            log.warning("event cut at its depth", extra={"request": where, "max_depth": MAX_DEPTH})
+            log.warning(
+                "event nested too deeply: its depths were cut off", extra={"request": where, "max_depth": MAX_DEPTH}
+            )
             return _event(struct, cut_depths(line), where)
     except (msgspec.DecodeError, RecursionError) as error:
         raise StreamBroken(f"a line is no watch event: {error}; {line[:200]!r}", where=where) from error

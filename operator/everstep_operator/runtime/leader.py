@@ -245,7 +245,7 @@ class LeaderElector:
                 # While this replica was cut off, others may have renewed or taken the Lease: time counts from now.
                 self._seen = _Seen(self._seen.lease, self._clock.monotonic(), missing=True)
             if self._clock.monotonic() < self._seen.at + self._patience(self._seen):
-                self._follow("the Lease was deleted; its last holder may still believe in it")
+                self._follow("the Lease was deleted; its last holder may still act as the leader")
                 return
         epoch = state.epoch if isinstance(state, Leading) else self._state.epoch + 1
         self._won(await self._client.create(LEASES, self._namespace, self._body(None, epoch=epoch)), sent)

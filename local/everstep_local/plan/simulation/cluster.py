@@ -177,7 +177,7 @@ class World:
                 self.take_sizes(sizes)
 
     def take_sizes(self, sizes: Sizes) -> None:
-        raise AssertionError(f"nobody is there to be told {sizes}")
+        raise AssertionError(f"this job has no agents that could be told the sizes {sizes}")
 
     def take_status(self, status: Status) -> None:
         if status.world.round > self.status.world.round:

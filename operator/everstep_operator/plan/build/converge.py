@@ -81,7 +81,7 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     view, sizes = facts.view, sizing.present(facts.job.spec)
     if view is None or view.closed is not None or view.sizes == sizes or facts.job.spec.suspend:
         return ()
-    why = "nobody was told any" if view.sizes is None else f"in place of {view.sizes}"
+    why = "none were set before" if view.sizes is None else f"in place of {view.sizes}"
     return (SetSizes(sizes, why),)
 
 

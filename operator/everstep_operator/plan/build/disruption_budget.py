@@ -22,7 +22,7 @@ def actions(snapshot: Snapshot) -> tuple[Action, ...]:
     least = _least(job)
     name = names.service_name(job.name)
     if there is not None and there.min_available != least:
-        why = "no drain has to be held up" if least is None else f"another number than {least} is held"
+        why = "no drain has to be held up" if least is None else f"it does not leave {least} workers"
         return (DeleteDisruptionBudget(name, there.uid, why),)
     if there is None and least is not None:
         return (CreateDisruptionBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
