@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import Phase, given
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import everstep
@@ -248,6 +249,10 @@ def _swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ties_without_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "identity", lambda tensor: (tree.place(tensor), tensor.dtype, tensor.shape))
+
+
+def _ties_without_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "place", lambda tensor: (tensor.untyped_storage().data_ptr(),))
 
 
@@ -273,14 +278,21 @@ def _replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "refilled", lambda live, tree, *_, **__: tree)
 
 
-RARE = (pytest.mark.long, pytest.mark.timeout(3600))  # only some thousand states hold two such tensors
-PLANTED = [_swapped, _lists_for_tuples, _no_conjugate, _replaced, pytest.param(_ties_without_strides, marks=RARE)]
+PLANTED = [
+    (_swapped, states.states), (_lists_for_tuples, states.states), (_no_conjugate, states.states),
+    (_replaced, states.states), (_ties_without_strides, states.tied_states),
+    (_ties_without_offsets, states.tied_states),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.strip("_"))
+@pytest.mark.parametrize(("plant", "drawn"), PLANTED, ids=[plant.__name__.strip("_") for plant, _ in PLANTED])
 @pytest.mark.timeout(600)
-def test_planted_defect_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    @given(states.states)
+def test_planted_defect_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    drawn: SearchStrategy[dict[str, states.Object]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @given(drawn)
     @times(MANY - 1, Phase.generate)
     def checked(described: dict[str, states.Object]) -> None:
         check(described)

@@ -134,6 +134,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda t: t,
     "turned": lambda t: t.mT if t.dim() > 1 else t,
     "rows": lambda t: t[1:] if t.dim() else t,
+    "first": lambda t: t[:-1] if t.dim() else t,
     "step": lambda t: t[..., ::2] if t.dim() else t,
     "flat": lambda t: t.reshape(-1),
     "wide": lambda t: t.expand(3, *t.shape),
@@ -336,7 +337,7 @@ def boxes(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 complexes = st.builds(Ten, st.just(torch.complex64), sizes, seeds, st.booleans(), st.sampled_from(["conj", "imag"]))
 ties = st.builds(  # few of them, so that a state often has several in the same memory
     Ten, st.sampled_from([torch.float32, torch.complex64]), st.just((2, 2)), st.just(1), st.just(True),
-    st.sampled_from(["whole", "turned", "rows", "flat"]),
+    st.sampled_from(["whole", "turned", "rows", "first", "flat"]),
 )  # fmt: skip
 leaves = plain | tensors | complexes | ties | arrays
 state_keys = texts.filter(lambda t: t != "" and not t.startswith(("@", "$")))
@@ -357,6 +358,7 @@ def _keeps(found: Object) -> bool:
 
 
 states = states_of(leaves)
+tied_states = states_of(ties)
 
 
 def build(state: dict[str, Object], *, blank: bool = False, moved: bool = False) -> dict[str, Any]:

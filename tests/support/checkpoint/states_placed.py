@@ -2,7 +2,7 @@
 
     python states_placed.py OUT SPEC...      SPEC is scenario:size:root[:key=value…]
 
-In `check` rank 0 draws a description and sends it to the others; each builds its part of the state. `worlds.py` runs
+In `check` rank 0 draws descriptions and sends them to the others; each builds its part of the states. `worlds.py` runs
 the ranks.
 """
 
@@ -112,37 +112,39 @@ ties = st.builds(  # few of them, so that a state often has several in the same 
 placed_states = states.states_of(placed | ties | states.leaves)
 
 
-def run(root: str, examples: str, first: str = "0") -> worlds.Result:
-    """As many states as `examples` says, or fewer if there are no more; how many there were."""
-    done = 0
+def run(root: str, examples: str, first: str = "0", together: str = "50") -> worlds.Result:
+    """As many states as `examples` says, or fewer if there are no more; how many there were.
 
-    def compare(described: dict[str, states.Object]) -> None:
-        nonlocal done
-        done += 1
-        store = open_store(f"{root}/{done}") if dist.get_world_size() > 1 else MemoryStore()
-        try:
-            check(described, store)
-        except BaseException:
-            if dist.get_world_size() > 1:  # else Hypothesis says the shortest
-                print(f"rank {dist.get_rank()}: {described}", file=sys.stderr)
-            raise
+    In a world of several `together` states are saved and loaded as one: ranks that wait for each other cost more than
+    all else. With `together=1` what fails is a single state.
+    """
+    drawn: list[dict[str, states.Object]] = []
 
-    if dist.get_rank() == 0:
-        phases = list(Phase) if dist.get_world_size() == 1 else [Phase.generate]  # shrinking needs both ranks to live
-
+    def draws(take: Callable[[dict[str, states.Object]], None], *phases: Phase) -> None:
         @seed(int(first))
         @given(placed_states)
         @times(int(examples), *phases)
-        def drawn(described: dict[str, states.Object]) -> None:
-            told([described])
-            compare(described)
+        def one(described: dict[str, states.Object]) -> None:
+            drawn.append(described)
+            take(described)
 
-        drawn()
-        told([None])
-    else:
-        while (described := told([None])) is not None:
-            compare(described)
-    return {"states": done}
+        one()
+
+    if dist.get_world_size() == 1:  # then Hypothesis says the shortest that fails
+        draws(lambda described: check(described, MemoryStore()))
+        return {"states": len(drawn)}
+    if dist.get_rank() == 0:
+        draws(lambda described: None, Phase.generate)
+    drawn = told([drawn])
+    for begin in range(0, len(drawn), int(together)):
+        some = drawn[begin : begin + int(together)]
+        joined = {f"{n}.{key}": target for n, state in enumerate(some) for key, target in state.items()}
+        try:
+            check(joined, open_store(f"{root}/{begin}"))
+        except BaseException:
+            print(f"rank {dist.get_rank()}, states from {begin} on: {joined}", file=sys.stderr)
+            raise
+    return {"states": len(drawn)}
 
 
 def cut(tensor: torch.Tensor, way: Placement) -> DTensor:

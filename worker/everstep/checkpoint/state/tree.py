@@ -133,8 +133,7 @@ class Flattener:
             check_placements(path, tensor)
         _check_memory(tensor, path)
         tensor = tensor.detach()
-        view = (tensor.is_conj(), tensor.is_neg())
-        same = (place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
+        same = identity(tensor)
         if self.ties and tensor.numel() and same in self._names:
             return self._names[same]
         name, copy = path, 1
@@ -196,6 +195,12 @@ def _text(value: str, path: str) -> str:
     if _TORN.search(value):
         raise StateMismatch(f"{path}: {value[:80]!r} has a character in two halves (surrogates), which are read as one")
     return str.__str__(value)
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Tensors for which this is equal are one tensor: the same elements in the same memory, in the same order."""
+    view = (tensor.is_conj(), tensor.is_neg())
+    return (place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
 
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
