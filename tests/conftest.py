@@ -5,20 +5,25 @@ that the chosen tests start, by the list in `testcluster/packages.py`; a test th
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support import ROOT, TESTS
+from support.checkpoint.events import Events
 from support.lanes.hung import Hung
 from support.lanes.turns import Turns
+from support.processes.forked import Forked
+from support.rendezvous.etcd_server import EtcdCluster
 from testcluster import handle, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
 
-ROOT = Path(__file__).parent
+SERVED = 30.0  # seconds until the API server serves a new kind
 FIXTURE_PROGRAMS = {
     "control_plane": programs.link_all,
     "s3_server": programs.versitygw,
@@ -54,7 +59,7 @@ DECLARED = pytest.StashKey[Declared]()
 
 
 def programs_of(item: pytest.Item) -> set[str]:
-    folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
     return packages.of(folder, (mark.name for mark in item.iter_markers()))
 
 
@@ -80,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def folders_of(arguments: list[str]) -> list[str]:
     """Names of the folders below tests/ that pytest's arguments are or are in; all that declare programs, if none."""
     paths = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
-    parts = {path.relative_to(ROOT).parts[:1] for path in paths if path.is_relative_to(ROOT)}
+    parts = {path.relative_to(TESTS).parts[:1] for path in paths if path.is_relative_to(TESTS)}
     return sorted(packages.FOLDERS) if () in parts or not parts else sorted(part for (part,) in parts)
 
 
@@ -113,12 +118,41 @@ def etcd_program() -> Path:
 
 
 @pytest.fixture(scope="session")
+def etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """One member, on the loopback. Tests use job names of their own."""
+    del etcd_program  # built before the first test
+    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(etcd: EtcdCluster) -> str:
+    """Host and port."""
+    return etcd.urls[0].removeprefix("http://")
+
+
+@pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """etcd, kube-apiserver and kube-controller-manager on the loopback; no nodes. Tests use namespaces of their own."""
     plane = ControlPlane(tmp_path_factory.mktemp("control-plane"))
     plane.start()
     yield plane
     plane.stop()
+
+
+@pytest.fixture(scope="session")
+def crd(control_plane: ControlPlane) -> ControlPlane:
+    """The control plane, serving TrainingJobs."""
+    path = str(ROOT / "manifests/crd.yaml")
+    done = control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", path)
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + SERVED
+    while control_plane.kubectl("get", "tjob").returncode != 0:
+        assert time.monotonic() < deadline, f"TrainingJobs are not served within {SERVED:.0f} s"
+        time.sleep(0.1)
+    return control_plane
 
 
 @pytest.fixture(scope="session")
@@ -169,6 +203,20 @@ def project_images(kind_cluster: handle.Cluster) -> tuple[str, str]:
     if not kind_cluster.external:  # an external cluster pulls them under the same names
         kind_cluster.load_project()
     return project.OPERATOR, project.DIGITS
+
+
+@pytest.fixture
+def events() -> Events:
+    """An `on_event` hook that keeps what it was told."""
+    return Events()
+
+
+@pytest.fixture
+def in_child() -> Iterator[Forked]:
+    """Runs functions in forked processes; those that still run are killed with the test."""
+    forked = Forked()
+    yield forked
+    forked.kill()
 
 
 @pytest.fixture(autouse=True)

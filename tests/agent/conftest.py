@@ -9,26 +9,15 @@ from typing import Any
 import pytest
 
 from support.agent.agent_job import Job
-from support.rendezvous.etcd_server import EtcdCluster
-
-
-@pytest.fixture(scope="session")
-def agents_etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    del etcd_program  # built before the first test
-    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
-    cluster.start()
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture
-def job(agents_etcd: EtcdCluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(etcd_endpoint: str, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """`job(script, arguments…)`: its agents are started by the test, and ended with it. None leaves a process."""
     made: list[Job] = []
 
     def make(*argv: Any, **options: Any) -> Job:
-        endpoint = agents_etcd.urls[0].removeprefix("http://")
-        made.append(Job(tmp_path, endpoint, *map(str, argv), **options))
+        made.append(Job(tmp_path, etcd_endpoint, *map(str, argv), **options))
         return made[-1]
 
     yield make

@@ -11,12 +11,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.agent.agent_job import EXPIRING, PLAIN, Agent, Job, regroup, session
 from support.processes.children import children
+from support.rendezvous.etcd_server import EtcdCluster
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(2)]
@@ -155,13 +155,13 @@ def test_a_program_error_is_counted_for_the_whole_job_and_ends_it_when_there_wer
 
 
 def test_the_store_is_away_during_a_run_and_during_a_fault(
-    job: Callable[..., Job], agents_etcd: Any, tmp_path: Path
+    job: Callable[..., Job], etcd: EtcdCluster, tmp_path: Path
 ) -> None:
     run = job(*session(tmp_path))
     began = time.monotonic()
     agents = run.start(3)
     regroup(run, agents, began)
-    (member,) = agents_etcd.members
+    (member,) = etcd.members
     os.kill(member.pid, signal.SIGSTOP)
     try:
         at = time.monotonic()

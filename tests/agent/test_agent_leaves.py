@@ -18,6 +18,7 @@ import pytest
 
 from support.agent.agent_job import PLAIN, Agent, Job, session
 from support.processes.commits import commits
+from support.rendezvous.etcd_server import EtcdCluster
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
 PREEMPTED = 86
@@ -189,14 +190,14 @@ def test_a_leaver_in_a_step_that_is_longer_than_its_time_is_killed_and_the_other
 
 
 def test_a_store_that_is_away_makes_all_save_and_stop(
-    job: Callable[..., Job], agents_etcd: Any, tmp_path: Path
+    job: Callable[..., Job], etcd: EtcdCluster, tmp_path: Path
 ) -> None:
     run = job(
         *session(tmp_path, pause=0.01, url=str(tmp_path / "commits")), environ={"EVERSTEP_GRACE_SECONDS": "15"}
     )  # fmt: skip
     agents = run.start(3)
     run.world(agents, 0)
-    (member,) = agents_etcd.members
+    (member,) = etcd.members
     os.kill(member.pid, signal.SIGSTOP)
     try:
         stop(agents[0])

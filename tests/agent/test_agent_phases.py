@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support.agent.phase_field import Cell, Field
+from support.rendezvous.etcd_server import EtcdCluster
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 
@@ -110,8 +111,8 @@ class Fields:
 
 
 @pytest.fixture(scope="module")
-def fields(agents_etcd: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fields]:
-    made = Fields(agents_etcd, tmp_path_factory)
+def fields(etcd: EtcdCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fields]:
+    made = Fields(etcd, tmp_path_factory)
     yield made
     made.close()
 

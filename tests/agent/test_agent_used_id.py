@@ -45,34 +45,34 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("flags", [("--rdzv-id=nightly",), ()])
 def test_a_second_run_under_a_used_name_is_refused_with_the_remedy(
-    flags: tuple[str, ...], agents_etcd: EtcdCluster, prefix: str, script: Path
+    flags: tuple[str, ...], etcd: EtcdCluster, prefix: str, script: Path
 ) -> None:
-    assert run(agents_etcd, prefix, script, *flags)[0] == 0
-    code, said = run(agents_etcd, prefix, script, *flags)
+    assert run(etcd, prefix, script, *flags)[0] == 0
+    code, said = run(etcd, prefix, script, *flags)
     assert code == 1, said
     name = "--rdzv-id=nightly;" if flags else "--rdzv-id=none (none is the default);"
     assert f"nothing was trained here: an earlier run used {name} give each run an id of its own" in said
-    assert run(agents_etcd, prefix, script, "--rdzv-id=another")[0] == 0
+    assert run(etcd, prefix, script, "--rdzv-id=another")[0] == 0
     assert script.with_name("ran").read_text() == "once\n" * 2
 
 
-def test_a_name_of_a_run_that_failed_is_used_too(agents_etcd: EtcdCluster, prefix: str, script: Path) -> None:
+def test_a_name_of_a_run_that_failed_is_used_too(etcd: EtcdCluster, prefix: str, script: Path) -> None:
     good = script.read_text()
     script.write_text("raise ValueError('no such luck')\n")
-    assert run(agents_etcd, prefix, script)[0] == 1
+    assert run(etcd, prefix, script)[0] == 1
     script.write_text(good)
-    code, said = run(agents_etcd, prefix, script)
+    code, said = run(etcd, prefix, script)
     assert code == 1
     assert "ValueError: no such luck" in said, "why that run ended"
     assert "an earlier run used --rdzv-id=none" in said
 
 
 def test_a_worker_of_a_training_job_that_comes_too_late_has_nothing_to_do(
-    agents_etcd: EtcdCluster, prefix: str, script: Path
+    etcd: EtcdCluster, prefix: str, script: Path
 ) -> None:
     """No other job has its name."""
     job = {env.JOB_UID: "uid-1"}
-    assert run(agents_etcd, prefix, script, "--rdzv-id=uid-1", **job)[0] == 0
-    code, said = run(agents_etcd, prefix, script, "--rdzv-id=uid-1", **job)
+    assert run(etcd, prefix, script, "--rdzv-id=uid-1", **job)[0] == 0
+    code, said = run(etcd, prefix, script, "--rdzv-id=uid-1", **job)
     assert code == 0, said
     assert script.with_name("ran").read_text() == "once\n"

@@ -8,19 +8,16 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
-import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testcluster import programs  # tests/conftest.py put it on the path
+from support import ROOT
+from testcluster import programs
 
-ROOT = Path(__file__).parents[2]
 ABSENT = "<absent>"
-LIMIT = 30.0  # seconds that any wait may take
 CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
 
 
@@ -79,23 +76,6 @@ class Jobs:
 
     def patch(self, name: str, body: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
         return self.kubectl("patch", f"tjob/{name}", *flags, "--type=merge", "-p", json.dumps(body))
-
-
-def wait_until(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {LIMIT:.0f} s: {what}"
-        time.sleep(0.1)
-
-
-@pytest.fixture(scope="session")
-def crd(control_plane: Any) -> Any:
-    """The control plane, serving TrainingJobs."""
-    path = str(ROOT / "manifests/crd.yaml")
-    done = control_plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", path)
-    assert done.returncode == 0, done.stderr
-    wait_until("TrainingJobs are served", lambda: control_plane.kubectl("get", "tjob").returncode == 0)
-    return control_plane
 
 
 @pytest.fixture(scope="module")

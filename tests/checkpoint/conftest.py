@@ -1,12 +1,9 @@
 """What the checkpoint tests share: events as a list, and states that say which step they are of."""
 
 import os
-import signal
 import threading
-import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,6 @@ from aiobotocore.session import AioSession
 
 import everstep
 from everstep.storage import ObjectStore, open_store
-
-
-class Events:
-    """An `on_event` hook that keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-
-    def __call__(self, kind: str, **fields: Any) -> None:
-        self.seen.append((kind, fields))
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for name, fields in self.seen if name == kind]
-
-
-@pytest.fixture
-def events() -> Events:
-    return Events()
 
 
 @pytest.fixture(autouse=True)
@@ -114,36 +93,3 @@ def place(
         return lambda name: open_store(f"{scheme}://{folder}/{name}", server.options, part_size=part)
 
     return on
-
-
-@pytest.fixture
-def in_child() -> Iterator[Callable[[Callable[[], None]], int]]:
-    """Runs a function in a forked process; an exit code, or minus the signal that killed it. What it raises is
-    printed, and is exit code 1."""
-    children: list[int] = []
-
-    def run(body: Callable[[], None], timeout: float = 60.0) -> int:
-        child = os.fork()
-        if child == 0:
-            try:
-                torch.set_num_threads(1)  # the threads that OpenMP made do not live on in a child
-                body()
-                os._exit(0)
-            except BaseException:  # the child must not return into pytest
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        children.append(child)
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                children.remove(child)
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.005)
-        raise AssertionError(f"the child still runs after {timeout} s")
-
-    yield run
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)

@@ -15,9 +15,9 @@ LENGTH = 150
 
 @pytest.mark.apiserver
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_random_requests_have_the_same_answers_in_both_worlds(serving_plane: Any, seed: int) -> None:
+async def test_random_requests_have_the_same_answers_in_both_worlds(crd: Any, seed: int) -> None:
     requests = script(seed, LENGTH)
-    async with server_world(serving_plane) as world:
+    async with server_world(crd) as world:
         player = Player(world)
         real = await player.play(requests)
     async with memory_world() as world:

@@ -70,10 +70,12 @@ def test_sequence_parallel_script_with_groups_of_its_own_ends_with_the_undisturb
 
 
 @pytest.mark.parametrize("kill", ["0@5:backward", "2@5:optimizer"])
-def test_agent_of_each_replica_replaces_its_own_process(kill: str, tmp_path: Path, folder: Path, endpoint: str) -> None:
+def test_agent_of_each_replica_replaces_its_own_process(
+    kill: str, tmp_path: Path, folder: Path, etcd_endpoint: str
+) -> None:
     parent_is_ready()
     with Job(
-        tmp_path, endpoint, str(DRIVER), str(SCRIPTS / "tensor_parallel.py"), nodes="2",
+        tmp_path, etcd_endpoint, str(DRIVER), str(SCRIPTS / "tensor_parallel.py"), nodes="2",
         flags=("--nproc-per-node=2", "--max-restarts=0"), environ=_environ(tmp_path, kill),
     ) as job:  # fmt: skip
         job.start(2)

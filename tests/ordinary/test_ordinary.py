@@ -74,7 +74,7 @@ def test_each_script_has_one_row() -> None:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize(("row", "launcher"), list(cases()))
 def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
-    row: Row, launcher: str, endpoint: str, tmp_path: Path, undisturbed: Path
+    row: Row, launcher: str, etcd_endpoint: str, tmp_path: Path, undisturbed: Path
 ) -> None:
     plain = as_undisturbed(row, undisturbed) if row.torchrun else None
     if launcher == "torchrun":
@@ -87,19 +87,21 @@ def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
         return
     if plain is not None and any(plain.codes):
         plain = None  # refused there too
-    first = under_agents(made(tmp_path, "undisturbed"), endpoint, row.path)
+    first = under_agents(made(tmp_path, "undisturbed"), etcd_endpoint, row.path)
     if hold(row, "undisturbed", first, plain):
         return
     for kill in row.kills:
-        hold_killed(row, kill, under_agents(made(tmp_path, kill.replace(":", "-")), endpoint, row.path, kill), first)
+        hold_killed(
+            row, kill, under_agents(made(tmp_path, kill.replace(":", "-")), etcd_endpoint, row.path, kill), first
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.script) for row in ROWS if row.kills and not row.refused])
-def test_script_with_all_ranks_killed_ends_as_undisturbed(row: Row, endpoint: str, tmp_path: Path) -> None:
+def test_script_with_all_ranks_killed_ends_as_undisturbed(row: Row, etcd_endpoint: str, tmp_path: Path) -> None:
     """All go on from the commit, and nothing that they compute then is taken for another computation."""
-    first = under_agents(made(tmp_path, "undisturbed"), endpoint, row.path)
-    killed = under_agents(made(tmp_path, "killed"), endpoint, row.path, ALL)
+    first = under_agents(made(tmp_path, "undisturbed"), etcd_endpoint, row.path)
+    killed = under_agents(made(tmp_path, "killed"), etcd_endpoint, row.path, ALL)
     if killed.killed:  # a script may never come to a backward pass of its fifth step on all ranks
         assert not hold(row, ALL, killed, first, disturbed=True, files=False)
 

@@ -114,20 +114,20 @@ def end(job: Job) -> str:
     return log
 
 
-def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folder: Path, endpoint: str) -> None:
-    with agents(tmp_path, endpoint, SCRIPTS / f"{STAGES}.py", "1@6:backward", "2") as job:
+def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folder: Path, etcd_endpoint: str) -> None:
+    with agents(tmp_path, etcd_endpoint, SCRIPTS / f"{STAGES}.py", "1@6:backward", "2") as job:
         job.start(2)
         end(job)
     assert (tmp_path / "killed").exists()
     assert differences(found(tmp_path), undisturbed(folder, STAGES, size=2)) == ""
 
 
-def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_path: Path, endpoint: str) -> None:
+def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_path: Path, etcd_endpoint: str) -> None:
     # Of four agents the first and the last are lost: ranks 1 and 2 are ranks 0 and 1 then, and have built other places.
     script = tmp_path / "script.py"
     text = (SCRIPTS / f"{STAGES}.py").read_text().replace("optimizer.step()", "optimizer.step(), time.sleep(0.3)")
     script.write_text("import time\n" + text)
-    with agents(tmp_path, endpoint, script, "", "2:4") as job:
+    with agents(tmp_path, etcd_endpoint, script, "", "2:4") as job:
         job.start(4)
         commits = tmp_path / "commits"
         job.until(lambda: commits.exists() and Catalog(open_store(str(commits))).latest(), "nothing is committed")

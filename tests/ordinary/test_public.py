@@ -50,16 +50,16 @@ def test_script_as_it_was_trains_under_torchrun(name: str, tmp_path: Path) -> No
     ("name", "kills"), [("trainer", ("3:backward", "5:between", "9:backward")), ("gpt", ("3:backward", "6:gradients"))]
 )
 def test_converted_script_whose_rank_is_killed_ends_as_the_undisturbed_one(
-    name: str, kills: tuple[str, ...], endpoint: str, tmp_path: Path
+    name: str, kills: tuple[str, ...], etcd_endpoint: str, tmp_path: Path
 ) -> None:
     script = PUBLIC / name / "after.py"
     (tmp_path / "undisturbed").mkdir()
-    first = under_agents(tmp_path / "undisturbed", endpoint, script)
+    first = under_agents(tmp_path / "undisturbed", etcd_endpoint, script)
     assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
     for kill in kills:
         folder = tmp_path / kill.replace(":", "-")
         folder.mkdir()
-        played = under_agents(folder, endpoint, script, kill)
+        played = under_agents(folder, etcd_endpoint, script, kill)
         assert played.killed, played.log[-3000:]
         assert not (found := difference(played, first, "", 0.0)), f"{kill}: {found}\n{played.log[-3000:]}"
         assert played.began == SIZE + 1, f"{kill}: {played.began} processes took steps"

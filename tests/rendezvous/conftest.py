@@ -8,18 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.rendezvous.agents import until
-from support.rendezvous.etcd_server import EtcdCluster
 from support.rendezvous.operator_server import OperatorServer
-
-
-@pytest.fixture(scope="session")
-def etcd(etcd_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member, on the loopback. Tests use job names of their own."""
-    del etcd_program  # built before the first test
-    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
-    cluster.start()
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture

@@ -8,26 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.local.local_job import LocalJob
-from support.rendezvous.etcd_server import EtcdCluster
-from testcluster import programs
 from testcluster.s3 import S3Server
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Building takes longer than any test may."""
-    if not session.config.option.collectonly and any(
-        "etcd" in getattr(item, "fixturenames", ()) for item in session.items
-    ):
-        programs.etcd()
-
-
-@pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """One member, on the loopback. Jobs have ids of their own."""
-    cluster = EtcdCluster(tmp_path_factory.mktemp("etcd"), 1)
-    cluster.start()
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture

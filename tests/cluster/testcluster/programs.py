@@ -57,7 +57,12 @@ def _from_source(name: str, folder: str, flags: str, packages: tuple[str, ...], 
     """
     source = SOURCES / folder
     called = name if len(packages) == 1 else ""
-    parts = (flags, *filter(None, [called]), " ".join(packages), *(source / file for file in own))
+    parts: tuple[cache.Part, ...] = (
+        flags,
+        *filter(None, [called]),
+        " ".join(packages),
+        *(source / file for file in own),
+    )
 
     def make(out: Path) -> None:
         _go(name, "build", "-trimpath", "-ldflags", flags, "-o", f"{out}/{called}", *packages, cwd=source)
