@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from driver import Job
 
 import everstep
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
-
-from recipes import EXAMPLES, Ended, differences, undisturbed
-from recorded import record
+from support.e2e.driver import Job
+from support.recipes.recipes import EXAMPLES, Ended, differences, undisturbed
+from support.recipes.recorded import record
 
 # By recipe: its arguments, long enough that the kill comes in the middle, and what is compared (all that is tracked).
 # The text that the Trainer learns is the script itself: other files differ between the image and this machine.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from recipes import EXAMPLES, differences, disturbed, undisturbed
+
+from support.recipes.recipes import EXAMPLES, differences, disturbed, undisturbed
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 SEED = int(os.environ.get("EVERSTEP_SEED", "0"))
