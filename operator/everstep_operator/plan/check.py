@@ -53,7 +53,7 @@ def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doom
     old = roster.published(job)
     made = roster.published(replace(job, status=plan.status))
     nothing = roster.nothing(job)
-    if str(made) != str(old) and not plan.publish:
+    if _incarnations(made) != _incarnations(old) and not plan.publish:
         raise PlanError(f"workers {made} are not published in place of {old}")
     if old is not None and made is None:
         raise PlanError("the published workers are taken back")
@@ -68,6 +68,10 @@ def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doom
     for pod in doomed:
         if not made.supersedes(job.name, pod):
             raise PlanError(f"{pod.name} is one of the published workers {made}, or of later ones")
+
+
+def _incarnations(published: Roster | None) -> dict[int, int] | None:
+    return None if published is None else {index: worker.number for index, worker in published.workers.items()}
 
 
 def _check_round(snapshot: Snapshot, plan: Plan, made: Roster) -> None:

@@ -80,6 +80,8 @@ def _hidden(text: str) -> str:
 
 def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
     exit_ = pod.exit
+    if exit_ is None and not any((pod.reason, pod.message, pod.disruption, pod.waiting, pod.unschedulable)):
+        return pod  # a healthy pod has no text, and copies of all pods would be a third of a pass
     return replace(
         pod,
         reason=_shown(pod.reason, secrets),
