@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,7 +35,7 @@ from everstep.train.guards import call_mistakes, calls_before_steps
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
-from everstep.train.guards.script_text import loop_check
+from everstep.train.guards.script_check import ScriptCheck
 from everstep.train.guards.step_after_stop import StepAfterStop
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.mesh import make_mesh
@@ -71,6 +71,10 @@ class Loops:
         self._switches = self._state[SWITCHES] = Switches(self._state)
         self._untracked = set[str]()
         self._untracked_check = UntrackedStateCheck(self._state, self._untracked)
+        self._script = ScriptCheck(
+            self._state, self._untracked_check.is_untracked, changes=recovery is not None,
+            goes_on=recovery is not None or coordinator.saves,
+        )  # fmt: skip
         self._mesh: Any = None
         self._asked = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
         self._loop = False
@@ -83,9 +87,6 @@ class Loops:
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), NestedLoops()
         self._between_steps = BetweenSteps(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
-        self._function: Any = None  # the function that takes a step, in `train`
-        self._called: list[Any] = []  # the functions given to `evaluate`, called between two steps
-        self._read = False  # whether the text of the loop over an epoch's steps was checked
         coordinator.join()
 
     @property
@@ -174,9 +175,7 @@ class Loops:
         if loader is not None and not feed.is_of(loader):
             raise LoopError("steps(loader) in the loop of run.epochs(another): an epoch is one of the loader that was "
                             "passed to run.epochs()")  # fmt: skip
-        if not self._read:
-            self._read = True
-            self._read_loop(nested=True)
+        self._script.epoch_begins(sys._getframe(1), self._datasets)
         nesting.steps_begin()
         self._unmanaged.steps_begin()
         given = False
@@ -241,6 +240,7 @@ class Loops:
         self._coordinator.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._unmanaged.step_over(step.number)
+            self._script.step_completed(sys._getframe(1))
         elif step.error is not None:
             raise LoopError(
                 f"{failed(step)}, which the script caught outside of `with step`: what the step has changed is not "
@@ -305,12 +305,20 @@ class Loops:
                 self._between_steps, self._untracked_check, self._make_shadow_step(self._recovery, reducers),
                 self._check,
             )  # fmt: skip
-        refused = self._refused()
-        world.begin()
+        refused = self._script.before_steps(sys._getframe(1), self._datasets, nested=nested)
+        try:
+            world.begin()
+        except LoopError as e:
+            raise (e if refused is None or str(refused) in str(e) else LoopError(f"{refused}. {e}")) from e.__cause__
         if refused is not None:
             raise refused
         self._world = world
         return feed, world
+
+    @property
+    def _datasets(self) -> Collection[int]:
+        """The ids of those that are trained on."""
+        return self._feed.datasets if self._feed is not None else ()
 
     @property
     def _comparable(self) -> bool:
@@ -325,27 +333,6 @@ class Loops:
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
             )
         return self._shadow_step
-
-    def _refused(self) -> LoopError | None:
-        """The error in the script's text, found before others wait for this process, and raised on all of them."""
-        try:
-            self._read_loop(nested=False)
-        except LoopError as e:
-            return e
-        return None
-
-    def _read_loop(self, *, nested: bool) -> None:
-        """Raises `LoopError` for an error in the script's text, if state is saved or sent to other processes."""
-        if self._recovery is None and not self._coordinator.saves:
-            return
-        function = self._function if self._nesting.nested is nested else None
-        loop_check.check_loop(
-            sys._getframe(1), function, self._state, self._untracked_check.is_untracked, self._called,
-            self._feed.datasets if self._feed is not None else (),
-            changes=self._recovery is not None, nested=nested,
-        )  # fmt: skip
-        if not nested:
-            loop_check.check_modules(self._state, self._untracked_check.is_untracked)
 
     def _evaluate_now(self, call: Callable[[], Any]) -> None:
         attempt = self._world.attempt if self._world is not None else None

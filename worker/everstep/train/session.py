@@ -225,7 +225,7 @@ class Run(Loops):
         else:
             self._evaluations.add(call, every)
             self._ask(f"run.evaluate({calls_before_steps.name_of(fn)}, every={every})", sys._getframe(1))
-            self._called.append(fn)
+            self._script.called.append(fn)
 
     def check_sync(self, *, every: int) -> None:
         """After each `every`-th step and after the last compare all bytes of the tracked modules' parameters and
@@ -249,7 +249,7 @@ class Run(Loops):
         `micro_batch=`, `fn` gets an iterator over batches, and without a loader None. A mapping that it returns is
         logged. In the loop of `epochs`, `run.train(fn)` takes the rest of the epoch, and has no further arguments.
         """
-        self._function = fn
+        self._script.function = fn
         for step in self.steps(loader, until=until, epochs=epochs):
             with step as batch:
                 self.log(**evaluation.figures(fn(batch)))

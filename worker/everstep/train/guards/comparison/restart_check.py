@@ -134,7 +134,7 @@ class RestartCheck:
         found = self._difference(sums, theirs, head, alike)
         if not found:
             if differing:
-                log.info(
+                log.warning(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
                     "what later steps read of them is to be tracked", listed(differing),
                 )  # fmt: skip

@@ -1,0 +1,140 @@
+"""A global variable that changes by no line of the script is refused while every process still has it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_text.hidden_changes import HiddenChanges
+
+
+def play(folder: Path, text: str, untracked: tuple[str, ...] = ()) -> None:
+    """Run it as a script; it calls `completed()` at the end of each step."""
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text))
+    hidden = HiddenChanges(lambda *names: bool({*names} & {*untracked}))
+    runpy.run_path(str(script), {"completed": lambda: hidden.completed(sys._getframe(1))}, "__main__")
+
+
+COUNTED = """
+    count = 0
+    for step in range(2):
+        exec("count = count + 1")
+        completed()
+"""
+THRESHOLD = """
+    factor = 1.0
+    for step in range(8):
+        if step == 5:
+            globals()["factor"] = 0.5
+        completed()
+"""
+IN_FUNCTION = """
+    rate = 1.0
+    def main():
+        for step in range(2):
+            exec("rate = rate / 2", globals())
+            completed()
+    main()
+"""
+OF_LIST = """
+    seen = [0]
+    for step in range(2):
+        exec("seen[0] += 1")
+        completed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(COUNTED, "count"), (THRESHOLD, "factor"), (IN_FUNCTION, "rate"), (OF_LIST, "seen")]
+)
+def test_variable_that_changes_by_no_line_is_refused_with_the_line_to_write(
+    text: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LoopError, match=rf"^{name} changes from step to step, and no line of train\.py") as refused:
+        play(tmp_path, text)
+    assert f"Write carried = {{'{name}': {name}}} and run.track(carried=carried)" in str(refused.value)
+    assert f"carried['{name}'] in place of {name}; or" in str(refused.value)
+    play(tmp_path, text, untracked=(name,))
+
+
+def test_all_such_variables_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(LoopError, match=r"^a, b change from .*starts without them.*untracked\('a', 'b'\)"):
+        play(tmp_path, "a = b = 0\nfor _ in range(2):\n    exec('a, b = a + 1, b - 1')\n    completed()\n")
+
+
+EXPLAINED = {
+    "in the loop": """
+        n, first = 0, None
+        for step in range(4):
+            n += 1
+            with open(__file__) as f:
+                first = f
+            completed()
+    """,
+    "by a function": """
+        n = 0
+        def count():
+            global n
+            n += 1
+        for step in range(4):
+            count()
+            completed()
+    """,
+    "through its module": """
+        import sys
+        n, me = 0, sys.modules[__name__]
+        for step in range(4):
+            me.n = step
+            completed()
+    """,
+    "behind the loop over the first steps": """
+        n = 0
+        completed()
+        n = 1
+        completed()
+    """,
+    "in the loop around the function that has the loop": """
+        def epoch(number):
+            total = number
+            for step in range(2):
+                total += step
+                completed()
+        for number in range(2):
+            epoch(number)
+    """,
+    "in a list that another object has too": """
+        class Recorder:
+            def __init__(self, values):
+                self.values = values
+        values = []
+        recorder = Recorder(values)
+        for step in range(4):
+            recorder.values.append(step)
+            completed()
+    """,
+    "in a list that the loop names": """
+        losses = []
+        for step in range(4):
+            losses.append(float("nan"))
+            completed()
+    """,
+    "never": """
+        a, b, c = float("nan"), [1, 2], "text"
+        for step in range(4):
+            completed()
+    """,
+}
+
+
+@pytest.mark.parametrize("how", EXPLAINED)
+def test_variable_that_a_line_may_change_is_left_to_the_reader_of_the_text(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    play(tmp_path, EXPLAINED[how])
+    assert not caplog.records
