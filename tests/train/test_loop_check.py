@@ -314,6 +314,27 @@ def test_rank_that_a_function_of_the_loop_asks_for_is_refused(tmp_path: Path, mo
         read(tmp_path, RANK.format(test="True", does="keep('text')"))
 
 
+def test_all_that_the_text_tells_is_told_in_one_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start would cost another wait in the queue."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    body = """
+import os
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+n = 0
+for step in steps():
+    n += 1
+    if rank == 0:
+        keep(size)
+    loss = n * step
+    loss.backward()
+"""
+    with pytest.raises(LoopError) as refused:
+        read(tmp_path, body)
+    for told in ("rank was read from the environment", "size was read", "n is carried from step to step"):
+        assert told in str(refused.value)
+
+
 READ = """
 import argparse, os
 {bound}

@@ -73,10 +73,8 @@ def check_loop(
     `nested`: it is called from a loop over epochs."""
     with _never_in_the_way():
         for place in _of_function(function) if function is not None else _of_frame(frame):
-            if changes:
-                _check_generator(place)
-                _check_rank(place)
-            texts = _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
+            texts = [*_texts_of_generator(place), *_texts_of_ranks(place)] if changes else []
+            texts += _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
             texts += [] if nested else _texts_of_modules(state, is_untracked)
             if texts:
                 raise LoopError(". ".join(texts))
@@ -216,7 +214,7 @@ def _is_of_run(place: _Place, name: str) -> bool:
     return any(isinstance(part, ast.Attribute) and part.attr == "step" for value in given for part in ast.walk(value))
 
 
-def _check_generator(place: _Place) -> None:
+def _texts_of_generator(place: _Place) -> Iterator[str]:
     for block in ast.walk(place.loop):
         if not isinstance(block, ast.With) or not isinstance(place.loop, ast.For):
             continue
@@ -224,23 +222,26 @@ def _check_generator(place: _Place) -> None:
         steps = {n.id for n in ast.walk(place.loop.target) if isinstance(n, ast.Name)}
         found = next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)
         if taken & steps and found is not None:
-            raise LoopError(
+            yield (
                 f"line {found.lineno} of {place.name} is in a generator function that yields from within `with step`: "
                 "an error of the code that takes the batches, as when a peer is lost, does not reach the step. Yield "
                 "the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around the work"
             )
 
 
-def _check_rank(place: _Place) -> None:
-    """A process keeps its variables when it is given another rank."""
+def _texts_of_ranks(place: _Place) -> Iterator[str]:
+    """A process keeps its variables when it is given another rank. Each variable is told once."""
+    told = set[str]()
     names = read_ranks(place.tree, (place.loop.lineno, _end(place.loop)))
     runs = [part for body in _reached(place) for part in ast.walk(body)] if names else []
     quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
     for n in runs:
         if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
             continue
-        if (path := path_of(n)) is not None and path in names and not _is_made_anew(place.loop, path, n.lineno):
-            raise LoopError(
+        path = path_of(n)
+        if path in names and path not in told and not _is_made_anew(place.loop, path, n.lineno):
+            told.add(path)
+            yield (
                 f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
                 f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
                 f"others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
