@@ -1,6 +1,6 @@
-"""Everstep inside other people's training loops: Hugging Face Trainer, Lightning and Accelerate.
+"""Adapters for the training loops of other libraries: Hugging Face Trainer, Lightning and Accelerate.
 
-Each adapter is a module of its own that imports its package; importing this one imports none of them:
+Each adapter is a module of its own that imports its library. This package imports none of them:
 
     from everstep.train.adapters.huggingface import EverstepCallback
     from everstep.train.adapters.lightning import EverstepCallback

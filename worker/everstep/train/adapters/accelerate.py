@@ -16,11 +16,12 @@
         for epoch in run.epochs(3):
             run.train(learn)                             # the rest of the epoch
 
-Where an agent announces rounds, a lost peer ends no process: `prepared` has that. Elsewhere the body may stay in a
+If an agent announces rounds, a lost peer ends no other process: see `prepared`. Otherwise the body may also stand in a
 loop, `for batch in run.batches():`, with `run.step(loss=loss)` after every batch.
 
-Invariants: a position is a number of samples of an epoch whose order the seed and the epoch alone decide; a commit is
-made only where gradients were synchronised; a run that goes on draws the random numbers that it would have drawn.
+Invariants: a position is a number of samples of an epoch, whose order depends only on the seed and the epoch. A commit
+is made only when gradients have been synchronised. A resumed run draws the random numbers that it would have drawn
+without the interruption.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ log = logging.getLogger("everstep.train")
 
 
 class Position:
-    """Where a prepared DataLoader is, for a commit; and the batches that are left from there.
+    """The position of a prepared DataLoader, for a commit, and the remaining batches from there.
 
-    `rng` is applied once the first batch of a resumed epoch is there, because making an iterator draws a number.
-    Raises `CheckpointError` for a loader whose order cannot be found again.
+    `rng` is applied after the first batch of a resumed epoch was fetched, because making an iterator draws a number.
+    Raises `CheckpointError` for a loader whose order cannot be reproduced.
     """
 
     def __init__(self, accelerator: Any, loader: Any, rng: LateRng | None = None) -> None:
@@ -70,15 +71,15 @@ class Position:
         self._accelerator = accelerator
         self._loader = loader
         self._rng = rng
-        self._taken = 0  # batches of this rank that the loop was given in this epoch
+        self._taken = 0  # batches that this rank's loop has got in this epoch
         self.epoch = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """The number of batches of a whole epoch on this rank."""
         return len(self._loader)
 
     def rest(self) -> Iterator[Any]:
-        """The batches that are left of the present epoch; at their end the next epoch begins."""
+        """The remaining batches of the present epoch. After them the next epoch begins."""
         self._loader.set_epoch(self.epoch)
         loader = self._accelerator.skip_first_batches(self._loader, self._taken) if self._taken else self._loader
         for batch in loader:
@@ -119,7 +120,8 @@ class Position:
 
 
 class Run:
-    """A loop that is restored, saved and stopped; made by `start`. Leave it by its `with`, which commits the end."""
+    """A loop that is restored, saved and stopped; `start` makes it. Use it in `with`: its end commits the last
+    state."""
 
     def __init__(self, accelerator: Any, coordinator: StepCoordinator, state: dict[str, Any]) -> None:
         self._accelerator = accelerator
@@ -130,12 +132,12 @@ class Run:
         self._total: int | None = None
         coordinator.begin(state)
         if isinstance(self._data, ElasticLoader):
-            self._rng.apply()  # it draws nothing
+            self._rng.apply()  # this loader draws no random numbers
         coordinator.watch()
 
     @property
     def completed(self) -> int:
-        """Completed optimizer steps."""
+        """The number of completed optimizer steps."""
         return self._coordinator.step
 
     @property
@@ -143,8 +145,8 @@ class Run:
         return self._data.epoch
 
     def epochs(self, until: int) -> Iterator[int]:
-        """The epochs that are left until `until` are done. A resumed one comes again with the batches that it lacks,
-        which may be none, if the commit was at its very end."""
+        """The remaining epochs, until `until` are done. A resumed epoch comes again with its remaining batches. It may
+        have none, if the commit was made at its end."""
         per_step = 1 if isinstance(self._data, ElasticLoader) else self._accelerator.gradient_accumulation_steps
         self._total = until * math.ceil(len(self._data) / per_step)
         while self._data.epoch < until:
@@ -156,7 +158,8 @@ class Run:
                 raise CheckpointError(f"epoch {epoch} was left before its end: take all of run.batches()")
 
     def batches(self) -> Iterator[Any]:
-        """The rest of the present epoch, on the accelerator's device. Of an `ElasticLoader`: its `Batch`es."""
+        """The remaining batches of the present epoch, on the accelerator's device. An `ElasticLoader` yields its
+        `Batch`es."""
         if isinstance(self._data, Position):
             yield from self._data.rest()
             return
@@ -165,16 +168,17 @@ class Run:
             yield self._in_hand
 
     def train(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` with each of `batches`. A mapping that it returns is logged."""
+        """Call `fn` with each of `batches`. If it returns a mapping, that is logged."""
         for batch in self.batches():
             self.step(**figures(fn(batch)))
 
     def evaluate(self, fn: Callable[[], Any]) -> None:
-        """Call `fn` now. A mapping that it returns is logged, but for the commits of the steps that follow."""
+        """Call `fn` now. If it returns a mapping, that is logged, and stands in the commits of the following steps."""
         self._coordinator.log(figures(fn()), of_state=True)
 
     def step(self, **metrics: Any) -> None:
-        """The work on a batch is done. Counts a step if the optimizer has stepped, and may then save, or stop."""
+        """Tell that the work on a batch is done. If the optimizer has stepped, this counts a step, and may save or
+        stop."""
         self._coordinator.log(metrics)
         if isinstance(self._data, ElasticLoader):
             if not self._in_hand.last:
@@ -209,11 +213,12 @@ def start(
 ) -> Run | Prepared:
     """Restore the prepared `objects` and the position in `loader` from the newest commit, if there is one.
 
-    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
-    is made. `loader`: a DataLoader that was prepared, or an `ElasticLoader`, which is not to be. `objects`: the model,
-    optimizer, scheduler and whatever else is the training's state, by a name of your choice. Collective.
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
+    passed to the new Checkpointer. `loader`: a prepared DataLoader, or an `ElasticLoader`, which must not be prepared.
+    `objects`: the model, optimizer, scheduler and the rest of the training's state, by names of your choice.
+    Collective.
 
-    Without `objects` all that the accelerator has prepared is the state, and the script keeps its own loop over the
+    Without `objects` the state is all that the accelerator has prepared, and the script keeps its own loop over the
     prepared loader, in `for epoch in run.epochs(n):`.
     """
     _check(accelerator)
@@ -257,7 +262,7 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
     """The state of prepared objects for a `Checkpointer`: unwrapped, with the gradient scaler if there is one, the
     random generators as "rng" and the position as "data" (a `Position`, or the `ElasticLoader` itself).
 
-    Raises `CheckpointError` for a plugin whose engine holds what no object of the script does."""
+    Raises `CheckpointError` for a plugin whose engine holds state that no object of the script has."""
     _check(accelerator)
     rng = LateRng()
     data = loader if isinstance(loader, ElasticLoader) else Position(accelerator, loader, rng)

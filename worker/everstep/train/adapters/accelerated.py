@@ -1,12 +1,12 @@
-"""Accelerate's view of the world, where an agent announces rounds: one that peers leave and join.
+"""Keeps Accelerate's view of the world up to date while an agent announces rounds, and peers leave and join.
 
-Accelerate makes the process group when it is first asked where it is, and keeps rank and world size for the life of
-the process. From `follow` on the group is Everstep's, of this process alone until the first round; `move` tells
+Accelerate makes the process group when it is first asked for its rank, and keeps rank and world size for the life of
+the process. From `follow` on the group is Everstep's. Until the first round it has this process alone; `move` tells
 Accelerate of each round. Nothing changes under a launcher that announces no rounds, or if the script has made a process
-group by itself: then a lost peer ends the processes, and they go on from a commit.
+group itself: then a lost peer ends the processes, and they resume from a commit.
 
-Invariant: no optimizer steps in a world of one that nobody has taken into a round: that is refused, where a Trainer is
-used before it prepares its model.
+Invariant: no optimizer steps in a process that was in no round yet. That is refused; with a Trainer it is refused
+before the model is prepared.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class _Process:
     recovery: Recovery | None = None
     building = False
     following = False
-    loops = False  # the script has a loop of its own
+    loops = False  # the script has its own loop
 
 
-# Loaders that were prepared for a script's own loop, with what they were made of.
+# The loaders that were prepared for a script's own loop, with the arguments from which they were made.
 _loaders: weakref.WeakKeyDictionary[Any, tuple[Any, Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def follow(*, loops: bool = False) -> None:
-    """From now on. Once more does nothing. `loops`: the script prepares its objects itself, for a loop of its own."""
+    """Follow the rounds from now on. A second call does nothing. `loops`: the script prepares its objects itself, for
+    its own loop."""
     _Process.loops |= loops
     if _Process.following:
         return
@@ -82,7 +83,7 @@ def follow(*, loops: bool = False) -> None:
 
     @functools.wraps(wait)
     def waited(state: Any) -> None:
-        if not _alone():  # else each prepares its data by itself
+        if not _alone():  # otherwise each process would prepare its data alone
             wait(state)
 
     @functools.wraps(step)
@@ -103,14 +104,14 @@ def follow(*, loops: bool = False) -> None:
 
 
 def _alone() -> bool:
-    """Whether there are to be other processes, and this one was in no round yet."""
+    """Whether this process was in no round yet, and there will be other processes."""
     if _Process.recovery is None or most_processes() == 1:
         return False
     return _Process.recovery.program.scope.where is ScriptPhase.BUILDING
 
 
 def recovery() -> Recovery | None:
-    """What keeps this process in the newest round; None if worlds do not change here."""
+    """The object that keeps this process in the newest round; None if the world does not change here."""
     if _Process.recovery is None and not dist.is_initialized() and (rounds := AgentAnnouncements.find()) is not None:
         _Process.recovery = Recovery(rounds)
         _Process.recovery.start(most_processes())
@@ -118,13 +119,13 @@ def recovery() -> Recovery | None:
 
 
 def prepared_loaders(accelerator: Any) -> list[tuple[Any, tuple[Any, Mapping[str, Any]]]]:
-    """Those that it prepared before the first round, each with its DataLoader and the other arguments."""
+    """The loaders that it prepared before the first round, each with its DataLoader and the other arguments."""
     return [(made, (loader, named)) for made, (by, loader, named) in _loaders.items() if by is accelerator]
 
 
 @contextmanager
 def building() -> Iterator[None]:
-    """While it is entered, models are prepared for worlds to come."""
+    """A context in which models are prepared for later worlds."""
     _Process.building = True
     try:
         yield
@@ -133,7 +134,8 @@ def building() -> Iterator[None]:
 
 
 def move(rank: int, world_size: int) -> None:
-    """A round has formed. Raises `LoopError` where Accelerate does not train over several processes."""
+    """Tell Accelerate of a round that has formed. Raises `LoopError` if Accelerate does not train over several
+    processes."""
     if world_size > 1 and PartialState._shared_state.get("distributed_type") is DistributedType.NO:
         raise LoopError(
             "Accelerate has found no device of its own for each process, and would train each rank alone: on machines "
@@ -150,6 +152,6 @@ def move(rank: int, world_size: int) -> None:
 
 
 def forget_loaders() -> None:
-    """Those that an interrupted loop has left open."""
+    """Forget the loaders that an interrupted loop has left open."""
     if GradientState._shared_state:
         GradientState().dataloader_references = [None]

@@ -1,4 +1,5 @@
-"""Sums over batches in a loop whose body goes on to its end in a batch that comes again, found by the script's text.
+"""Finds sums over batches in the script's text. In a lost batch the loop's body runs to its end and the batch comes
+again, so such a sum would count it twice.
 
 Invariant: none of the script's code is called.
 """
@@ -24,8 +25,8 @@ BY_HAND = (
 
 
 def check_counters(frame: types.FrameType | None) -> None:
-    """Raises `LoopError` for the first one in the loop that takes its next batch in `frame`, or above it; and for
-    accumulation by hand."""
+    """Raises `LoopError` for the first such sum, or for accumulation by hand, in the loop that takes its next batch in
+    `frame` or above it."""
     while frame is not None and not is_script(frame.f_code.co_filename):
         frame = frame.f_back
     tree = tree_of(frame.f_code.co_filename) if frame is not None else None
@@ -46,7 +47,7 @@ def check_counters(frame: types.FrameType | None) -> None:
 
 
 def by_hand(loop: ast.For) -> int:
-    """The line that decides by a remainder whether an optimizer steps; 0 if none does."""
+    """The line that decides by a remainder whether an optimizer steps; 0 if there is none."""
     for n in ast.walk(loop):
         if isinstance(n, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(n.test)):
             parts = [part for one in n.body for part in ast.walk(one)]
@@ -56,7 +57,7 @@ def by_hand(loop: ast.For) -> int:
 
 
 def counters(loop: ast.For) -> list[tuple[str, int]]:
-    """What adds to something that the loop's body has not made itself, with its line."""
+    """The statements that add to something that the loop's body has not made itself, each with its line."""
     added = {id(target) for n in ast.walk(loop) if (target := _added_to(n)) is not None}
     stored = [n for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     made = {n.id for n in stored if id(n) not in added}
@@ -73,7 +74,7 @@ def counters(loop: ast.For) -> list[tuple[str, int]]:
 
 
 def _runs(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of `body` and of its blocks, but for those that only a step that counts runs."""
+    """The statements of `body` and of its blocks, except those that run only in a step that counts."""
     for n in body:
         if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -87,7 +88,7 @@ def _runs(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _asks(test: ast.expr) -> bool:
-    """Whether it is true only where `sync_gradients` is."""
+    """Whether the test is true only if `sync_gradients` is."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_asks, test.values))
     return isinstance(test, ast.Attribute) and test.attr == _GUARD

@@ -1,14 +1,14 @@
-"""Lightning's fit loop in a world that changes: begun anew for each round, with the objects that the trainer has.
+"""Runs Lightning's fit loop in a changing world: the loop begins again in each round, with the trainer's objects.
 
     setup   a world of one: Lightning wraps the module and makes its optimizers
     enter   the members of the round come to one state
     pass    trainer.fit_loop.run(), from the progress of that state; until its end, or until a peer is lost
 
-A step is from the start of its first batch to the end of its last; then the optimizer has stepped. Validation and the
-hooks at an epoch's end belong to no step, and what they have moved nobody knows: a member that loses a peer in them is
-torn, and takes the state of one that is not, or of the last commit.
+A step lasts from the start of its first batch to the end of its last, when the optimizer has stepped. Validation and
+the hooks at an epoch's end belong to no step, and it is unknown what state they have changed. So a member that loses a
+peer in them is torn: it takes the state of a member that is not, or of the last commit.
 
-Invariant: the progress that is tracked is that of the newest boundary, before a batch is trained on.
+Invariant: the tracked progress is that of the newest boundary between steps, before a batch is trained on.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ INSTEAD = "or say EverstepCallback(in_process=False): then all processes end wit
 
 
 class Again(Exception):
-    """The world has changed: begin the next pass."""
+    """Raised when the world has changed, to begin the next pass."""
 
 
 def recovery() -> Recovery | None:
-    """What keeps this process in the newest round; None if worlds do not change here. Once, before `Trainer.fit`."""
+    """The object that keeps this process in the newest round; None if the world does not change here. Call it once,
+    before `Trainer.fit`."""
     if dist.is_initialized() or (rounds := AgentAnnouncements.find()) is None or (most := most_processes()) == 1:
         return None
     found = Recovery(rounds)
     found.start(most)
-    os.environ["WORLD_SIZE"] = str(most)  # which Lightning compares with its devices
-    found.program.scope.enter(ScriptPhase.STEP)  # Lightning waits for others while it sets up, which come later
+    os.environ["WORLD_SIZE"] = str(most)  # Lightning compares it with its devices
+    found.program.scope.enter(ScriptPhase.STEP)  # while it sets up, Lightning waits for others, which come later
 
     def alone(*_: object) -> None:
         if found.round is None:
@@ -77,8 +78,8 @@ def recovery() -> Recovery | None:
 
 
 def _means_as_sums() -> None:
-    """Lightning divides sums for gloo by itself, because that has no means of integers, and does not know that our
-    group's tensors of the CPU go over gloo."""
+    """Make Lightning divide sums itself for our group's tensors of the CPU. Gloo has no means of integers, so Lightning
+    does that for gloo, but it does not know that our group uses gloo for them."""
     sync = distributed._sync_ddp
 
     def synced(result: Any, group: Any = None, reduce_op: Any = None) -> Any:
@@ -91,8 +92,8 @@ def _means_as_sums() -> None:
 
 
 class Progress:
-    """The loops' progress at the newest boundary. `read`: the progress now; `trainer.fit_loop` takes it when a pass
-    begins."""
+    """The loops' progress at the newest boundary between steps. `read` gives the present progress. `trainer.fit_loop`
+    takes the kept one when a pass begins."""
 
     everstep_settles = True
 
@@ -107,9 +108,9 @@ class Progress:
         self.kept = {"loops": loops, "size": self._trainer.world_size, "stop": self._trainer.should_stop}
 
     def put_back(self) -> int:
-        """Bring the loops to it; the batches of its epoch that are trained on."""
+        """Set the loops to this progress. Return how many batches of its epoch are trained on."""
         trainer, loop = self._trainer, self._trainer.fit_loop
-        loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)  # of a validation that was left
+        loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)  # a validation may be half done
         trainer.lightning_module._current_fx_name = None
         trainer._logger_connector.reset_results()
         trainer._logger_connector.reset_metrics()
@@ -153,7 +154,7 @@ class _World(RecoveringWorld):
 
 
 class Fitting:
-    """One `trainer.fit`. `drop`: reads so many batches that are trained on."""
+    """One call of `trainer.fit`. `drop` reads and drops so many batches that are trained on."""
 
     def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, progress: Progress) -> None:
         _check(trainer)
@@ -167,12 +168,12 @@ class Fitting:
         self._size = 0
         self._round = -1  # of this pass
         self._in_step = False
-        self._behind = False  # the step is complete, and the work behind it is not
-        self.skip = 0  # batches that are trained on, of this pass's epoch
+        self._behind = False  # the step is complete, but the work after it is not
+        self.skip = 0  # batches of this pass's epoch that are trained on
 
     def begin(self, state: dict[str, Any]) -> None:
-        """With all objects made. The world is entered when the fit loop is to run: until then Lightning waits for
-        others at barriers, at which a process that comes later is alone."""
+        """Begin, when all objects are made. The world is entered only when the fit loop is about to run: until then
+        Lightning waits at barriers, where a process that comes later would be alone."""
         trainer = self._trainer
         state[STATE] = self._random
         state[BUCKETS] = reducers = Reducers(state)
@@ -183,7 +184,7 @@ class Fitting:
             self._recovery, self._coordinator, state, reducers, None, Resharding(None), between, Uncounted()
         )
         self._world.place = self._place
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which passes over lost peers
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it takes no notice of lost peers
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
             trainer.precision_plugin.optimizer_step = self._optimizer_step
         trainer._run_stage = self._passes
@@ -191,13 +192,13 @@ class Fitting:
     # The fit loop's events, in order.
 
     def batch_begins(self) -> None:
-        """The next batch is there."""
+        """Handle the arrival of the next batch."""
         if self._in_step:
-            return  # a later one of its micro-batches
+            return  # a later micro-batch of the step
         self._progress.keep()
         if self._behind:
             self._behind = False
-            self._coordinator.log(self._logged.new(self._trainer))  # what the step's validation found
+            self._coordinator.log(self._logged.new(self._trainer))  # the results of the step's validation
             self._world.between()
         if self._number != self._round:
             raise Again
@@ -221,7 +222,8 @@ class Fitting:
     # The passes.
 
     def _passes(self) -> None:
-        """In place of Lightning's stage, without its check of the validation before the training."""
+        """Run the passes, in place of Lightning's stage. Its check of the validation before the training is left
+        out."""
         trainer = self._trainer
         self._coordinator.watch()  # in place of Lightning's own handler
         try:
@@ -252,7 +254,7 @@ class Fitting:
                 holder.__dict__.pop(name, None)
 
     def _lost(self, error: BaseException) -> bool:
-        """Whether a peer was lost, and the world is another one now."""
+        """Whether the error means that a peer was lost. Then the world has changed."""
         if self._in_step:
             self._in_step = False
             self._world.step_over()
@@ -288,7 +290,8 @@ class Fitting:
         return -1 if round_ is None else round_.number
 
     def _optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
-        """Forward and backward before the optimizer's step, not in it: a peer that is lost in them costs the step."""
+        """Run forward and backward before the optimizer's step and not in it, so that the loss of a peer in them costs
+        only the step."""
         plugin = self._trainer.precision_plugin
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
             return Precision.optimizer_step(plugin, optimizer, model, closure, **named)
@@ -297,7 +300,7 @@ class Fitting:
 
 
 def _check(trainer: Any) -> None:
-    """Refuse what could not be brought back as it was."""
+    """Refuse settings whose state could not be restored as it was."""
     module, most = trainer.lightning_module, most_processes()
     processes = trainer.num_nodes * trainer.num_devices
     wrong = {

@@ -1,22 +1,22 @@
-"""Hugging Face Trainer: a callback that saves and stops, and `train`, which goes on from the newest commit.
+"""An adapter for Hugging Face Trainer: a callback that saves and stops, and `train`, which resumes from the newest
+commit.
 
     callback = EverstepCallback("s3://bucket/run", every_steps=100)
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[callback])
     callback.train(trainer)                              # instead of trainer.train()
 
-Why not a callback alone: the loop takes its first epoch and the batches to skip from its resume path, before the first
-callback runs. So `train` restores the commit, writes Trainer's own `trainer_state.json`, and calls
-`trainer.train(resume_from_checkpoint=…)` with that folder; of the folder's other files Trainer passes over those that
-are not there, except for the weights, whose loading is switched off because they are loaded.
+A callback alone is not enough: Trainer's loop takes its first epoch and the batches to skip from its resume path,
+before the first callback runs. So `train` restores the commit, writes Trainer's own `trainer_state.json`, and calls
+`trainer.train(resume_from_checkpoint=…)` with that folder. Trainer does not need the folder's other files, except the
+weights: their loading is switched off, because they are loaded already.
 
-A step is committed when the next one begins: then its logging and evaluation are done, and the generators stand where
-the next step will find them. Stopping raises `Preempted` there instead of setting `control.should_training_stop`:
-after that Trainer would evaluate, load its best model and return to a script that takes the training for complete.
+A step is committed when the next one begins: then its logging and evaluation are done, and the random generators are as
+the next step will find them. To stop, `Preempted` is raised there; `control.should_training_stop` is not set, because
+Trainer would then evaluate, load its best model, and return to a script that takes the training for complete.
 
-Where an agent announces rounds, a lost peer ends no process: `unbroken` begins Trainer's loop again in the next world.
-
-Invariants: the parameters, the position and the generators of a commit are of one moment; a commit made with another
-global batch is refused, because the position is counted in steps.
+If an agent announces rounds, a lost peer ends no other process: `unbroken` begins Trainer's loop again in the next
+world. Invariants: the parameters, the position and the generators of a commit are of the same moment. A commit made
+with another global batch is refused, because the position is counted in steps.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ accelerated.follow()
 
 
 class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package has no types
-    """Saves while Trainer trains; `train` restores first. One object for one run.
+    """Saves while Trainer trains. Its `train` restores first. Make one object for each run.
 
-    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
-    is made. Set `save_strategy="no"` in Trainer's arguments, unless you want its checkpoints too.
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
+    passed to the new Checkpointer. Set `save_strategy="no"` in Trainer's arguments, unless you want its checkpoints
+    too.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         every_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        accelerated.recovery()  # before there is another world
+        accelerated.recovery()  # before the world changes
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
         self._state: dict[str, Any] = {}
@@ -73,10 +74,10 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._unbroken: Unbroken | None = None
 
     def train(self, trainer: Any, **arguments: Any) -> Any:
-        """Go on from the newest commit, or begin; what `trainer.train(**arguments)` returns. Collective.
+        """Resume from the newest commit, or begin. Returns the result of `trainer.train(**arguments)`. Collective.
 
-        Raises `CheckpointError` for a Trainer that cannot be resumed, `StateMismatch` for a commit of another global
-        batch or model. Ends the process with exit code 86, after a commit, when it was asked to stop.
+        Raises `CheckpointError` for a Trainer that cannot be resumed, and `StateMismatch` for a commit of another
+        global batch or model. If asked to stop, it commits and ends the process with exit code 86.
         """
         _check(trainer, arguments)
         arguments.pop("resume_from_checkpoint", None)  # scripts pass None, and a folder of ours takes its place
@@ -130,7 +131,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._scheduler.bind(kwargs["lr_scheduler"])
         self._coordinator.watch()
         if 0 < state.max_steps <= state.global_step:
-            # Trainer's loop would make one more step if the last one was in the middle of an epoch.
+            # If the last step was in the middle of an epoch, Trainer's loop would make one more.
             self._rng.apply()
             self._coordinator.finish(state.global_step)
             raise AtEnd
@@ -139,7 +140,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self._unbroken is not None:
             self._unbroken.step_begins(state.global_step)
         elif not self._begun:
-            # The first batch is here: making the iterator, and fetching, drew numbers that the run drew before.
+            # The first batch has arrived: making the iterator and fetching drew random numbers that the run had drawn
+            # before.
             self._begun = True
             self._rng.apply()
         elif state.global_step > self._coordinator.step:
@@ -155,7 +157,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-        # The parameters are the best model's now: what is not committed yet is trained again by a run that goes on.
+        # The parameters are now those of the best model. A resumed run repeats the steps that are not committed yet.
         if self._unbroken is not None:
             self._unbroken.finish(save=not best)
         else:
@@ -163,7 +165,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
 
 
 def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what would not come back as it was."""
+    """Refuse settings whose state would not be restored as it was."""
     wrong = {
         "resume_from_checkpoint": (arguments.get("resume_from_checkpoint"), "leave it out: the commit is what goes on"),
         "auto_find_batch_size": (trainer.args.auto_find_batch_size, "set the batch size: steps are counted in it"),
@@ -178,7 +180,7 @@ def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _weights_kept(trainer: Any) -> Iterator[None]:
-    """While it is entered, Trainer loads no weights from the folder that it resumes from: they are loaded."""
+    """A context in which Trainer does not load the weights of its resume folder, because they are loaded already."""
     restored = trainer.model
 
     def load(folder: str, model: Any = None) -> None:

@@ -1,7 +1,7 @@
-"""State that a restore brings before the moment at which it can be used.
+"""Keeps restored state until it can be used.
 
-A restore loads everything at once. Frameworks make their optimizers later, and fetching the first batch draws random
-numbers. Invariants: what was loaded is applied exactly once; until then nothing else sees it.
+A restore loads everything at once. But frameworks make their optimizers later, and fetching the first batch draws
+random numbers. Invariants: loaded state is applied exactly once, and nothing else sees it before.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from everstep.checkpoint import RngState
 
 
 class Late:
-    """Stands in a state for an object that does not exist yet; `bind` it when it does."""
+    """A placeholder in a state for an object that does not exist yet. `bind` it when it does."""
 
     def __init__(self) -> None:
         self._target: Any = None
         self._loaded: dict[str, Any] | None = None
 
     def bind(self, target: Any) -> None:
-        """From now on this is `target`, with what was loaded in it."""
+        """Stand for `target` from now on, and load the restored state into it."""
         self._target = target
         if self._loaded is not None:
             target.load_state_dict(self._loaded)
@@ -37,7 +37,7 @@ class Late:
 
 
 class LateRng:
-    """The random generators of this rank as they are when saved; what was loaded is put in place by `apply`."""
+    """The random generators of this rank, saved as they are at that moment. `apply` restores loaded ones."""
 
     everstep_per_rank = True
 
@@ -45,7 +45,7 @@ class LateRng:
         self._loaded: dict[str, Any] | None = None
 
     def apply(self) -> None:
-        """Put the loaded generators in place, at the first call. Does nothing if nothing was loaded."""
+        """Restore the loaded generators, at the first call only. Does nothing if none were loaded."""
         if self._loaded is not None:
             RngState().load_state_dict(self._loaded)
             self._loaded = None
@@ -58,7 +58,7 @@ class LateRng:
 
 
 class RngAt:
-    """The random generators of this rank at a moment that is past: `keep` them then, save them any time after."""
+    """The random generators of this rank at an earlier moment: `keep` them then, and save them at any later time."""
 
     everstep_per_rank = True
 
@@ -69,7 +69,7 @@ class RngAt:
         self._kept = RngState().state_dict()
 
     def apply(self) -> None:
-        """Go back to that moment."""
+        """Restore the generators of that moment."""
         RngState().load_state_dict(self._kept)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,19 +1,20 @@
-"""Lightning: a callback that restores, saves and stops; and `Elastic`, the loader that resumes without reading.
+"""An adapter for Lightning: a callback that restores, saves and stops, and `Elastic`, a loader that resumes without
+reading data again.
 
     callback = EverstepCallback("s3://bucket/run", every_steps=100)
     trainer = Trainer(max_epochs=3, callbacks=[callback], enable_checkpointing=False)
     trainer.fit(model, Elastic(ElasticLoader(dataset, global_batch=64)))
 
-Why a callback and no `CheckpointIO`: Lightning calls that on rank 0 only, and all ranks take part in a save. The loops'
-progress is restored by their own `state_dict`, as Lightning's checkpoints do it.
+It is a callback and no `CheckpointIO`, because Lightning calls that on rank 0 only, and all ranks take part in a save.
+The loops' progress is restored by their own `state_dict`, as Lightning's checkpoints do it.
 
-A step is committed when the next batch is there: then its validation is done. Loaders other than `Elastic` are brought
-to their place by reading and dropping the batches before it, from the generators as they were when the epoch began.
+A step is committed when the next batch has arrived: then its validation is done. Other loaders than `Elastic` come back
+to their position by reading and dropping the batches before it, with the random generators as they were when the epoch
+began.
 
-Where an agent announces rounds, a lost peer ends no process: `fitting` begins Lightning's loop again in the next world.
-
-Invariants: the parameters, the progress and the generators of a commit are of one moment; batches that were given out
-and not trained on are given out again.
+If an agent announces rounds, a lost peer ends no other process: `fitting` begins Lightning's loop again in the next
+world. Invariants: the parameters, the progress and the generators of a commit are of the same moment. Batches that were
+given out but not trained on are given out again.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from everstep.train.adapters import fitting
 
 
 class ElasticBatch(NamedTuple):
-    """`data`: what the loader's `collate_fn` made. Multiply the mean loss over its rows by `weight`."""
+    """A batch. `data` is the result of the loader's `collate_fn`. Multiply the mean loss over its rows by `weight`."""
 
     data: Any
     weight: float
 
 
 class Elastic:
-    """An `ElasticLoader` for `trainer.fit`: its batches as `ElasticBatch`, its position kept by the callback."""
+    """An `ElasticLoader` for `trainer.fit`. It yields `ElasticBatch`es, and the callback saves its position."""
 
     def __init__(self, loader: ElasticLoader) -> None:
         self._loader = loader
@@ -62,12 +63,12 @@ class Elastic:
             yield ElasticBatch(batch.data, batch.weight)
 
     def settle(self) -> None:
-        """What was given out is trained on."""
+        """Tell that the batches given out so far are trained on."""
         self._loader.acknowledge()
         self._position = self._loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position before the batch that was given out last: it is trained on when the next one is asked for."""
+        """The position before the newest batch, which counts as trained on only when the next one is asked for."""
         return self._position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,10 +88,10 @@ class Elastic:
 class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not followed: see pyproject.toml
     """Restores when `fit` starts, saves between steps, stops at SIGTERM with a commit. One object for one run.
 
-    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; `options` go to one that
-    is made. The state is that of the module, the optimizers, schedulers, precision plug-in, data module, loops, other
-    callbacks (their `state_dict`) and random generators. `in_process`: under everstep-run a lost peer does not end the
-    other processes.
+    `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
+    passed to the new Checkpointer. The state is that of the module, the optimizers, schedulers, precision plug-in, data
+    module, loops, other callbacks (their `state_dict`) and random generators. `in_process`: under everstep-run a lost
+    peer does not end the other processes.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._rng, self._data, self._logged = LateRng(), Late(), Logged()
         self._epoch_rng: RngAt | None = None
         self._skip = 0  # batches to read and drop
-        self._chosen: tuple[Callback, ...] = ()  # those that save into a folder that Lightning chooses
+        self._chosen: tuple[Callback, ...] = ()  # the callbacks that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        # Lightning sets up its checkpoint callbacks behind all others: their folders are not chosen yet.
+        # Lightning sets up its checkpoint callbacks after all others, so their folders are not chosen yet.
         if stage == "fit" and self._recovery is not None:
             self._chosen = tuple(c for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", "") is None)
 
@@ -157,7 +158,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._fitting is not None:
             _drop(trainer, self._fitting.skip)
             return
-        self._coordinator.watch()  # Lightning's own handler calls a collective from the signal; ours takes its place
+        self._coordinator.watch()  # ours replaces Lightning's handler, which calls a collective from the signal
         if isinstance(trainer.train_dataloader, Elastic):
             self._data.bind(trainer.train_dataloader)
         else:
@@ -168,7 +169,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._fitting is not None:
             return
         assert self._epoch_rng is not None
-        if not self._fresh:  # the iterator of the first epoch of a process exists by now: its moment was on_fit_start
+        if not self._fresh:  # a process's first iterator exists by now: its generators were kept in on_fit_start
             self._epoch_rng.keep()
         self._fresh = False
 
@@ -197,7 +198,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         try:
             self._coordinator.finish(trainer.global_step)
         finally:
-            self._coordinator.leave()  # before Lightning puts its own handler away
+            self._coordinator.leave()  # before Lightning removes its own handler
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
@@ -221,18 +222,18 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
 
 class _Progress:
-    """The fit loop's counters, as they are between two batches."""
+    """The fit loop's counters between two batches."""
 
     def __init__(self, trainer: Any) -> None:
         self._loop = trainer.fit_loop
-        self.batches: int | None = None  # of the epoch that had begun when it was saved, that are trained on
+        self.batches: int | None = None  # batches trained on, of the epoch that had begun at the save
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loop.state_dict()
-        state["state_dict"] = {}  # a loader's own position, which counts the batch in hand
+        state["state_dict"] = {}  # a loader's own position counts the present batch
         batches = state["epoch_loop.batch_progress"]
         for part in ("total", "current"):
-            # The batch in hand is not trained on: it comes again.
+            # The present batch is not trained on yet: it comes again.
             batches[part] = dict.fromkeys(batches[part], batches[part]["completed"])
         batches["is_last_batch"] = False
         return state
@@ -244,8 +245,8 @@ class _Progress:
         self._loop.load_state_dict(state)
 
 
-# What `ModelCheckpoint` keeps of its newest save, and leaves out of its `state_dict`. By it each rank decides whether
-# it saves now, which is collective.
+# Values of `ModelCheckpoint` about its newest save that are not in its `state_dict`. By them each rank decides whether
+# to save now, and a save is collective.
 _NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _ATTRIBUTES = "everstep attributes"
 _FOLDER = "dirpath"
@@ -254,9 +255,9 @@ _FOLDER = "dirpath"
 class _Others:
     """The states of the other callbacks, by Lightning's keys.
 
-    `chosen`: those whose folder is Lightning's choice, the next `version_N` that is free when a process looks. Each
-    process looks for itself; all take the run's. A `ModelCheckpoint` with another folder than the state's would not
-    take its best scores, and save when the others do not.
+    `chosen`: the callbacks whose folder Lightning chooses, the next free `version_N`. Each process chooses for itself,
+    so all take the run's folder: a `ModelCheckpoint` with another folder than the state's would not load its best
+    scores, and would save when the others do not.
     """
 
     everstep_settles = True  # a timer's differs between ranks
@@ -286,7 +287,7 @@ class _Others:
 
 
 class _Worlds:
-    """In the place of a position, for a loader that is brought to its place by counting batches."""
+    """Takes the place of a position, for a loader that comes back to its place by counting batches."""
 
     def __init__(self, trainer: Any) -> None:
         self._size = trainer.world_size
@@ -303,7 +304,8 @@ class _Worlds:
 
 
 def _drop(trainer: Any, batches: int) -> None:
-    """Read what was trained on before. The fetcher is the only owner of the iterator that the loop will use."""
+    """Read and drop the batches that were trained on before. Only the fetcher owns the iterator that the loop will
+    use."""
     loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
     epoch = loop.epoch_progress.current.processed
     samplers = [getattr(loader, "sampler", None) for loader in loop._combined_loader.flattened]
@@ -313,4 +315,4 @@ def _drop(trainer: Any, batches: int) -> None:
         iter(fetcher)  # workers may have begun to read
     for _ in range(batches):
         next(fetcher)
-    fetcher.fetched = 0  # the loop adds what it has counted itself
+    fetcher.fetched = 0  # the loop adds its own count

@@ -1,4 +1,4 @@
-"""Whether the order of a prepared loader's samples can be found again."""
+"""Checks that the order of a prepared loader's samples can be reproduced."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A script's own `for batch in loader:` over a loader that `accelerator.prepare` made, in a world that changes.
+"""Runs a script's own `for batch in loader:`, over a loader from `accelerator.prepare`, in a changing world.
 
-A `for` cannot be gone back in, so nothing is raised in its body. Where the step's collectives run (`accelerator.
-backward`, DDP's forward pass, the body of `with accelerator.accumulate(model)`) the loss of a peer is kept, and the
-body goes on to its end with `sync_gradients` False: prepared optimizers and schedules then stand still, as in a batch
-that only accumulates. When the loop asks for its next batch, the step is lost here, and its first batch is given again.
-What the body moves in a lost step without asking `sync_gradients` is put back (registered objects) or refused
-(parameters; sums over batches, by the script's text).
+A `for` loop cannot go back in its body, so nothing is raised there. If a peer is lost in a collective of the step (in
+accelerator.backward, DDP's forward pass, or the body of `with accelerator.accumulate(model)`), the error is kept, and
+the body runs to its end with `sync_gradients` False. Prepared optimizers and schedules then do nothing, as in a batch
+that only accumulates. When the loop asks for its next batch, the step counts as lost, and its first batch is given
+again. Changes that the body makes in a lost step without checking `sync_gradients` are put back (registered objects) or
+refused (parameters; sums over batches, found in the script's text).
 
-Invariants: no optimizer of a lost step moves; a collective that could not be kept so is refused before it begins; at
-the run's end classes and objects of torch and Accelerate are as they were before it.
+Invariants: no optimizer moves in a lost step. A collective whose error could not be kept in this way is refused before
+it begins. At the run's end all classes and objects of torch and Accelerate are as they were before it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase
 from everstep.train.adapters.counted import BY_HAND, check_counters
 from everstep.train.session import Run
 
-# Collectives of Accelerate's own that a body may call.
+# Accelerate's own collectives that a body may call.
 _COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
 
 
 class OwnLoop:
-    """The batches of `loader`, which becomes what a script iterates. `micros`: batches of a step on each rank."""
+    """Gives a script the batches of `loader`. `micros`: the number of batches of a step on each rank."""
 
     def __init__(self, accelerator: Any, session: Run, loader: Any, micros: int, scope: ScriptLocation) -> None:
         self._accelerator = accelerator
@@ -43,12 +43,12 @@ class OwnLoop:
         self._micros = micros
         self._scope = scope
         self._batch: Batch[Any] | None = None  # in hand
-        self._error: BaseException | None = None  # by which the step in hand was lost
-        self._as_lost: tuple[list[Any], list[Any]] = [], []  # what the body may move then: see `_note_state`
+        self._error: BaseException | None = None  # the error by which the present step was lost
+        self._as_lost: tuple[list[Any], list[Any]] = [], []  # what the body may change then: see `_note_state`
         self._spoilt: LoopError | None = None  # the lost step has changed parameters
-        self._accumulates = False  # `with accelerator.accumulate(…)` is entered
+        self._accumulates = False  # whether `with accelerator.accumulate(…)` is entered
         self._entered = self._weighted = self._stepped = 0
-        self._left = False  # the script has broken off its loop
+        self._left = False  # whether the script has left its loop early
         self._read = False  # its text
         self._undo: list[Callable[[], object]] = []
         self._backward = accelerator.backward
@@ -63,7 +63,7 @@ class OwnLoop:
         self._undo.append(_take_over(loader, self))
 
     def end(self) -> None:
-        """The run is over. Once more does nothing."""
+        """End the run. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -74,7 +74,7 @@ class OwnLoop:
         self._undo.append(lambda: held.pop(name) if before is None else held.update({name: before}))
 
     def check_epoch(self) -> None:
-        """The script has come to the end of its outer loop's body. Raises `LoopError` if it left the inner one."""
+        """Check the script at the end of its outer loop's body. Raises `LoopError` if it left the inner loop early."""
         if self._left:
             raise LoopError(
                 "the loop over the prepared loader was left before its end, by break: the rest of the epoch would be "
@@ -82,7 +82,7 @@ class OwnLoop:
             )
 
     def batches(self) -> Iterator[Any]:
-        """What the script's loop is given: the rest of the epoch, steps in which a peer was lost again."""
+        """The batches for the script's loop: the rest of the epoch. Steps in which a peer was lost come again."""
         if not self._read:
             self._read = True
             check_counters(sys._getframe(1))
@@ -98,7 +98,7 @@ class OwnLoop:
                         if self._scope.where is ScriptPhase.BODY:
                             self._scope.where = ScriptPhase.STEP
                     self._over(last=batch.last)
-            if self._spoilt is not None:  # the step would take it for a consequence of the loss
+            if self._spoilt is not None:  # the step would treat this error as a consequence of the loss
                 raise self._spoilt
         self._left = False
 
@@ -111,7 +111,7 @@ class OwnLoop:
         self._scope.where = ScriptPhase.BODY
 
     def _over(self, *, last: bool) -> None:
-        """The script has asked for the next batch. Raises what the body was kept from."""
+        """Finish the batch, when the script asks for the next one. Raises the error that was kept from the body."""
         error, self._error = self._error, None
         if error is not None:
             self._accelerator.gradient_state._set_sync_gradients(True)
@@ -131,12 +131,13 @@ class OwnLoop:
             raise LoopError(f"a step's batches were taken and no prepared optimizer's step() was called: {BY_HAND}")
 
     def _note_state(self) -> None:
-        """What the rest of the body may move, though the step is lost: registered objects, and parameters by hand."""
+        """Note the state that the rest of the body may change although the step is lost: registered objects and
+        parameters."""
         registered = [(one, copy.deepcopy(one.state_dict())) for one in self._accelerator._custom_objects]
         self._as_lost = registered, self._marks()
 
     def _check_state(self) -> LoopError | None:
-        """The body of a lost step is over. What is to be raised if it has changed parameters."""
+        """At the end of a lost step's body: the error to raise if it has changed parameters."""
         (registered, marks), self._as_lost = self._as_lost, ([], [])
         for one, held in registered:
             one.load_state_dict(held)
@@ -149,7 +150,7 @@ class OwnLoop:
         )
 
     def _marks(self) -> list[tuple[str, int, str]]:
-        """Of each parameter a mark that is another one when it has changed, also through `.data`."""
+        """A mark for each parameter, which differs after any change, even one through `.data`."""
         named = [pair for model in self._accelerator._models for pair in model.named_parameters()]
         with torch.no_grad():
             norms = [float(p.detach().norm()) for _, p in named]
@@ -163,7 +164,7 @@ class OwnLoop:
         return stepped
 
     def _keeps(self, error: BaseException) -> bool:
-        """Whether a peer was lost in the batch in hand; the step is over then."""
+        """Whether a peer was lost in the present batch. Then the step is over."""
         if self._batch is None or not is_of_lost_peer(error):
             return False
         if self._error is None:
@@ -183,7 +184,7 @@ class OwnLoop:
             return
         where, self._scope.where = self._scope.where, ScriptPhase.STEP
         try:
-            self._backward(self._batch.scale(loss) * self._micros, **named)  # by which Accelerate divides
+            self._backward(self._batch.scale(loss) * self._micros, **named)  # Accelerate divides by it
         except Exception as e:
             if not self._keeps(e):
                 raise
@@ -224,7 +225,7 @@ class OwnLoop:
         return called
 
     def _watch_forward(self) -> None:
-        """DDP's forward pass has collectives, of buffers say. In a lost step it goes on without."""
+        """Let DDP's forward pass go on without its collectives (of buffers, for example) in a lost step."""
         before = DistributedDataParallel._pre_forward
 
         def guarded(model: Any, *inputs: Any, **named: Any) -> Any:
@@ -245,11 +246,10 @@ class OwnLoop:
 
 
 def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
-    """`loader` stays the object that the script has; its batches are those of `loop`, until what is returned is
-    called."""
+    """Let the script's object `loader` yield the batches of `loop`, until the returned function is called."""
     kind = type(loader)
     members = {"__iter__": lambda _: loop.batches(), "__module__": kind.__module__}
-    # Accelerate's loaders say of themselves that they are of torch's class, by a property in the place of `__class__`.
+    # Accelerate's loaders claim to be of torch's class: `__class__` is a property of theirs.
     become = object.__dict__["__class__"].__set__
     become(loader, type(kind.__name__, (kind,), members))
     return lambda: become(loader, kind)
@@ -269,7 +269,7 @@ def trained_loader(accelerator: Any) -> Any:
 
 
 def held(accelerator: Any) -> dict[str, Any]:
-    """What the accelerator has prepared, by names for a commit."""
+    """The objects that the accelerator has prepared, by names for a commit."""
     kinds = {
         "model": accelerator._models,
         "optimizer": accelerator._optimizers,

@@ -1,7 +1,7 @@
-"""A loop over objects that an `Accelerator` prepared, in a session whose worlds change.
+"""Runs a loop over objects that an `Accelerator` prepared, in a session with a changing world.
 
-The session takes the loader that was prepared over, and calls the loop's body with a batch at a time, so it can call it
-again. A step is `gradient_accumulation_steps` batches. Other loaders that were prepared are cut anew for each world.
+The session takes over the prepared loader, and calls the loop's body with one batch at a time, so it can call it again.
+A step is `gradient_accumulation_steps` batches. Other prepared loaders are divided again for each world.
 
 Invariants: `accelerator.backward` weights each batch, so that the sum over all ranks and batches of a step is the mean
 over its samples; a prepared schedule moves as in a job of full size, because a step has the samples of one.
@@ -33,12 +33,12 @@ from everstep.train.session import Run
 
 
 class Session(Run):
-    """The session's own run, which tells `place` of each world, and of what it trains on."""
+    """The session's own run. It tells `place` of each world, and of the loader that it trains on."""
 
     def __init__(self, coordinator: StepCoordinator, recovery: Recovery, place: Places) -> None:
         super().__init__(
             take_place(), coordinator, recovery, rng=True, rehearsal=False
-        )  # it keeps its rank in many places
+        )  # Accelerate keeps its rank in many places
         self._resharding.add(place)
 
     @property
@@ -56,7 +56,7 @@ class Session(Run):
 
 
 class Places:
-    """Tells Accelerate, and its loaders, of each world."""
+    """Tells Accelerate and its loaders of each world."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -70,7 +70,7 @@ class Places:
 
 
 class Prepared:
-    """What `everstep.train.adapters.accelerate.start` gives where a lost peer does not end the others."""
+    """The run that `everstep.train.adapters.accelerate.start` returns if a lost peer does not end the others."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Prepared:
         return self._session.epoch
 
     def epochs(self, until: int) -> Iterator[int]:
-        """The epochs that are left until `until` are done."""
+        """The remaining epochs, until `until` are done."""
         try:
             for epoch in self._session.epochs(self._loader, until):
                 yield epoch
@@ -126,17 +126,17 @@ class Prepared:
                 self._own.end()
 
     def track(self, **objects: Any) -> None:
-        """What else makes up the training state, such as a dict that the loop counts in: see `Run.track`. Before the
-        loop over epochs."""
+        """Add to the training state, such as a dict in which the loop counts: see `Run.track`. Call it before the loop
+        over epochs."""
         self._session.track(**objects)
 
     def untracked(self, *names: str) -> None:
-        """What training changes and may be lost with its process: see `Run.untracked`."""
+        """Name what training changes and what may be lost with its process: see `Run.untracked`."""
         self._session.untracked(*names)
 
     def train(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` with each batch that is left of the present epoch, on the accelerator's device; again with those of
-        a step in which a peer was lost. A mapping that it returns is logged."""
+        """Call `fn` with each remaining batch of the present epoch, on the accelerator's device. The batches of a step
+        in which a peer was lost come again. If `fn` returns a mapping, that is logged."""
 
         if self._own is not None:
             raise LoopError(
@@ -154,19 +154,19 @@ class Prepared:
         self._session.train(work)
 
     def evaluate(self, fn: Callable[[], Any]) -> None:
-        """Call `fn` on all ranks now, in the loop over epochs and outside of `train`; again if a peer is lost in it. A
-        mapping that it returns is logged."""
+        """Call `fn` on all ranks now, and again if a peer is lost in it. Use it in the loop over epochs and outside of
+        `train`. If `fn` returns a mapping, that is logged."""
         self._session.evaluate(fn)
 
     def batches(self) -> NoReturn:
-        """Refused: what is raised in a loop's body nobody can catch for it."""
+        """Not supported here: the session cannot catch an error that is raised in the body of a script's loop."""
         raise LoopError(
             "run.batches() under everstep-run: a step in which a peer is lost could not be made again. Make the loop's "
             "body a function of the batch, `def learn(batch): …`, and write `run.train(learn)`, without run.step()"
         )
 
     def step(self, **metrics: Any) -> NoReturn:
-        """Refused, as `batches` is."""
+        """Not supported here, as `batches`."""
         raise LoopError("run.step(…) under everstep-run: run.train(fn) counts the steps. Return what is to be logged "
                         "from fn, as a mapping")  # fmt: skip
 
@@ -184,7 +184,7 @@ class Prepared:
 
     def _attempt(self, fn: Callable[[Any], Any], batch: Batch[Any]) -> Any:
         accelerator = self._accelerator
-        # `accumulate` counts batches, and synchronises gradients at each multiple.
+        # `accumulate` counts batches, and synchronises gradients at each multiple of that number.
         accelerator.step = before = self._micros - 1 if batch.last else 0
         self._batch, self._weighted = batch, 0
         try:
@@ -206,12 +206,12 @@ class Prepared:
     def _weighting(self, loss: Any, **named: Any) -> Any:
         if self._batch is not None and self._scales:
             self._weighted += 1
-            loss = self._batch.scale(loss) * self._micros  # by which Accelerate divides
+            loss = self._batch.scale(loss) * self._micros  # Accelerate divides by it
         return self._backward(loss, **named)
 
 
 def _base(loader: Any) -> Any:
-    """The DataLoader in a prepared one. Raises `LoopError`."""
+    """The DataLoader inside a prepared one. Raises `LoopError`."""
     if type(loader) is not DataLoaderShard:
         raise LoopError(
             f"start(loader=…): {type(loader).__qualname__}: a DataLoader that accelerator.prepare() returned is "
@@ -233,7 +233,7 @@ def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full_size(schedule: Any, most: int) -> None:
-    """A step has the samples of `most` processes, so a schedule that moves once for each moves so often."""
+    """Let a schedule that moves once for each process move `most` times, because a step has the samples of so many."""
     step, shared = schedule.step, AcceleratorState._shared_state
 
     def stepped(*arguments: Any, **named: Any) -> None:
@@ -248,7 +248,7 @@ def _full_size(schedule: Any, most: int) -> None:
 
 
 def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str, Any]) -> None:
-    """As if it had been prepared in the present world."""
+    """Divide the loader as if it had been prepared in the present world."""
     sampler = made.get_sampler()  # before: it is prepared in place, in the script's own loader
     fresh = accelerator.prepare_data_loader(original, **arguments)
     accelerator._dataloaders.remove(fresh)
@@ -260,7 +260,7 @@ def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str
 
 
 def unwrapped(accelerator: Any, value: Any) -> Any:
-    """What is in a prepared object, and goes into a commit."""
+    """The object inside a prepared one. It goes into commits."""
     if hasattr(value, "forward"):
         return accelerator.unwrap_model(value)
     for inner in ("optimizer", "scheduler"):

@@ -1,9 +1,9 @@
-"""`TrainerState` as JSON values, with the states of callbacks, the global batch that its steps are counted in, and how
-much of the work behind the newest step is done.
+"""`TrainerState` as JSON values. Beside it are the states of callbacks, the global batch in which steps are counted,
+and how much of the work after the newest step is done.
 
-Behind a step Trainer logs, evaluates and saves, and once more at the end of an epoch. `_behind` holds what the state
-was before the first, before the second, and when both were done: of a peer that is lost among them nobody knows what
-it had heard, so all go back to where the slowest was.
+After a step Trainer logs, evaluates and saves, and does so again at the end of an epoch. `_behind` keeps the state
+before the first of these, before the second, and after both. If a peer is lost among them, it is unknown how far it had
+come. So all members go back to the state of the slowest.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from transformers.trainer_callback import ExportableState
 
 from everstep.checkpoint import StateMismatch
 
-MAX_LOGS = 2000  # of the newest entries of Trainer's log history that a commit keeps
+MAX_LOGS = 2000  # newest entries of Trainer's log history that a commit keeps
 BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")  # schedules that an evaluation moves
-DONE = 2  # pieces of work behind a step
+DONE = 2  # pieces of work after a step
 
 
 class KeptState:
-    """Of one `trainer`, in the run's state."""
+    """The kept state of one `trainer`, a part of the run's state."""
 
     everstep_settles = True  # times differ, and members may be in different pieces of the work
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._behind: list[dict[str, Any]] = []
-        self.seed: int | None = None  # by which the loader shuffles, where each step sets the generators
+        self.seed: int | None = None  # the seed by which the loader shuffles, if each step sets the generators
         self.loaded: dict[str, Any] = {}
-        self._pending = False  # the trainer has not taken what was loaded
+        self._pending = False  # whether the trainer has yet to take the loaded state
 
     @property
     def done(self) -> int:
-        """Pieces of the work behind the newest step that are done; `DONE` where there is none."""
+        """How many pieces of the work after the newest step are done; `DONE` before the first step."""
         return len(self._behind) - 1 if self._behind else DONE
 
     def step_ended(self) -> None:
-        """A step is complete, and the work behind it begins."""
+        """Tell that a step is complete, and the work after it begins."""
         self._behind = [self._now()]
 
     def did(self) -> None:
-        """A piece of the work is done."""
+        """Tell that a piece of the work is done."""
         if self._behind and self.done < DONE:
             self._behind.append(self._now())
 
     def complete(self) -> None:
-        """All of it that is to be done is, because the next step begins."""
+        """Tell that all of the work is done, because the next step begins."""
         self._behind = self._behind or [self._now()]
         while self.done < DONE:
             self._behind.append(self._now())
 
     def back_to(self, done: int) -> None:
-        """The rest of the work behind the step is to be done again."""
+        """Go back to after `done` pieces: the rest of the work is done again."""
         self._behind = self._behind[: done + 1]
 
     def put_back(self) -> None:
-        """Bring the callbacks, and what they asked Trainer for, to where they were."""
+        """Put back the callbacks, and what they had asked Trainer for."""
         self._pending = False
         if not self._behind:
             return
@@ -72,11 +72,12 @@ class KeptState:
                 group["lr"] = rate
 
     def taken(self) -> None:
-        """Trainer has what was loaded, in a world that stays: there no work behind a step is done again."""
+        """Tell that Trainer has the loaded state, in a world that does not change: there no work after a step is done
+        again."""
         self._pending, self._behind = False, []
 
     def fields(self) -> dict[str, Any]:
-        """What Trainer goes on from, as it writes it itself."""
+        """The state from which Trainer goes on, in Trainer's own form."""
         if not self._behind:
             return dict(self.loaded)
         newest = self._behind[-1]
@@ -87,7 +88,7 @@ class KeptState:
         return float(self._trainer.state.epoch or 0).is_integer()
 
     def global_batch_now(self) -> int:
-        """Samples of a step in the present world."""
+        """The number of samples of a step in the present world."""
         args = self._trainer.args
         return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
@@ -136,7 +137,7 @@ class KeptState:
         return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in left_out}
 
     def _by_name(self, states: list[Any]) -> dict[str, Any]:
-        """As Trainer writes them: several of one class are a list."""
+        """The callbacks' states in Trainer's own form: several of one class are a list."""
         found: dict[str, list[Any]] = {}
         for callback, state in zip(self._stateful(), states, strict=True):
             found.setdefault(type(callback).__name__, []).append(state)

@@ -1,17 +1,17 @@
-"""Trainer's loop in a world that changes: entered anew for each round, with the objects that it has.
+"""Runs Trainer's loop in a changing world: the loop is entered again in each round, with the objects that Trainer has.
 
     build   a world of one: Trainer makes its optimizer and wraps the model, and is interrupted
     enter   the members of the round come to one state
     pass    trainer.train(), which goes on at the step of that state; until its end, or until a peer is lost
 
-Trainer's loop cannot be held up in its middle, but begun at any step. So a lost peer ends the pass, and the next one
-begins at the step that the members agree on: model, optimizer and schedule stay where they are, in memory.
+Trainer's loop cannot be stopped in the middle, but it can begin at any step. So a lost peer ends the pass, and the next
+one begins at the step on which the members agree. Model, optimizer and schedule stay in memory.
 
-A step is from `on_step_begin` to where Trainer logs, evaluates and saves; this work belongs to no step. If a peer is
-lost in it all members do it again, from what `TrainerState` and the callbacks with a state were when it began.
+A step lasts from `on_step_begin` until Trainer logs, evaluates and saves. That work belongs to no step. If a peer is
+lost in it, all members do it again, from the `TrainerState` and the callbacks' states at its beginning.
 
-Invariant: a step is repeated from a whole state or not at all (`rollback`); a step that has failed behind its optimizer
-does not count here, because on_step_end has not run.
+Invariant: a step is repeated from a whole state or not at all (`rollback`). A step that failed after its optimizer
+moved does not count here, because on_step_end has not run.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from everstep.train.step import Phase
 
 
 class Again(Exception):
-    """The world has changed: begin the next pass."""
+    """Raised when the world has changed, to begin the next pass."""
 
 
 class AtEnd(Exception):
-    """There is no step left."""
+    """Raised when no step is left."""
 
 
 class _Built(Exception):
-    """Trainer has made its objects."""
+    """Raised when Trainer has made its objects."""
 
 
 class _Agreement(BetweenSteps):
-    """What members agree on when they are at one state: which of the work behind the step is done by all."""
+    """The members' agreement on how much of the work after the step all of them have done. They have the same state
+    then."""
 
     def __init__(self, work: Any) -> None:
         super().__init__(Onces(), Evaluations(), lambda: 0, NestedLoops())
@@ -76,8 +77,8 @@ class _World(RecoveringWorld):
 
 
 class Unbroken:
-    """One training of `trainer`. `kept`: its `TrainerState` in the run's state, which also says what is done behind the
-    step."""
+    """One training of `trainer`. `kept`: its `TrainerState` in the run's state. It also says how much of the work after
+    the step is done."""
 
     def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, kept: Any) -> None:
         self._trainer = trainer
@@ -88,8 +89,8 @@ class Unbroken:
         self._world: _World
         self._round = -1  # of this pass
         self._in_step = False
-        self._ready = False  # the world works, and the pass is at a step
-        self._max_steps = 0  # that the schedule was made for
+        self._ready = False  # whether the world works, and the pass has come to a step
+        self._max_steps = 0  # steps for which the schedule was made
         self._own_schedule = False
         self._seed = 0
         self._batch = 0
@@ -123,7 +124,7 @@ class Unbroken:
     # The trainer's events, in order.
 
     def step_begins(self, step: int) -> None:
-        """The work behind the step before is done, and the batches of this one are here."""
+        """Begin a step: the work after the step before is done, and its batches have arrived."""
         self._kept.complete()
         if self._ready:
             self._world.between()
@@ -136,14 +137,14 @@ class Unbroken:
     def finish(self, save: bool) -> None:
         if not self._world.finish(save=save):
             raise Again
-        self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws alike
+        self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws the same numbers
 
     def redo(self) -> None:
-        """At the beginning of a pass: do what is left of the work behind the step. Raises `AtEnd`."""
+        """At the beginning of a pass, do the rest of the work after the step. Raises `AtEnd`."""
         trainer = self._trainer
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         self._kept.put_back()
-        trainer.current_flos = 0.0  # an int until the first step, and what ranks add up is to be of one type
+        trainer.current_flos = 0.0  # it is an int until the first step, and ranks must add up values of one type
         state, control = trainer.state, trainer.control
         if self._coordinator.step and self._kept.done == 0:
             self._do_work()
@@ -216,7 +217,7 @@ class Unbroken:
         accelerated.forget_loaders()
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         trainer.__dict__.pop("_eval_dataloaders", None)
-        torch.manual_seed(self._kept.seed)  # by which Accelerate shuffles
+        torch.manual_seed(self._kept.seed)  # Accelerate shuffles by it
         try:
             if self._coordinator.step == 0:
                 return trainer.train(**given)
@@ -233,13 +234,13 @@ class Unbroken:
             self._tidy()
 
     def _tidy(self) -> None:
-        """What `train` puts up at its beginning and takes down at its end."""
+        """Remove what `train` sets up at its beginning."""
         trainer = self._trainer
         if trainer.neftune_noise_alpha is not None and getattr(trainer, "neftune_hook_handle", None) is not None:
             trainer.neftune_hook_handle.remove()
 
     def _lost(self, error: BaseException) -> bool:
-        """Whether a peer was lost, and the world is another one now."""
+        """Whether the error means that a peer was lost. Then the world has changed."""
         if not self._in_step:
             if not self._world.lost(error):
                 return False
@@ -273,8 +274,8 @@ class Unbroken:
         return prepared
 
     def _make_schedule(self, max_steps: int) -> None:
-        """For so many steps, in the same object, which is tracked. Before the first round the number of steps is not
-        known."""
+        """Make the schedule for so many steps, in the same object, because that is tracked. Before the first round the
+        number of steps is not known."""
         trainer, schedule = self._trainer, self._trainer.lr_scheduler
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         held = schedule.state_dict()

@@ -1,4 +1,4 @@
-"""The census of a run whose loop a framework owns."""
+"""The untracked-state check of a run whose loop belongs to a framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 
 class Uncounted(UntrackedStateCheck):
-    """The framework holds what training moves, and it is tracked; what it holds besides is no business of ours."""
+    """Finds nothing: all that training changes belongs to the framework, and is tracked."""
 
     def __init__(self) -> None:
         super().__init__({})
