@@ -1,0 +1,163 @@
+"""Runs a recipe of `examples/` as its reader would, and reads from its last commit what the run has made.
+
+`undisturbed` runs the script under `everstep-run` alone. `disturbed` applies the recipe's job.yaml in local mode, with
+the real operator, and kills a worker at a step that the recipe's name seeds. Both have the same number of workers at
+all times, so that they end with the same bits where the script is deterministic.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml
+
+import everstep
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+BIN = Path(sys.executable).parent
+SECONDS = 140  # that one run may take, on a machine with other work
+OWN = ("seeds", "switches", "ddp_buckets")  # what the session keeps beside what the script tracks
+DEATHS = {"WorkerLost", "WorkerReplaced"}  # the events of a killed worker
+
+
+class RecipeFailed(AssertionError):
+    """A run of a recipe has not ended as it should; its message has the end of what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that is over: the step and state of its last commit, and what it printed."""
+
+    step: int
+    state: Mapping[str, Any]
+    output: str
+    folder: Path
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "out" / "status.json").read_text())
+        return found
+
+    def history(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "out" / "history.jsonl").read_text().splitlines()]
+
+
+def undisturbed(
+    name: str,
+    folder: Path,
+    arguments: Sequence[str],
+    processes: int = 3,
+    through: Sequence[Path] = (),
+    **variables: str,
+) -> Ended:
+    """`processes` ranks of examples/NAME/train.py, all of one agent: torch is imported once. `through`: a script of
+    the test that runs the recipe's; `variables`: for its environment."""
+    command = [BIN / "everstep-run", "--standalone", "--nproc-per-node", str(processes), *through, _script(name)]
+    return _run([*command, *arguments], folder, variables)
+
+
+def disturbed(
+    name: str,
+    folder: Path,
+    arguments: Sequence[str],
+    processes: int = 3,
+    at: Sequence[str] = (),
+    through: Sequence[Path] = (),
+    elastic: str = "",
+) -> Ended:
+    """The job of examples/NAME/job.yaml with `processes` workers; `at`: what happens in which step, as in `everstep
+    run --at`. `through`: a script of the test that runs the recipe's, and its first arguments; `elastic`: MIN:MAX
+    workers, else as many as there are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = yaml.safe_load((EXAMPLES / name / "job.yaml").read_text())
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    command = container["command"]
+    script = command.index("train.py")
+    given = [*command[:script], *through, _script(name), *command[script + 1 :], *arguments]
+    container["command"] = [str(part) for part in given]
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
+    command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
+    for one in at:
+        command += ["--at", one]
+    return _run([*command, "--checkpoint", folder / "commits"], folder)
+
+
+def kill(name: str, first: int, last: int, workers: int = 3) -> str:
+    """A worker's death, for `disturbed`: in a step of `first`..`last`, the same for a recipe's name each time."""
+    chance = random.Random(name)
+    return f"{chance.randint(first, last)}:kill={chance.randrange(workers)}"
+
+
+def script(name: str) -> ModuleType:
+    """examples/NAME/train.py as a module; its `main` does not run."""
+    spec = importlib.util.spec_from_file_location(f"{name}_train", _script(name))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def differences(left: Ended, right: Ended, only: Sequence[str] = ()) -> list[str]:
+    """Where two runs did not end alike, bit by bit; nothing where they did. What a script tracks counts, or of it what
+    `only` names."""
+    found: list[str] = []
+    if left.step != right.step:
+        found.append(f"step {left.step} and {right.step}")
+    names = only or [name for name in left.state.keys() | right.state.keys() if name not in OWN]
+    mine, others = ({k: v for k, v in ended.state.items() if k in names} for ended in (left, right))
+    assert mine, f"nothing to compare: {list(left.state)}"
+    _compare("", mine, others, found)
+    return found
+
+
+def _compare(where: str, left: Any, right: Any, found: list[str]) -> None:
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        found.extend(f"{where}/{key}: in one only" for key in left.keys() ^ right.keys())
+        for key in left.keys() & right.keys():
+            _compare(f"{where}/{key}", left[key], right[key], found)
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        for i, (one, other) in enumerate(zip(left, right, strict=True)):
+            _compare(f"{where}/{i}", one, other, found)
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            found.append(f"{where}: {left.dtype} {tuple(left.shape)}, {right.dtype} {tuple(right.shape)}")
+        elif not torch.equal(_bytes(left), _bytes(right)):
+            found.append(f"{where}: differs by up to {(left.double() - right.double()).abs().max().item():.3g}")
+    elif left != right:
+        found.append(f"{where}: {left!r} and {right!r}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _script(name: str) -> Path:
+    return EXAMPLES / name / "train.py"
+
+
+def _run(command: Sequence[str | Path], folder: Path, variables: Mapping[str, str] | None = None) -> Ended:
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_CHECKPOINT", "PET_"))}
+    environment |= {"EVERSTEP_CHECKPOINT_URL": str(folder / "commits"), "OMP_NUM_THREADS": "1"} | (variables or {})
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        shown = " ".join(str(part) for part in command)
+        raise RecipeFailed(f"{shown}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
+    loaded = everstep.load(folder / "commits")
+    return Ended(loaded.step, loaded.state, done.stdout, folder)

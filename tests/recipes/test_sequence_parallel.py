@@ -1,0 +1,57 @@
+"""examples/sequence_parallel: logits of the model in one piece, shares of the tokens, and kills that leave no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from recipes import Ended, differences, disturbed, kill, script, undisturbed
+from recorded import record
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "sequence_parallel"
+STEPS = 24
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Two replicas of two ranks, which note their logits in the last step."""
+    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), (str(STEPS), "2"), 4, [HERE / "divided_logits.py"])
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
+    arguments = ("--steps", str(STEPS), "--every-steps", "8")
+    hit = disturbed(NAME, tmp_path, arguments, processes=2, at=[kill(NAME, 9, 18, workers=2)])
+    assert hit.status()["restarts"] == 1, hit.output
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes", len(changed), "")
+    assert changed == []
+
+
+def test_logits_are_those_of_the_model_in_one_piece(calm: Ended) -> None:
+    furthest = check(calm, ranks=2)
+    record(NAME, "largest difference of a logit from the model in one piece, 2 ranks", furthest, "")
+    tokens = torch.load(calm.folder / "logits-0.pt")["tokens"]
+    record(NAME, "share of the tokens between the layers on a rank of 2", tokens / script(NAME).LENGTH, "", 0.5)
+
+
+@pytest.mark.long
+def test_logits_of_four_ranks_are_those_of_the_model_in_one_piece(tmp_path: Path) -> None:
+    check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [HERE / "divided_logits.py"]), ranks=4)
+
+
+def check(ended: Ended, ranks: int) -> float:
+    """The largest difference of a logit, of all ranks."""
+    furthest = 0.0
+    model = script(NAME).Network()
+    for rank in range(4):
+        found = torch.load(ended.folder / f"logits-{rank}.pt")
+        model.load_state_dict(found["parameters"])
+        with torch.no_grad():
+            whole = model(found["given"])
+        torch.testing.assert_close(found["logits"], whole, rtol=1e-4, atol=1e-5)
+        assert found["tokens"] == script(NAME).LENGTH // ranks, "between the layers a rank has its share of the tokens"
+        furthest = max(furthest, float((found["logits"] - whole).abs().max()))
+    return furthest
