@@ -49,6 +49,6 @@ def test_stored_jobs_are_of_every_backend_and_of_fixed_and_elastic_size() -> Non
 
 @pytest.mark.parametrize(("job", "commands"), CASES, ids=[f"{job['name']}: {c!r}" for job, c in CASES])
 def test_stored_job_goes_on_as_the_operator_that_wrote_it_would(job: dict[str, Any], commands: str) -> None:
-    world = restored(job, plan_world, elastic_world)
+    world = restored(job)
     printed = [world.run(line) for line in commands.splitlines()]
     assert "\n".join(text for text in printed if text).splitlines() == job["goes_on"][commands]
