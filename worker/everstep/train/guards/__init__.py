@@ -1,1 +1,1 @@
-"""Finds scripts that could not be recovered right, and refuses them by name."""
+"""Finds scripts that could not be recovered correctly, and refuses them with the name of what is wrong."""

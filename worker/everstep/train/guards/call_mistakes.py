@@ -1,4 +1,4 @@
-"""What to write instead, for calls that a script makes in another way than the session takes them. Texts alone."""
+"""Texts for wrong calls of the session by a script: each says what to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep.train.guards.untracked.covered import word
 
 
 def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) -> str:
-    """For `track(model, optimizer)`, called from `frame`."""
+    """The text for `track(model, optimizer)`, called from `frame`."""
     written = dict[str, str]()
     held = {id(h.value): h.name for h in reversed(list(walk(variables(frame))))}
     for one in objects:
@@ -28,7 +28,7 @@ def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) 
 
 
 def no_loader(passed: Any, name: str) -> str:
-    """For `steps(passed, …)`, or one of several, called `name`."""
+    """The text for `steps(passed, …)`, or for one of several loaders, called `name`."""
     kind = type(passed).__qualname__
     said = f"steps(): loader{name} is of type {kind}"
     if isinstance(passed, range | int) and not name:
@@ -54,7 +54,7 @@ def _count(passed: range | int) -> int:
 
 
 def tracked_late(objects: Mapping[str, Any]) -> str:
-    """For `track` in the loop or after it."""
+    """The text for `track` in the loop or after it."""
     call = ", ".join(f"{name}={name}" for name in objects)
     return (
         f"track() after the loop began, where the saved state is restored already, and would miss {', '.join(objects)}."
@@ -72,7 +72,7 @@ def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
 
 
 def marked(name: str) -> str:
-    """Somebody tracks what each rank holds another part of."""
+    """The text for a tracked object of which each rank holds another part."""
     return (
         f"track({name}=…): everstep.Union marks what each rank holds other names of, and a run's replicas all hold the "
         "same: a process that is lost gets its state from another. Save experts or pipeline stages with "

@@ -1,4 +1,4 @@
-"""What a script asks of its run before its first step, in the words in which ranks compare it (`same_calls`)."""
+"""Describes the calls of a script before its first step, in the form in which ranks compare them (`same_calls`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 300  # characters of one call
 
 
 def call(words: str, frame: FrameType | None) -> str:
-    """In one line, with that of the script: up from `frame`."""
+    """The call in one line of text, with the script's line, which is found from `frame` upwards."""
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("everstep.", "contextlib")):
         frame = frame.f_back
     at = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})" if frame is not None else ""
@@ -30,13 +30,14 @@ def name_of(function: Any) -> str:
 
 
 def loop(loader: Any, until: int | None, epochs: int | None, *, nested: bool) -> str:
-    """Of all steps; `nested`: over epochs, with the steps of each in it."""
+    """The text for the loop over all steps. `nested`: it is over epochs, and contains the steps of each."""
     data = "no loader" if loader is None else "a loader"
     return f"run.{'epochs' if nested else 'steps'}({data}, until={until}, epochs={epochs})"
 
 
 def of_state(state: Mapping[str, Any], shape: Shape, mesh: Any) -> Iterable[str]:
-    """What is tracked. Each place of a replica may track modules and what else torch has by names of its own."""
+    """The text for the tracked names. Each place of a replica may track modules and other torch objects under its own
+    names."""
     places = shape.places
     seeds = state.get(STATE)
     names = {*state, *(seeds.generators if isinstance(seeds, Randomness) else ())}

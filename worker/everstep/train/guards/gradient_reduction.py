@@ -1,10 +1,11 @@
 """Refuses a step in which an optimizer moves by gradients that DistributedDataParallel has not averaged.
 
-DDP decides when it is made which parameters it averages: those that require gradients then. One that is thawed later is
-trained by each rank apart, without an error. One that is frozen later is waited for, and none of that step's gradients
-are averaged; torch says so a step later. Each is found here when an optimizer is about to step, on all ranks alike.
+DDP decides at its creation which parameters it averages: those that require gradients then. Each rank trains a
+parameter that is thawed later on its own, without an error. For a parameter that is frozen later DDP waits, and
+averages none of that step's gradients; torch reports that a step later. Both are found here when an optimizer is about
+to step, on all ranks alike.
 
-Invariant: nothing has moved when this raises. A step costs one look at each parameter that DDP knows.
+Invariant: no state has changed when this raises. A step costs one look at each parameter that DDP knows.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 
 class GradientReduction:
-    """Of the DDP objects of a process, and the optimizers of the tracked `state`, in the steps that `untracked_state`
-    sees. `lasts`: the world does, so that the script may make DDP objects in its loop too."""
+    """Checks the DDP objects of a process and the optimizers of the tracked `state`, in the steps that
+    `untracked_state` sees. `lasts`: the world does not change, so the script may make DDP objects in its loop too."""
 
     def __init__(
         self, state: Mapping[str, Any], reducers: Reducers, untracked_check: UntrackedStateCheck, *, lasts: bool
@@ -56,7 +57,7 @@ class GradientReduction:
                 )
         for reference, reduced in self._ddps:
             flags = [p.requires_grad for p in reduced]
-            if all(flags) or not any(flags):  # a module that is frozen as a whole is waited for by nobody
+            if all(flags) or not any(flags):  # DDP does not wait for a module that is frozen as a whole
                 continue
             ddp: Any = reference()
             if ddp is None or ddp.find_unused_parameters or not _is_waiting(ddp):
@@ -69,7 +70,7 @@ class GradientReduction:
             )
 
     def _left_out(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """What it moves of modules in DDP, and DDP does not average."""
+        """The parameters of modules in DDP that the optimizer moves and DDP does not average."""
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._sizes.get(optimizer) != size:
             inside = {id(p) for reference, _ in self._ddps if (ddp := reference()) for p in cared_for(ddp)}
@@ -79,7 +80,7 @@ class GradientReduction:
         return self._others[optimizer]
 
     def _is_averaged_by_now(self, parameter: torch.Tensor) -> bool:
-        """Whether a DDP object that was made in the loop averages it."""
+        """Whether a DDP object that was made in the loop averages the parameter."""
         known = [reference() for reference, _ in self._ddps]
         later = [ddp for ddp in parallel() if not any(ddp is one for one in known)]
         self._averaged |= {id(p) for ddp in later for p in parameters_of(ddp)}
@@ -94,14 +95,14 @@ class GradientReduction:
 
 
 def _names(state: Mapping[str, Any]) -> dict[int, str]:
-    """Of the tracked modules' parameters, by identity."""
+    """The names of the tracked modules' parameters, by identity."""
     modules = ((key, bare(value)) for key, value in state.items() if isinstance(value, torch.nn.Module))
     return {id(p): f"{key}.{name}" for key, module in modules for name, p in module.named_parameters()}
 
 
 def _is_waiting(ddp: Any) -> bool:
-    """Whether its last backward pass has averaged some gradients, and waits for others. What it has ordered by then it
-    orders now instead of in its next forward pass."""
+    """Whether its last backward pass has averaged some gradients, and waits for others. This rebuilds DDP's buckets
+    now, which its next forward pass would have done."""
     try:
         if ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True

@@ -1,9 +1,9 @@
-"""Whether the block of a step can be left in the middle, and nothing behind it notices.
+"""Decides whether a step's block can be left in the middle without any effect on the code after it.
 
-An error that ends the block, and that the session keeps to itself, lets the script go on behind it. What stands there
-may read what the block has not come to, by name or by any other way. So a block can be left where nothing follows it in
-its loop but what waits for `step.completed`. A step that is repeated after a lost peer is left anywhere; but before a
-process's first step nothing was ever made.
+If the session suppresses an error that ends the block, the script goes on after the block. The code there may read a
+value that the block has not computed. So a block can be left only if all that follows in its loop is code that waits
+for `step.completed`. A step that is repeated after a lost peer may be left anywhere, because an earlier step has made
+the values; before a process's first step there are none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SESSION = "everstep.train.session"
 
 
 def may_be_left(frame: types.FrameType | None) -> bool:
-    """The block of the step that the loop above `frame` is about to be given. False where there is no text."""
+    """Whether the next step's block may be left, in the loop above `frame`. False if there is no text."""
     while frame is not None:
         if is_script(frame.f_code.co_filename):
             found = _loop(frame)
@@ -30,13 +30,13 @@ def may_be_left(frame: types.FrameType | None) -> bool:
             if not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in found.body):
                 return False
         elif frame.f_code.co_name == "train" and frame.f_globals.get("__name__") == SESSION:
-            return True  # nothing of the script's follows
+            return True  # no code of the script follows
         frame = frame.f_back
     return False
 
 
 def _loop(frame: types.FrameType) -> ast.For | None:
-    """That asks for a step in this frame."""
+    """The loop that asks for a step in this frame."""
     tree = tree_of(frame.f_code.co_filename)
     around: ast.AST | None = tree
     if tree is not None and frame.f_code.co_name != "<module>":
@@ -47,7 +47,7 @@ def _loop(frame: types.FrameType) -> ast.For | None:
 
 
 def _is_last(loop: ast.For) -> bool:
-    """Whether the step's block is the last that the loop does for a step that does not count."""
+    """Whether the step's block is the last code that the loop runs for a step that does not count."""
     steps = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
     for i, part in enumerate(loop.body):
         if isinstance(part, ast.With) and any(
@@ -59,7 +59,7 @@ def _is_last(loop: ast.For) -> bool:
 
 
 def _asks(test: ast.expr) -> bool:
-    """Whether it can be true of a step alone that counts."""
+    """Whether the test can be true only for a step that counts."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return _asks(values[0])

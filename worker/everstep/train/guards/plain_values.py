@@ -1,4 +1,4 @@
-"""The script's plain values, by which a refusal can name what a new process lacks."""
+"""Reads the script's plain values, so that a refusal can name what a new process lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("everstep.train")
 
 Values = dict[str, str]
 
-VISITS = 2000  # objects that are looked at: it is done while others wait
+VISITS = 2000  # objects that are looked at: other ranks wait meanwhile
 MOST = 4000  # values
 FEW = 16  # elements of a container
 LONG = 60  # characters of a value
@@ -25,15 +25,15 @@ TRACK = (
     "What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed anew in "
     "each step from run.step"
 )
-_KINDS = frozenset({bool, int, float, complex, str})  # not what is derived from them: it has code of its own
+_KINDS = frozenset({bool, int, float, complex, str})  # no subclasses: they have code of their own
 
 
 def plain_values(frame: types.FrameType | None) -> Values:
-    """Numbers, texts, names of functions and sizes of containers that the script holds, by name. They only make a
-    refusal plainer, so nothing is raised."""
+    """The script's numbers, texts, names of functions and sizes of containers, by name. They only make a refusal
+    clearer, so no error is raised."""
     try:
         return _values(frame)
-    except Exception:  # the script's own classes, when they are looked at
+    except Exception:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
         return {}
 
@@ -57,7 +57,7 @@ def _values(frame: types.FrameType | None) -> Values:
 
 
 def _elements(held: Held) -> list[Held]:
-    """Of a small container of numbers and texts."""
+    """The elements of a small container of numbers and texts."""
     value = held.value
     if type(value) is dict:
         return [Held(f"{held.name}[{key!r}]", part) for key, part in islice(value.items(), FEW) if _is_plain(key)]
@@ -67,13 +67,13 @@ def _elements(held: Held) -> list[Held]:
 
 
 def differences(theirs: Values, mine: Values) -> list[str]:
-    """What both have, and is another value, as `alpha (0.5 there, 1.0 here)`; the shortest names first."""
+    """The values that both have and that differ, as `alpha (0.5 there, 1.0 here)`, with the shortest names first."""
     names = [name for name, value in theirs.items() if name in mine and mine[name] != value]
     return [f"{name} ({theirs[name]} there, {mine[name]} in the new process)" for name in sorted(names, key=_order)]
 
 
 def listed(differing: list[str]) -> str:
-    """The first few of `differences`, for a person."""
+    """The first few of `differences`, as text."""
     more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return f"{'; '.join(differing[:MOST_NAMED])}{more}"
 

@@ -1,15 +1,14 @@
-"""Refuses a loop whose ranks train apart: gradients that nobody averages raise no error, and each rank drifts away.
-And one whose ranks have buffers or tracked values of their own, which are lost with their process.
+"""Refuses a loop whose ranks train apart: unaveraged gradients raise no error, and each rank drifts away. Also refuses
+a loop whose ranks have their own buffers or tracked values, which are lost with their process.
 
-The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last: a
-learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a drift for a while only. A
-loop that averages its gradients itself stays equal, and passes. Where `DistributedDataParallel` has averaged them, a
-drift comes from something else that is not the same on all ranks, such as a counter that a new process begins anew.
-What `fully_shard` or FSDP cut is each rank's own. Likewise of the buffers that DDP was told not to broadcast, and of
-tracked values and objects that differ (a replay buffer, a rank's own first loss): all ranks of a run that is started
-again are given rank 0's. Knows no process group: who asks says how ranks compare a number.
-
-Invariant: ranks compare at the same steps, and raise together.
+The ranks compare the bytes of their parameters after the 1st, 2nd, 4th, 8th, … step of a world, and after the last.
+They compare again because a learning rate that begins at zero, or a gradient scaler that skips its first steps, hides a
+drift for a while. A loop that averages its gradients itself stays equal, and passes. If `DistributedDataParallel` has
+averaged the gradients, a drift comes from something else that differs between ranks, such as a counter that starts
+again in a new process. Parts made by `fully_shard` or FSDP are each rank's own, and are not compared. Buffers that DDP
+does not broadcast are compared too, and so are tracked values and objects that may differ (a replay buffer, a rank's
+own first loss): after a restart all ranks get those of rank 0. This module knows no process group: its caller says how
+ranks compare a number. Invariant: ranks compare at the same steps, and raise together.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from everstep.recovery.rollback.tracked_objects import ELSEWHERE
 from everstep.recovery.state.randomness import Gather
 from everstep.recovery.state.shape import Shape
 
-BYTES = 2**16  # of each tensor: what drifts, drifts everywhere
+BYTES = 2**16  # of each tensor: a drift shows everywhere
 TENSORS = 256
 
 
 class Replicas:
-    """`state` is what is tracked, `parallel` the DDP objects of this process; once the script has built both.
-    `is_free`: whether what has this name may be lost. Buffers matter where something is `kept` for other processes."""
+    """Make it once the script has built the tracked `state` and `parallel`, the DDP objects of this process. `is_free`:
+    whether a value with this name may be lost. Buffers matter only if something is `kept` for other processes."""
 
     def __init__(
         self,
@@ -55,12 +54,13 @@ class Replicas:
         self._shape = shape or Shape()
         parallels = {id(p) for ddp in parallel for p in cared_for(ddp)}
         own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
-        # What tensor parallelism has cut, or keeps whole on each rank of a replica: nobody averages its gradients.
+        # Parameters that tensor parallelism has sharded, or keeps whole on each rank of a replica: DDP does not average
+        # them.
         self._cut = [(name, p) for name, p, cut in _by_tensor(state, self._shape) if cut][:TENSORS]
         whole = [(name, p) for name, p, cut in _by_tensor(state, self._shape) if not cut][:TENSORS]
         self._own: list[tuple[str, torch.Tensor]] = [*own, *whole]
         self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
-        # Kept by their modules, because a forward pass may put another buffer in the place of one.
+        # Buffers are kept by module, because a forward pass may replace a buffer by another.
         self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
         if kept and self._shape.readers > 1:
             inside = {id(m) for ddp in parallel for m in ddp.module.modules()}
@@ -72,16 +72,16 @@ class Replicas:
         self._steps = 0
 
     def moved(self) -> None:
-        """The world is another one, whose members begin with equal parameters."""
+        """Tell of a new world, whose members begin with equal parameters."""
         self._steps = 0
 
     def completed(
         self, world_size: int, same: Callable[[int], bool], gather: Gather | None = None, *, last: bool = False
     ) -> None:
-        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; `gather`: what each
-        rank says; both collective. `last`: no step follows. Raises `LoopError` if they have other parameters than each
-        other."""
-        places = self._shape.places  # which differ in what they hold, and so compare whatever it is
+        """Compare after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits.
+        `gather`: the number of each rank. Both are collective. `last`: no step follows. Raises `LoopError` if the
+        ranks' parameters differ."""
+        places = self._shape.places  # places hold different things, so all of them compare
         held = self._own or self._averaged or self._apart or self._values or self._cut or places > 1
         if not held or world_size == 1:
             return
@@ -129,7 +129,7 @@ class Replicas:
         )
 
     def _compare_shards(self, gather: Gather) -> None:
-        """The replicas', shard by shard."""
+        """Compare the replicas shard by shard."""
         shards = self._shape.readers
         told = gather((_digest(p for _, p in self._cut),))
         if len({(rank % shards, digest) for rank, (digest,) in enumerate(told)}) > shards:
@@ -140,13 +140,13 @@ class Replicas:
             )
 
     def _compare_values(self, same: Callable[[int], bool]) -> None:
-        """Of tracked dictionaries, lists, tensors, and objects that are neither modules nor torch's own."""
+        """Compare tracked dictionaries, lists, tensors, and objects that are neither modules nor torch's own."""
         held = {key: target for key, target in self._values.items() if not self._is_free(key)}
         found = {key: _digest_of_values(key, target) for key, target in held.items()}
         if same(xxhash.xxh3_64_intdigest(repr(sorted(found.items())).encode()) >> 1):
             return
         if not same(xxhash.xxh3_64_intdigest(repr(sorted(found)).encode()) >> 1):
-            return  # they track other objects each, which the save and a new member say
+            return  # ranks track different objects: the save, or a new member, reports that
         names = [key for key, digest in sorted(found.items()) if not same(digest)]
         kept = ", ".join(names)
         of_place = (
@@ -163,12 +163,12 @@ class Replicas:
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
-        """Of DDP with `broadcast_buffers=False`. Buffers that are moved alike on all ranks are nobody's own."""
+        """Compare the buffers of DDP with `broadcast_buffers=False`. Buffers that change alike on all ranks pass."""
         buffers = [(self._name(m, k), b) for m in self._apart for k, b in m._buffers.items() if b is not None]
         held = [(name, b) for name, b in buffers if not self._is_free(name)]
         if same(_digest(b for _, b in held)):
             return
-        # Which one: by halves, on all ranks alike. Places have other buffers than each other.
+        # Find which one by halves, on all ranks alike. Different places have different buffers.
         while len(held) > 1 and self._shape.places == 1:
             half = held[: len(held) // 2]
             held = held[len(half) :] if same(_digest(b for _, b in half)) else half
@@ -216,7 +216,8 @@ def _digest_of_values(key: str, target: Any) -> int:
 
 
 def is_plain(key: str, target: Any) -> bool:
-    """Whether it is nobody's that keeps ranks alike: neither torch's own, nor made for one rank, nor the session's."""
+    """Whether nothing else keeps this value alike on all ranks: it is neither torch's own, nor made for one rank, nor
+    the session's."""
     if isinstance(target, dict | list | np.ndarray):
         return True
     if isinstance(target, torch.Tensor):
@@ -229,20 +230,20 @@ def is_plain(key: str, target: Any) -> bool:
 
 
 def _names(state: Mapping[str, Any]) -> dict[int, str]:
-    """Of the tracked modules and their parts, by identity."""
+    """The names of the tracked modules and their parts, by identity."""
     modules = ((key, bare(value)) for key, value in state.items() if isinstance(value, torch.nn.Module))
     return {id(m): f"{key}.{path}" if path else key for key, module in modules for path, m in module.named_modules()}
 
 
 def cared_for(ddp: Any) -> Iterator[torch.nn.Parameter]:
-    """All that is not left to other hooks."""
+    """The parameters that DDP averages: all that it does not leave to other hooks."""
     for name, p in ddp.module.named_parameters():
         if name not in ddp.parameters_to_ignore:
             yield p
 
 
 def _trainable(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Those of the tracked modules that are whole on each rank."""
+    """The parameters of tracked modules that are whole on each rank."""
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):
             for name, p in value.named_parameters():

@@ -1,10 +1,9 @@
-"""What a training script holds, by the names under which the script would write it: `ema.shadow['weight']`.
+"""Finds the objects of a training script, under the names by which the script would write them: `ema.shadow['weight']`.
 
-The variables of the functions that run, from the training loop outwards, and the globals of their modules; then what
-those hold, breadth first, so that a thing has its shortest name. Libraries' own objects are left alone, except for what
-training loops keep state in. Reads attributes and never calls the script's code.
-
-Invariants: at most `VISITS` objects are looked at; no reference to the script's objects outlives the caller's.
+The search begins with the variables of the running functions, from the training loop outwards, and the globals of their
+modules. It goes on breadth first, so that each object has its shortest name. Objects of libraries are left out, except
+those in which training loops keep state. Attributes are read, but the script's code is never called. Invariants: at
+most `VISITS` objects are looked at. No reference to the script's objects outlives the caller's.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from everstep.contract.library_files import is_library
 
 VISITS = 20_000
 DEPTH = 7
-WIDE = 4096  # elements of one container of tensors or modules
-NARROW = 512  # of another
+WIDE = 4096  # largest number of elements of a container of tensors or modules
+NARROW = 512  # of another container
 FRAMES = 64
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, type(None), type, range, torch.dtype, torch.device, torch.Size)
 _OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
-# Their objects hold no training state, or much that changes and means nothing.
+# Objects of these libraries hold no training state, or much that changes without a meaning.
 _CLOSED = frozenset(sys.stdlib_module_names) | {
     "everstep", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm", "PIL", "pandas", "matplotlib", "rich",
     "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy", "gym", "gymnasium",
 }  # fmt: skip
 _OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
-_MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # of a module's, what is read in another way
+_MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
 
 
@@ -55,7 +54,7 @@ class Held:
 
 
 def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The script's variables that `frame` and its callers see, the nearest first."""
+    """The script's variables that `frame` and its callers can read, the nearest first."""
     scopes: list[Mapping[str, Any]] = []
     for _ in range(FRAMES):
         if frame is None:
@@ -65,7 +64,7 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
             if not any(frame.f_globals is scope for scope in scopes):
                 scopes.append(frame.f_globals)
         elif frame.f_code.co_filename.startswith(_OURS):
-            # A function of the script's that a loop of ours calls.
+            # A function of the script that our loop calls.
             functions = ((k, v) for k, v in _locals(frame) if isinstance(v, types.FunctionType))
             yield from ((k, v) for k, v in functions if is_script(v.__code__.co_filename))
         frame = frame.f_back
@@ -74,7 +73,7 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
-    """All that `roots` hold, each once, under its shortest name."""
+    """All objects that `roots` hold, each once, under its shortest name."""
     waiting = deque((Held(name, value), 0) for name, value in roots)
     seen = set[int]()
     while waiting and len(seen) < VISITS:
@@ -90,7 +89,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
 def _items(value: Mapping[Any, Any]) -> list[Any]:
     try:
         return list(_first(value.items()))
-    except Exception:  # of a configuration, say, whose values are computed when they are asked for
+    except Exception:  # for example a configuration whose values are computed when they are read
         return []
 
 
@@ -132,7 +131,7 @@ def _of_function(name: str, value: Any) -> Iterator[Held]:
 def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
     yield from (Held(f"{name}.{k}", v, name) for k, v in module._modules.items())
     yield from (Held(f"{name}.{k}", v, name) for k, v in module._parameters.items())
-    # What normalisation counts while it trains, it does not read: it is of use to an evaluation alone.
+    # Normalisation does not read its running statistics in training: only an evaluation needs them.
     if not isinstance(module, torch.nn.modules.batchnorm._NormBase):
         yield from (Held(f"{name}.{k}", v, name) for k, v in module._buffers.items())
     if not type(module).__module__.startswith("torch."):
@@ -159,8 +158,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 def _locals(frame: types.FrameType) -> list[tuple[str, Any]]:
     found = frame.f_locals
     variables = _public(found)
-    # The frame keeps this copy, and with it each tensor that the step lets go. Two references are the frame's and ours,
-    # one is the call's; a script that has called `locals()` holds another.
+    # The frame keeps this copy, and with it each tensor that the step releases. Two references are the frame's and
+    # ours, and one is the call's. A script that has called `locals()` holds another.
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(found) == 3:
         found.clear()
     return variables
@@ -171,7 +170,7 @@ def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _first(values: Any) -> Iterator[Any]:
-    """The first elements, or pairs of a key and an element."""
+    """The first elements, or the first pairs of a key and an element."""
     bound = NARROW
     values = values if isinstance(values, Sized) else list(values)  # a weak dictionary's
     for i, value in enumerate(list(values) if len(values) <= WIDE else values):
@@ -184,19 +183,19 @@ def _first(values: Any) -> Iterator[Any]:
 
 
 def _worth(pairs: list[tuple[Any, Any]]) -> bool:
-    """Not numbers or texts alone, by the first of them."""
+    """Whether the elements are more than numbers or texts, judged by the first."""
     return any(not isinstance(value, _PLAIN) for _, value in pairs[:8])
 
 
 def is_open(kind: type) -> bool:
-    """Whether its objects may hold state of the script's."""
+    """Whether objects of this class may hold state of the script."""
     module = kind.__module__ or ""
     return module.startswith(_OPEN) or module.partition(".")[0] not in _CLOSED
 
 
 @functools.lru_cache(maxsize=4096)
 def is_script(path: str, *, named: bool = False) -> bool:
-    """Whether the file is the user's own. `named`: it must be a file."""
+    """Whether the file is the user's own. `named`: it has to be a real file."""
     if path.startswith("<"):
         return not (named or path.startswith("<frozen"))
     return not (is_library(path) or path.startswith(_OURS))

@@ -1,1 +1,1 @@
-"""Compares the gradients of a process with those of one that has what a script keeps by itself."""
+"""Compares the gradients of a new process with those of a process that has all that the script keeps by itself."""

@@ -1,9 +1,9 @@
-"""What one step of this rank has computed, in a few numbers: of each parameter the sums of its own gradient, before it
-is averaged with those of other ranks.
+"""Sums up in a few numbers what one step of this rank has computed: for each parameter the sums of its own gradient,
+before it is averaged with those of other ranks.
 
-Invariant: two processes that run the same block on the same samples, state and random numbers have the same sums, to
-the rounding of their kernels. So only what comes before the first values of other ranks is counted: the gradients of
-the backward pass in which the averaging begins, and of those before it.
+Invariant: two processes that run the same block on the same samples, state and random numbers have the same sums,
+except for the rounding of their kernels. So gradients count only until values of other ranks arrive: those of the
+backward pass in which the averaging begins, and of earlier ones.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from everstep.recovery.group.script_location import script_call_site
 log = logging.getLogger("everstep.train")
 
 COLUMNS = 16
-# How far sums may be apart, as a part of the gradient's norm: of the CPU, whose kernels repeat their bits on the same
-# kind of machine, and of an accelerator, whose sums by atomic additions do not.
+# How far sums may be apart, as a part of the gradient's norm. The first is for the CPU, whose kernels give the same
+# bits on the same kind of machine. The second is for an accelerator, whose sums by atomic additions do not.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 CLOSE_ON_DEVICE = 2e-2
-SMALL = 1e-3  # of the norm of all gradients: below it a gradient may be rounding alone (a bias before a BatchNorm)
+SMALL = 1e-3  # of the norm of all gradients: a smaller gradient may be rounding alone (a bias before a BatchNorm)
 
 
 class LocalGradients:
-    """Of the parameters of all tracked modules and optimizers; from `begin` to `end`."""
+    """The sums for the parameters of all tracked modules and optimizers, from `begin` to `end`."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -53,21 +53,21 @@ class LocalGradients:
         self._closed = False
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin a step."""
         for i, parameter in enumerate(self._parameters):
             if parameter.requires_grad and not torch.nn.parameter.is_lazy(parameter):
                 self._hooks.append(parameter.register_hook(self._adder(i)))  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Nothing is counted any more."""
+        """Stop counting."""
         self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def collective(self, name: str) -> bool:
-        """One of the program's begins: whether the step's gradients stay this rank's own whatever it brings. If not,
-        nothing is counted any more."""
+        """A collective of the program begins. Return whether the step's gradients stay this rank's own, whatever the
+        collective brings. If they do not, counting stops."""
         if (now := torch._C._current_graph_task_id()) >= 0:
             self._pass = now
         own = is_own(name)
@@ -75,7 +75,7 @@ class LocalGradients:
         return own
 
     def told(self) -> torch.Tensor:
-        """For each parameter how many gradients came, their norm and their sums: [parameters, 2 + COLUMNS + 1]."""
+        """For each parameter the number of its gradients, their norm and their sums: [parameters, 2 + COLUMNS + 1]."""
         found = torch.zeros(len(self.names), 3 + COLUMNS, dtype=torch.float64)
         for i, (count, sums) in enumerate(zip(self._counts, self._sums, strict=True)):
             if sums is not None:
@@ -85,12 +85,12 @@ class LocalGradients:
     def _adder(self, i: int) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             if self._pass is not None and torch._C._current_graph_task_id() != self._pass:
-                self._closed = True  # what this pass begins from may be averaged
+                self._closed = True  # the values from which this pass begins may be averaged
             if self._closed:
                 return
             try:
                 sums = _sums(gradient.detach())
-            except Exception:  # of a kind that nobody has thought of: the script's step goes on
+            except Exception:  # an unforeseen error must not stop the script's step
                 log.warning("gradients of %s cannot be summed up", self.names[i], exc_info=True)
                 self._closed = True
                 return
@@ -101,8 +101,8 @@ class LocalGradients:
         return hook
 
     def first_difference(self, mine: torch.Tensor, theirs: torch.Tensor, *, alike: bool = True) -> str | None:
-        """The name of the first parameter whose gradients are not the same. `alike`: both were computed on machines of
-        the same kind."""
+        """The name of the first parameter whose gradients differ. `alike`: both were computed on machines of the same
+        kind."""
         if mine.shape != theirs.shape:
             return "the tracked parameters"
         a, b = mine.numpy(), theirs.numpy()
@@ -123,13 +123,13 @@ class LocalGradients:
 
 
 def closeness(parameter: torch.Tensor, *, alike: bool) -> float:
-    """How far sums of its gradients may be apart, as a part of their norm. `alike`: see `first_difference`."""
+    """How far the sums of its gradients may be apart, as a part of their norm. `alike`: see `first_difference`."""
     exact = alike and parameter.device.type == "cpu"
     return CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:
-    """The real numbers that it has, in one dimension."""
+    """The tensor's real numbers, in one dimension."""
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce().values()
     gradient = gradient.resolve_conj().resolve_neg()
@@ -137,14 +137,14 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def pack(sums: torch.Tensor | None, head: Mapping[str, Any]) -> bytes:
-    """`sums`: of `LocalGradients.told`. `head`: what JSON holds."""
+    """Pack `sums` (from `LocalGradients.told`) and `head` (JSON values)."""
     shape = list(sums.shape) if sums is not None else None
     text = json.dumps({**head, "shape": shape}).encode()
     return len(text).to_bytes(8, "little") + text + (sums.numpy().tobytes() if sums is not None else b"")
 
 
 def unpack(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """What `pack` was given. Raises ValueError."""
+    """The arguments of `pack`. Raises ValueError."""
     size = int.from_bytes(data[:8], "little")
     head = json.loads(data[8 : 8 + size])
     if not isinstance(head, dict) or (shape := head.get("shape")) is None:
@@ -154,10 +154,9 @@ def unpack(data: bytes) -> tuple[torch.Tensor | None, dict[str, Any]]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a collective that begins leaves what the step computes with this rank's own values: DDP's average of
-    gradients, and its broadcasts of buffers and of the order of its buckets, which bring what a new process was given
-    too; and a barrier. To be called from this package alone: `script_call_site` goes up to the first frame outside of
-    it."""
+    """Whether the step goes on with this rank's own values after the collective that begins. That holds for a barrier,
+    for DDP's average of gradients, and for its broadcasts of buffers and of the order of its buckets, which a new
+    process gets too. Call it from this package alone: `script_call_site` goes up to the first frame outside of it."""
     if torch._C._current_graph_task_id() >= 0:
         return name == "allreduce"
     asked = script_call_site(sys._getframe(1)) if name == "broadcast" else None
@@ -165,7 +164,7 @@ def is_own(name: str) -> bool:
 
 
 def _sums(gradient: torch.Tensor) -> torch.Tensor:
-    """Its norm, its sums by columns, and the sum of what is left over."""
+    """The gradient's norm, its sums by columns, and the sum of the remaining elements."""
     values = flat(gradient)
     whole = values.numel() // COLUMNS * COLUMNS
     norm = torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)

@@ -1,10 +1,10 @@
-"""What an optimizer is about to do in its first step behind a commit: its settings, and the gradients that it is given.
+"""Describes the first step of an optimizer after a commit: its settings, and the gradients that it is given.
 
-The gradients that a process computes may be those of before a restart while its optimizer takes another step: a counter
-in the script sets the learning rate, a history of norms clips the gradients. Both are there when the optimizer begins.
-
-Invariant: a process of the same kind that has the same state, samples and random numbers finds the same numbers here,
-to the rounding of its kernels. So only gradients of the first optimizer are told: the others' follow from its step.
+After a restart a process may compute the same gradients as before, and its optimizer may still take another step: a
+counter in the script sets the learning rate, or a history of norms clips the gradients. Both are visible when the
+optimizer begins. Invariant: a process of the same kind with the same state, samples and random numbers finds the same
+numbers here, except for the rounding of its kernels. So only the first optimizer's gradients are described: those of
+the others depend on its step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from everstep.train.guards.comparison.local_gradients import CLOSE_ON_DEVICE, SMALL, LocalGradients, closeness, flat
 
-MOST_GROUPS = 1000  # of an optimizer, whose settings are told
-CLOSE_SETTING = 1e-6  # as a part of its size: a rate may be computed from a loss
+MOST_GROUPS = 1000  # groups of an optimizer whose settings are described
+CLOSE_SETTING = 1e-6  # as a part of the setting: a rate may be computed from a loss
 
 
 class OptimizerUpdates:
-    """Of one step, and of the tracked optimizers among `state`, whose parameters `computed` names."""
+    """The updates of one step, by the tracked optimizers among `state`. `computed` names their parameters."""
 
     def __init__(self, state: Mapping[str, Any], computed: LocalGradients) -> None:
         self._keys = {id(o): key for key, o in state.items() if isinstance(o, torch.optim.Optimizer)}
@@ -33,7 +33,7 @@ class OptimizerUpdates:
         self._parameters: dict[str, torch.Tensor] = {}
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step of it. Only its first one counts."""
+        """Note an optimizer before it steps. Only its first step counts."""
         key = self._keys.get(id(optimizer))
         if key is None or key in self._settings:
             return
@@ -45,12 +45,12 @@ class OptimizerUpdates:
             self._gradients = {name: _sums(p.grad) for name, p in self._parameters.items()}
 
     def told(self) -> dict[str, Any]:
-        """What `difference` of another process is given; JSON holds it."""
+        """The argument for `difference` in another process, as JSON values."""
         return {"settings": self._settings, "gradients": self._gradients}
 
     def difference(self, told: Any, *, alike: bool) -> str | None:
-        """In which words this process's optimizers do something else than was `told`. `alike`: by a machine of the same
-        kind. What is not of this form says nothing."""
+        """A text that says how this process's optimizers differ from what was `told`. `alike`: a machine of the same
+        kind told it. Values of another form are ignored."""
         try:
             return self._setting(told["settings"], alike) or self._gradient(told["gradients"] or {}, alike)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -83,7 +83,7 @@ class OptimizerUpdates:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Its numbers, and pairs of numbers such as betas."""
+    """A group's settings that are numbers, or pairs of numbers such as betas."""
     found = {name: _number(value) for name, value in group.items() if name != "params"}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -107,7 +107,7 @@ def _shown(value: Any) -> str:
 
 
 def _sums(gradient: Any) -> tuple[float, float]:
-    """Its norm and its sum."""
+    """The gradient's norm and its sum."""
     values = flat(gradient.detach())
     norm, total = torch.linalg.vector_norm(values, dtype=torch.float64), values.sum(dtype=torch.float64)
     found = torch.stack((norm, total)).tolist()

@@ -1,17 +1,17 @@
 """Compares the first step after a restart with the same step before it.
 
-What a script keeps in plain variables, caches, hooks and files is in no commit. Under a launcher that starts all
-processes again nobody is left who has it, and could be asked (`shadow_step`). So rank 0 puts the sums of its own
-gradients in the first step behind a commit beside that commit; and after a restart rank 0 of a world of the same size
-computes that step from the same state, samples and random numbers. Gradients that are not the same mean that the step
-reads something that a new process does not have, and the run is refused (ADR 0021). So do an optimizer's settings and
-the gradients that it is given, where these are not the same when it steps (`updates`).
+State that a script keeps in plain variables, caches, hooks and files is in no commit. Under a launcher that restarts
+all processes, no process is left that has it and could be compared (`shadow_step`). So rank 0 stores the sums of its
+own gradients in the first step after a commit beside that commit. After a restart, rank 0 of a world of the same size
+computes that step from the same state, samples and random numbers. If the gradients differ, the step reads something
+that a new process does not have, and the run is refused (ADR 0021). The same holds if an optimizer's settings, or the
+gradients that it is given, differ when it steps (`optimizer_updates`).
 
-A step that no process computes twice alike (an augmentation with a generator of its own) shows in the second restart:
-the two new processes differ from each other too. Then the run goes on, with a warning.
+Some steps differ each time they are computed (an augmentation with its own generator). This shows in the second
+restart, when the two new processes differ from each other too. Then the run goes on, with a warning.
 
-Invariants: nothing here waits longer than the store is given to answer; a run whose script, or whose arguments, are
-others than before is not refused.
+Invariants: nothing here waits longer than the store's timeout. A run is not refused if its script or its arguments have
+changed.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from everstep.train.guards.script_text.sources import program
 
 log = logging.getLogger("everstep.train")
 
-NEXT: Final = "next-step"  # the attachment of the process that has saved
-AGAIN: Final = "next-step-again"  # of the first one that was refused
+NEXT: Final = "next-step"  # the attachment by the process that saved
+AGAIN: Final = "next-step-again"  # by the first process that was refused
 
 
 class RestartCheck:
-    """Of one process. `hears`: it is told of the collectives of the step. Those sums that depend on other ranks' values
-    are left out then."""
+    """The check in one process. `hears`: it is told of the step's collectives, and then leaves out sums that depend on
+    other ranks' values."""
 
     def __init__(self, state: Mapping[str, Any], coordinator: StepCoordinator, *, hears: bool) -> None:
         self._state = state
         self._coordinator = coordinator
         self._hears = hears
-        self._program: str | None = None  # None: not asked yet, or nobody can tell
+        self._program: str | None = None  # None: not computed yet, or unknown
         self._gradients: LocalGradients | None = None
         self._sums: torch.Tensor | None = None
         self._updates: OptimizerUpdates | None = None
         self._values: Values = {}
         self._size = self._step = 0
-        self._restored: int | None = None  # the step of the commit that this process began from
+        self._restored: int | None = None  # the step of the commit from which this process began
 
     def begin(self, rank: int, world_size: int) -> None:
-        """A step begins, which this process takes as itself."""
+        """Begin a step that this process takes as itself."""
         self._forget()
         schedule, step = self._coordinator.schedule, self._coordinator.step
         if schedule is None or rank != 0:
@@ -74,24 +74,24 @@ class RestartCheck:
         self._gradients.begin()
 
     def collective(self, name: str) -> None:
-        """One of the program's begins in a step."""
+        """Note that a collective of the program begins in a step."""
         if self._gradients is not None:
             self._gradients.collective(name)
 
     def update(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Before an optimizer's step, which has yet to compute gradients by its `closure`."""
+        """Look at an optimizer before its step. With a `closure` the step has yet to compute gradients."""
         if not closure and self._updates is not None:
             self.over()
             self._updates.begins(optimizer)
 
     def over(self) -> None:
-        """The block of the step has ended, or the first of its optimizers steps."""
+        """End the comparison: the step's block has ended, or its first optimizer steps."""
         if self._gradients is not None and self._sums is None:
             self._gradients.end()
             self._sums = self._gradients.told()
 
     def completed(self) -> None:
-        """The step is complete, and nothing is saved yet. Raises `LoopError` on rank 0."""
+        """Compare the completed step, before anything is saved. Raises `LoopError` on rank 0."""
         if self._sums is not None:
             if self._step == self._restored:
                 self._compare(self._sums)
@@ -100,7 +100,7 @@ class RestartCheck:
         self._forget()
 
     def note(self) -> None:
-        """The same of a step that is not made, before the process leaves."""
+        """Store the sums of a step that is begun but not made, before the process leaves."""
         self.over()
         schedule = self._coordinator.schedule
         if self._sums is not None and schedule is not None and schedule.saved_step == self._step:
@@ -157,7 +157,7 @@ class RestartCheck:
         raise LoopError(text, certain=AGAIN in told)
 
     def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
-        """What the step does otherwise than the one that was noted; nothing if it is the same."""
+        """How the step differs from the noted one; nothing if it is the same."""
         assert self._gradients is not None
         assert self._updates is not None
         if (name := self._gradients.first_difference(sums, theirs, alike=alike)) is not None:
@@ -173,7 +173,7 @@ class RestartCheck:
 
 @functools.cache
 def kernels() -> str:
-    """The bits of a sum depend on these: the kind of machine, the number of threads, torch's version."""
+    """The properties on which the bits of a sum depend: the kind of machine, the number of threads, torch's version."""
     model = "unknown"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -1,21 +1,22 @@
-"""A process that takes the place of a lost one plays another's part first, and is compared with it.
+"""The shadow step: a process that replaces a lost one first computes a step as another rank, and is compared with that
+rank.
 
-What a script keeps in plain variables, caches, hooks and files is in no checkpoint, and a new process does not have it.
-`loop_carried` reads much of that from the script's text, and cannot read all. So before a new process's gradients
-count, it runs the block of its first step as a rank that has trained already: with that one's samples and random
-numbers, and with the tracked state that it was given. Collectives are not run. The block is left before the first
-optimizer's step if nothing behind it notices; else it runs to its end. Then everything is put back, and the process
-takes the step as itself. If its gradients were not those that the other rank computes in that step, the run is refused
-on all ranks before it is saved (ADR 0018). What such a process lacks may show later (a threshold that a counter comes
-to), so it plays again in its 3rd, 5th, 9th, … step.
+State that a script keeps in plain variables, caches, hooks and files is in no checkpoint, and a new process does not
+have it. `loop_carried` finds much of that in the script's text, but not all. So before a new process's gradients count,
+it runs the block of its first step as a rank that has already trained: with that rank's samples and random numbers, and
+with the tracked state that the new process was given. Collectives are not run. The block is left before the first
+optimizer's step if no code after it would notice; otherwise it runs to its end. Then everything is put back, and the
+process takes the step as itself. If its gradients differ from those of the other rank in that step, the run is refused
+on all ranks before anything is saved (ADR 0018). Missing state may show later (a counter that reaches a threshold), so
+the process takes further shadow steps in its 3rd, 5th, 9th, … step.
 
-DDP's forward pass brings rank 0's buffers to all ranks; in a part it does not. So rank 0 sends them before, in the
-steps in which somebody plays.
+DDP's forward pass sends rank 0's buffers to all ranks, but not in a shadow step. So rank 0 sends them before each step
+in which a process takes a shadow step.
 
-It keeps its own rank, because a script may keep what it was told, and may write files as that rank. A script that asks
-for its rank may compute other gradients by intent, and is not refused for them.
+The process keeps its own rank, because a script may remember its rank, and may write files by it. A script that asks
+for its rank may compute other gradients on purpose, and is not refused for them.
 
-Invariants: what was played leaves nothing tracked behind; all members compare in the same step, or none of them.
+Invariants: a shadow step leaves no tracked state changed. All members compare in the same step, or none does.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from everstep.train.guards.script_objects import variables, walk
 
 log = logging.getLogger("everstep.train")
 
-MOST_BUFFERS = 2**26  # bytes that rank 0 sends, in a step in which somebody plays
-MOST = 1000  # collectives that end with this rank's own values, in a part that cannot be left
+MOST_BUFFERS = 2**26  # bytes that rank 0 sends in a step with a shadow step
+MOST = 1000  # collectives that end with this rank's own values, in a shadow step that cannot be left
 
 
 class ShadowStepOver(PeerLost):
-    """A part is over. Nobody is lost; the step's block is left as if somebody were."""
+    """Raised to end a shadow step. No peer is lost, but the step's block is left as if one were."""
 
 
 class ShadowStep:
-    """Of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: those that a forward
-    pass takes from rank 0, by name."""
+    """The shadow steps of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: the
+    buffers that a forward pass takes from rank 0, by name."""
 
     def __init__(
         self,
@@ -66,25 +67,26 @@ class ShadowStep:
         self._members = members
         self._stand_in = stand_in
         self._buffers = buffers
-        self._brought = b""  # rank 0's buffers, for the step in which somebody plays
+        self._brought = b""  # rank 0's buffers, for a step with a shadow step
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
-        self._model: int | None = None  # the rank whose part is played in the next step; None: nobody plays
-        self._due = False  # this process plays in it
-        self._foreign = False  # a step was seen that asks other ranks for what they have
-        self._may_be_left = False  # the block of the part
-        self._stood_in = 0  # collectives of others' values, in the part
-        self._asked = False  # a part has asked for the rank, and may have kept it
+        self._model: int | None = None  # the rank to be compared with in the next step; None: no shadow step
+        self._due = False  # whether this process takes it
+        self._foreign = False  # whether a step has asked other ranks for their values
+        self._may_be_left = False  # whether the block of the shadow step may be left
+        self._stood_in = 0  # collectives of others' values in the shadow step
+        self._asked = False  # whether a shadow step has asked for the rank, and may have kept it
         self.playing = False
         self._gradients: LocalGradients | None = None
         self._found: torch.Tensor | None = None
         self._values: Values = {}
-        self._caches: list[functools._lru_cache_wrapper[Any]] = []  # the script's, when a part is due
-        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them, before the part
-        self._missed: dict[int, int] = {}  # calls that each cache had to make before the first part, by identity
+        self._caches: list[functools._lru_cache_wrapper[Any]] = []  # the script's caches, when a shadow step is due
+        self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them that were empty before
+        self._missed: dict[int, int] = {}  # misses of each cache before the first shadow step, by identity
 
     def meet(self, *, joins: bool) -> None:
-        """The members of a round are at one state. `joins`: this process was given it. Collective."""
+        """Agree on the next shadow step, when the members of a round have the same state. `joins`: this process was
+        given it. Collective."""
         if joins:
             self._age = 0
         told = self._members.gather((self._age, int(self._foreign)))
@@ -95,7 +97,7 @@ class ShadowStep:
     def _plan(self) -> None:
         self._forget()
         oldest = max(self._ages)
-        # Not in the second: the first was compared just before.
+        # There is none in the second step, because the first was compared just before.
         plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
         self._model = self._ages.index(oldest) if any(plays) else None
         self._due = plays[self._members.rank]
@@ -106,12 +108,12 @@ class ShadowStep:
 
     @property
     def first(self) -> bool:
-        """Whether this process has completed no step yet: all members' reducers are new."""
+        """Whether this process has completed no step yet. Then all members' reducers are new."""
         return self._age == 0
 
     def plays(self, can_renew: Callable[[], bool]) -> bool:
-        """Whether this process plays in the step that begins. `can_renew`: whether DDP's reducers are the others' again
-        behind the part."""
+        """Whether this process takes a shadow step in the step that begins. `can_renew`: whether DDP's reducers can be
+        made like the others' again after it."""
         if self._due and not self._buffers_fit():
             self.cannot("the buffers of its modules are too large to be sent, or of other sizes than rank 0's")
         if self._due and not can_renew():
@@ -131,18 +133,18 @@ class ShadowStep:
 
     @property
     def model(self) -> int:
-        """The rank whose part is played."""
+        """The rank with which the shadow step is compared."""
         assert self._model is not None
         return self._model
 
     def cannot(self, why: str) -> None:
-        """Not in this process."""
+        """Take no shadow step in this process, for the reason `why`."""
         if self.first:
             log.info("this new process is not compared with a rank that has trained: %s", why)
         self._due = False
 
     def begin(self) -> int | None:
-        """A step begins. The rank as whom it is taken, if not as this process's own."""
+        """Begin a step. Return the rank as which it is taken, if that is not this process's own."""
         if self._model is None or self._gradients is not None or not (self._due or self._members.rank == self._model):
             return None
         self._gradients = LocalGradients(self._state)
@@ -160,12 +162,12 @@ class ShadowStep:
         return self._model
 
     def collective(self, name: str) -> None:
-        """One begins in a step that is not played."""
+        """Note that a collective begins in a step that is no shadow step."""
         if self.playing:
             return
         if self._gradients is not None:
             self._gradients.collective(name)
-        # Who has called a broadcast is looked for in the 1st, 2nd, 4th, … step alone: that takes longest.
+        # The caller of a broadcast is looked up only in the 1st, 2nd, 4th, … step, because that takes longest.
         if not self._foreign and (name != "broadcast" or not self._age & (self._age - 1)):
             self._foreign = not is_own(name)
 
@@ -179,7 +181,7 @@ class ShadowStep:
         return True
 
     def asks_rank(self) -> None:
-        """The script asks for its rank."""
+        """Note that the script asks for its rank."""
         self._asked = self._asked or (self.playing and self._found is None)
 
     def _in_group(self) -> None:
@@ -188,7 +190,8 @@ class ShadowStep:
             self.asks_rank()
 
     def update(self, _: torch.optim.Optimizer, closure: bool) -> None:
-        """Before an optimizer's step, which has yet to compute gradients by its `closure`. Raises `ShadowStepOver`."""
+        """Look at an optimizer before its step. With a `closure` the step has yet to compute gradients. Raises
+        `ShadowStepOver`."""
         if closure:
             return
         if self._gradients is not None and self._found is None:
@@ -197,17 +200,17 @@ class ShadowStep:
             raise ShadowStepOver("the part is over")
 
     def leaves(self, error: BaseException) -> bool:
-        """Whether the script goes on behind the block of the part that this has ended."""
+        """Whether the script goes on after the block of the shadow step, which has just ended."""
         return isinstance(error, PeerLost) or self._may_be_left
 
     def over(self) -> None:
-        """The block of a step has ended."""
+        """End a step's block."""
         if self._gradients is not None and self._found is None:
             self._end_counting()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """With collectives stood in for."""
+        """A context in which collectives are replaced."""
         self._stand_in(lambda _: True, None)
         try:
             yield
@@ -215,7 +218,7 @@ class ShadowStep:
             self._stand_in(None, None)
 
     def played(self, error: BaseException | None) -> None:
-        """This process is itself again. `error`: that ended the part, if nothing of ours did."""
+        """End the shadow step: this process is itself again. `error`: the script's error that ended it, if any."""
         self.playing = False
         self._stand_in(None, None)
         if error is not None:
@@ -223,14 +226,14 @@ class ShadowStep:
             self._found = None
 
     def forget_cached(self) -> None:
-        """What the part has left in caches that were empty is taken out: a mask that is kept by the step's number would
-        be the other rank's, in this process's own step too."""
+        """Clear the caches that were empty before the shadow step. Otherwise a mask cached by the step's number would
+        be the other rank's in this process's own step."""
         for cache in self._empty:
             cache.cache_clear()
         self._empty = []
 
     def compare(self) -> None:
-        """After the step, before anything is saved. Collective. Raises `LoopError` on all members."""
+        """Compare after the step, before anything is saved. Collective. Raises `LoopError` on all members."""
         if self._model is not None:
             self._compare(self._model)
         self._age += 1
@@ -246,7 +249,7 @@ class ShadowStep:
             theirs, head = unpack(told)
             name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
             if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
-                # A second forward pass of the step takes rank 0's buffers again, as its first has left them.
+                # A second forward pass of the step takes rank 0's buffers again, as rank 0's first pass has left them.
                 log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
             elif name is not None and self._asked:
                 log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
@@ -269,13 +272,13 @@ class ShadowStep:
 
 
 def caches(frame: FrameType | None) -> list[functools._lru_cache_wrapper[Any]]:
-    """Functions of the script's under `functools.cache` or `lru_cache`."""
+    """The script's functions under `functools.cache` or `lru_cache`."""
     held = (held.value for held in walk(variables(frame)))
     return [value for value in held if isinstance(value, functools._lru_cache_wrapper)]
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
-    """Their kinds and bytes; nothing if they have more than `most`."""
+    """The tensors' kinds and bytes; nothing if they have more than `most` bytes."""
     if sum(t.numel() * t.element_size() for t in tensors.values()) > most:
         return b""
     head = json.dumps({name: _kind(t) for name, t in tensors.items()}).encode()
@@ -283,13 +286,13 @@ def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
 
 
 def fits(data: bytes, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether `unpack_tensors` may fill these."""
+    """Whether `unpack_tensors` can fill these tensors."""
     head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return list(head.items()) == [(name, _kind(t)) for name, t in tensors.items()]
 
 
 def unpack_tensors(data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill them with what `pack_tensors` told of others of the same kinds."""
+    """Fill the tensors from the result of `pack_tensors` for others of the same kinds."""
     at = 8 + int.from_bytes(data[:8], "little")
     with torch.no_grad():
         for tensor in tensors.values():
