@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes import Ended, differences, disturbed, kill, script, undisturbed
-from recorded import record
+
+from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "layerwise"
