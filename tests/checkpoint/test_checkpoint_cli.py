@@ -34,7 +34,11 @@ def url(tmp_path: Path, runs: Any) -> str:
     """Commits of steps 10, 20 and 30 with a model, an optimizer and random generators."""
     url = str(tmp_path / "store")
     model = torch.nn.Linear(4, 3)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9), "a/b": torch.zeros(2)}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), momentum=0.9),
+        "a/b": torch.zeros(2),
+    }
     model(torch.randn(2, 4)).sum().backward()
     state["optimizer"].step()  # type: ignore[union-attr]
     with everstep.Checkpointer(url, on_event=lambda kind, **_: None) as checkpointer:

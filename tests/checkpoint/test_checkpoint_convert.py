@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import everstep
 from everstep.checkpoint import CheckpointError, import_checkpoint
@@ -27,7 +28,7 @@ def test_dcp_loads_an_export_into_a_live_state(tmp_path: Path) -> None:
     store = committed(before)
     names = export_as(store, Catalog(store).find(), tmp_path / "dcp", "dcp")
     assert ".metadata" in names
-    dcp.load(after, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    dcp_load(after, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
     assert same(after, plain(before))
 
 
@@ -38,7 +39,7 @@ def test_optimizer_that_was_saved_by_name_goes_out_as_torch_names_it(tmp_path: P
     export_as(store, Catalog(store).find(), tmp_path / "dcp", "dcp")
     model, optimizer = after["model"], after["optimizer"]
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_load({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     assert same(model.state_dict(), before["model"].state_dict())
     assert same(optimizer.state_dict()["state"], before["optimizer"].state_dict()["state"])

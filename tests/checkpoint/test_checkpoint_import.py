@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch, import_checkpoint
@@ -168,7 +169,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     (folder / "empty").mkdir()
     for name in ("lost", "short", "evil", "value", "hole"):
         state = {"model": good, **({"hook": Evil()} if name == "value" else {})}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / name), no_dist=True)
+        dcp_save(state, storage_writer=FileSystemWriter(folder / name), no_dist=True)
     part = next((folder / "lost").glob("*.distcp"))
     part.unlink()
     short = next((folder / "short").glob("*.distcp"))

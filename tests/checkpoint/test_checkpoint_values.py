@@ -161,7 +161,11 @@ def test_enumerations_and_sizes_come_back_as_what_the_state_has() -> None:
     store = saved(
         {"p": Phase.MAIN, "d": {"n": Name.B, "s": torch.Size([2, 3]), Name.A: 1}, "k": {Phase.WARM: Phase.MAIN}}
     )
-    state = {"p": Phase.WARM, "d": {"n": Name.A, "s": torch.Size([1, 1]), Name.A: 0}, "k": {Phase.WARM: Phase.WARM}}
+    state: dict[str, Any] = {
+        "p": Phase.WARM,
+        "d": {"n": Name.A, "s": torch.Size([1, 1]), Name.A: 0},
+        "k": {Phase.WARM: Phase.WARM},
+    }
     everstep.load(store=store, state=state)
     assert state["p"] is Phase.MAIN
     assert state["d"]["n"] is Name.B  # type: ignore[index]

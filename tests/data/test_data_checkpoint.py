@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_85_86_position_comes_back_with_the_parameters(tmp_path: Path) -> None:
     checkpointer.close()
     loader.close()
 
-    again = {
+    again: dict[str, Any] = {
         "weights": torch.zeros(4),
         "data": ElasticLoader(list(range(100)), global_batch=10),
         "sampler": ElasticSampler(list(range(100)), 1, 0),

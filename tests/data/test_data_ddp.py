@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -46,7 +47,7 @@ def gradients(network: torch.nn.Module, loader: ElasticLoader) -> list[list[floa
 def rank_main(rank: int, world: int, store: str, micro_batch: int | None, answer: Connection) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
         loader = ElasticLoader(dataset(), global_batch=BATCH, micro_batch=micro_batch)
         assert (loader.world.rank, loader.world.size) == (rank, world)
         answer.send(gradients(DistributedDataParallel(model()), loader))

@@ -262,7 +262,7 @@ class Noisy(Dataset[Any]):
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
-        self.transforms = [self.Transform(), {"legacy": np.random.RandomState(4)}]
+        self.transforms: list[Any] = [self.Transform(), {"legacy": np.random.RandomState(4)}]
 
     def __len__(self) -> int:
         return N

@@ -252,7 +252,7 @@ def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -
     ):
         with pytest.raises(NotRecoverable, match=said):
             check(state, mesh.device_mesh)
-    away = fully_shard(Net(), mesh=mesh.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    away: Any = fully_shard(Net(), mesh=mesh.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     with pytest.raises(NotRecoverable, match="CPUOffloadPolicy"):
         check({"model": away, "optimizer": torch.optim.SGD(away.parameters())}, mesh.device_mesh)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.recovery.ddp.reducers import Reducers, rebuild
@@ -65,7 +65,7 @@ def test_rebuild_after_a_failed_backward_works() -> None:
 def test_communication_hook_of_the_script_is_kept() -> None:
     calls: list[int] = []
 
-    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: list[int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.append(bucket.index())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -99,7 +99,7 @@ def buckets(ddp: Any, x: torch.Tensor) -> list[list[str]]:
     found: list[list[str]] = []
     names = {id(p): name for name, p in ddp.module.named_parameters()}
 
-    def hook(state: list[list[str]], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: list[list[str]], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.append([names[id(p)] for p in bucket.parameters()])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -157,7 +157,7 @@ def test_static_graph_with_a_hook_tells_it_the_numbers_that_its_buckets_have() -
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007, static_graph=True)
     numbers: list[int] = []
 
-    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: list[int], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.append(bucket.index())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -373,7 +373,7 @@ def test_module_that_finds_unused_parameters_is_left_with_the_buckets_that_it_al
 
 def test_hook_of_torch_s_own_is_kept() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
     rebuild(ddp)
     for gradient in gradients(ddp, torch.randn(5, 4)):
         assert torch.equal(gradient, gradient.half().float()), "it was not sent in 16 bits"

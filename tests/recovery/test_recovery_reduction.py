@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,7 +116,7 @@ def test_module_that_is_frozen_as_a_whole_while_another_learns_is_let_through() 
 def test_reducer_that_is_made_anew_while_a_layer_is_frozen_averages_it_when_it_is_thawed(when: str) -> None:
     seen: list[set[str]] = []
 
-    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append({names[id(p)] for p in bucket.parameters()})
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())

@@ -43,7 +43,7 @@ class Others:
 
 
 def member(mesh: Any, others: Others) -> ShardedState:
-    model = fully_shard(torch.nn.Linear(4, 7), mesh=mesh.device_mesh)
+    model: Any = fully_shard(torch.nn.Linear(4, 7), mesh=mesh.device_mesh)
     found = ShardedState(mesh, others)  # type: ignore[arg-type]
     found.track({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
     return found
@@ -86,7 +86,7 @@ class Wrapped:
 
 
 def test_shards_inside_an_object_of_the_scripts_own_are_never_sent_as_if_they_were_the_whole() -> None:
-    module = fully_shard(torch.nn.Linear(4, 7), mesh=mesh_of(2).device_mesh)
+    module: Any = fully_shard(torch.nn.Linear(4, 7), mesh=mesh_of(2).device_mesh)
     with pytest.raises(NotRecoverable, match=r"weight is sharded.* run\.mesh\(shard=N\)"):
         broadcast.send({"app": Wrapped(module)}, 0, (1,), Others())  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(sto
     recovery = Recovery(rounds)  # type: ignore[arg-type]
     recovery.main.attach(forming.alone(), 0, 1)
     recovery._sharded = ShardedState(mesh_of(1), recovery.members)
-    model = fully_shard(torch.nn.Linear(4, 7), mesh=recovery._sharded.mesh.device_mesh)
+    model: Any = fully_shard(torch.nn.Linear(4, 7), mesh=recovery._sharded.mesh.device_mesh)
     state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     recovery.track(state, Reducers(state))
 

@@ -157,7 +157,7 @@ def test_a_watch_is_told_of_no_agent_that_comes(etcd: EtcdCluster, job: str) -> 
 
 def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
     document, gone = base64.b64encode(b"/x/job/document").decode(), base64.b64encode(b"/x/job/present/a").decode()
-    streams = [
+    streams: list[list[dict[str, Any]]] = [
         [{"watch_id": "1", "header": {"revision": "9"}, "events": [{"kv": {"key": document, "mod_revision": "9"}}]}],
         [
             {
@@ -169,6 +169,7 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
         [{"watch_id": "2", "header": {"revision": "12"}}],  # a notice of progress
     ]
     asked: list[dict[str, str]] = []
+    stores: list[EtcdStore] = []
 
     class Breaking(Gateway):
         def call(self, path: str, body: Any) -> dict[str, Any]:
@@ -177,12 +178,13 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
         def stream(self, path: str, requests: Any, silence: float) -> Iterator[dict[str, Any]]:
             asked.append({r["create_request"]["watch_id"]: r["create_request"]["start_revision"] for r in requests})
             if not streams:
-                store.close()
+                stores[0].close()
                 return
             for result in streams.pop(0):
                 yield {"result": result}
 
     store = EtcdStore(Breaking(("http://127.0.0.1:1",)), "job", "/x")
+    stores.append(store)
     store.watch(View(None, 0), 0.0)
     until(lambda: len(asked) == 4)
     assert asked == [{"1": "6", "2": "6"}, {"1": "10", "2": "6"}, {"1": "10", "2": "9"}, {"1": "10", "2": "13"}]

@@ -448,9 +448,9 @@ def test_step_that_is_repeated_needs_its_generators_back_only_if_they_are_not_se
 
 
 def test_numpys_global_generator_may_be_another_one() -> None:
-    before = np.random.get_bit_generator()
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
-        np.random.set_bit_generator(np.random.PCG64(1))
+        np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
         member = Randomness(True, CPU)
         member.start()
         member.settle(alone)
@@ -458,4 +458,4 @@ def test_numpys_global_generator_may_be_another_one() -> None:
         np.random.random(3)
         assert at(member, 1, 0) == first
     finally:
-        np.random.set_bit_generator(before)
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]

@@ -435,7 +435,7 @@ class Seen:
 def held(alpha: float, seen: Any) -> dict[str, str]:
     options = Options
     config = {"alpha": alpha, "seen": Seen(seen)}
-    assert options
+    assert options is Options
     assert config
     return plain_values(sys._getframe())
 

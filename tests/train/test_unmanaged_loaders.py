@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 from torch.utils.data import dataloader as torchs
 
@@ -359,7 +360,7 @@ def test_an_evaluation_is_the_scripts_own_business(tmp_path: Path, body: Any) ->
 @pytest.fixture
 def changing() -> Iterator[Resharding]:
     """In a process whose worlds change, while it builds its objects."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     resharding = Resharding(4)
     yield resharding
     resharding.end()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -208,7 +209,7 @@ async def test_of_several_runs_the_one_to_change_has_to_be_named(
     async def told(_: object) -> object:
         yield {"done": "told"}
 
-    def call(*arguments: str) -> object:
+    def call(*arguments: str) -> Result:
         return CliRunner().invoke(commands.app, arguments)
 
     async with control.ControlServer("first", {"suspend": told}):  # type: ignore[dict-item]

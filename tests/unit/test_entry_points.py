@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -193,7 +194,7 @@ def test_every_variable_that_the_worker_reads_is_known() -> None:
     names = {
         name
         for path in (ROOT / "worker").rglob("*.py")
-        for name in variables.re.findall(r'"(EVERSTEP_[A-Z_]*[A-Z])"', path.read_text())
+        for name in re.findall(r'"(EVERSTEP_[A-Z_]*[A-Z])"', path.read_text())
     }
     assert names
     assert names <= variables.KNOWN

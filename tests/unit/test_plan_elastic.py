@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everstep_local.plan.simulation import agents as elastic_world
-from everstep_local.plan.simulation.cluster import Cut
+from everstep_local.plan.simulation.cluster import TEMPLATE, Cut
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeletePod
@@ -372,7 +372,7 @@ def test_live_resize_leaves_every_pod_that_stays() -> None:
 def test_sizes_that_agents_may_form_now_end_at_what_is_wanted(
     elastic: dict[str, Any] | None, replicas: int, wanted: int, allowed: tuple[int, ...]
 ) -> None:
-    raw = {"replicas": replicas, "template": elastic_world.TEMPLATE, "rendezvous": {"backend": "everstep"}}
+    raw = {"replicas": replicas, "template": TEMPLATE, "rendezvous": {"backend": "everstep"}}
     spec = TrainingJobSpec.model_validate({**raw, **({"elastic": elastic} if elastic else {})})
     assert sizing.wanted(spec) == wanted
     sizes = sizing.present(spec)

@@ -134,7 +134,7 @@ def test_job_whose_published_workers_have_all_succeeded_is_complete_without_new_
     deleted: set[int],
 ) -> None:
     """Nothing but the pods tells of the end; they are being deleted, and the spec was changed before it was seen."""
-    world = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
+    world: Any = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
     if backend == "etcd":
         world.do_etcd()
     if backend != "c10d" and fixed:
@@ -153,7 +153,7 @@ def test_job_whose_published_workers_have_all_succeeded_is_complete_without_new_
 
 @pytest.mark.parametrize("backend", ["everstep", "etcd", "c10d"])
 def test_pods_that_have_ended_are_not_counted_ready(backend: str) -> None:
-    world = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
+    world: Any = plan_world.World() if backend == "c10d" else elastic_world.ElasticWorld()
     if backend == "etcd":
         world.do_etcd()
     ending = Ending(world)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from everstep.contract import redact as secrets
 from everstep_operator.plan import sanitize
 from everstep_operator.telemetry import logs, redact
 
@@ -85,8 +86,8 @@ def test_level_is_obeyed_and_unknown_level_is_an_error(stream: io.StringIO) -> N
     ],
 )
 def test_credential_in_text_is_hidden(text: str) -> None:
-    hidden = redact.text(text)
-    assert redact.HIDDEN in hidden
+    hidden = secrets.text(text)
+    assert secrets.HIDDEN in hidden
     for secret in ("s3cr3tvalue", JWT, "AKIAIOSFODNN7EXAMPLE"):
         assert secret not in hidden
 
@@ -95,7 +96,7 @@ def test_credential_in_text_is_hidden(text: str) -> None:
     "text", ["worker digits-w1-0 lost: NodeLost", "http://10.0.0.1:8080/v1/report", "step 12 of 600"]
 )
 def test_ordinary_text_is_unchanged(text: str) -> None:
-    assert redact.text(text) == text
+    assert secrets.text(text) == text
 
 
 def test_nested_values_are_redacted_and_bounded() -> None:
@@ -106,8 +107,8 @@ def test_nested_values_are_redacted_and_bounded() -> None:
         {"env": [{"name": "A", "api_key": "abc"}], "password": ["a", "b"], "deep": deep, "many": range(1000)}
     )
     assert isinstance(got, dict)
-    assert got["env"] == [{"name": "A", "api_key": redact.HIDDEN}]
-    assert got["password"] == redact.HIDDEN
+    assert got["env"] == [{"name": "A", "api_key": secrets.HIDDEN}]
+    assert got["password"] == secrets.HIDDEN
     assert len(got["many"]) == redact.MAX_ITEMS
     assert json.dumps(got["deep"]).count("[") < 10
 

@@ -81,7 +81,7 @@ def test_part_that_fails_for_good_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_no_part_is_read_after_the_failure_was_reported(tmp_path: Path) -> None:
-    store = Slow(open_store(str(tmp_path)))
+    store = Slow(open_store(str(tmp_path)))  # type: ignore[abstract]  # it has what a shard's writer uses
     with pytest.raises(RetryableError):
         write_shard(store, NAME, noise(6 * PART))
     assert store.writing == 0, "a part was still being sent from the buffer that the next save fills"
@@ -148,7 +148,7 @@ def one_core() -> Iterator[None]:
 @pytest.mark.parametrize(("local", "threads"), [(True, 1), (False, THREADS)])
 def test_threads_that_write_files_leave_a_core_to_training(tmp_path: Path, local: bool, threads: int) -> None:
     """Over a network they only wait, and the more there are, the better."""
-    store = Counted(open_store(str(tmp_path)), local, threads)
+    store = Counted(open_store(str(tmp_path)), local, threads)  # type: ignore[abstract]  # the same
     write_shard(store, NAME, noise(2 * threads * PART))
     assert len(store.threads) == threads
 

@@ -11,7 +11,7 @@ from everstep.train.adapters.lightning import ElasticBatch
 from support.adapters.adapter_script import Net, begin
 
 
-class Module(LightningModule):
+class Module(LightningModule):  # type: ignore[misc]  # mypy does not read Lightning
     """The shared net."""
 
     def __init__(self, net: Net) -> None:
@@ -25,8 +25,10 @@ class Module(LightningModule):
             self.begun = True
             begin(self.trainer.global_step)
         if isinstance(batch, ElasticBatch):
-            return self.net(**batch.data)["loss"] * batch.weight
-        return self.net(**batch)["loss"]
+            loss: torch.Tensor = self.net(**batch.data)["loss"] * batch.weight
+        else:
+            loss = self.net(**batch)["loss"]
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.net(**batch)["loss"])

@@ -37,6 +37,12 @@ class Agent:
     def pid(self) -> int:
         return self.process.pid
 
+    def ended(self) -> int:
+        """Its exit code."""
+        code = self.process.poll()
+        assert code is not None, f"agent {self.number} still runs"
+        return code
+
     def fork_servers(self) -> list[int]:
         return children(self.pid)
 
@@ -151,7 +157,8 @@ class Job:
             pids = [pid for agent in agents for pid in agent.trainers()]
             return self.trains(pids, since, len(pids), count) if len(pids) >= len(agents) else []
 
-        return self.until(found, f"no world of agents {[a.number for a in agents]}")
+        world: list[dict[str, Any]] = self.until(found, f"no world of agents {[a.number for a in agents]}")
+        return world
 
     def differing(self) -> dict[int, set[str]]:
         """Steps after which two processes had different parameters. What a killed one did last may be lost with it."""
@@ -177,7 +184,7 @@ class Job:
     def codes(self) -> list[int]:
         """Wait for all agents; their exit codes."""
         self.until(lambda: all(a.process.poll() is not None for a in self.agents), "an agent does not end")
-        return [a.process.returncode for a in self.agents]
+        return [a.ended() for a in self.agents]
 
     def left_behind(self) -> list[int]:
         """Processes that are still there and were started by an agent of this job: each has a session of its own."""
@@ -196,4 +203,4 @@ def session(folder: Path, **wanted: Any) -> tuple[Path, str]:
 
 def regroup(job: Job, agents: list[Agent], since: float) -> float:
     """Wait until exactly these train; seconds from then until the last of them has made its first step."""
-    return max(step["at"] for step in job.world(agents, since)) - since
+    return max(float(step["at"]) for step in job.world(agents, since)) - since

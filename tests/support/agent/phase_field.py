@@ -93,7 +93,9 @@ class Field:
     def trains(self, agents: Iterable[Agent], since: float) -> list[dict[str, Any]]:
         """Wait until all processes of these agents, and no others, train together; their first steps."""
         agents = list(agents)
-        return self.job.until(lambda: self._whole(agents, since), f"no world of agents {[a.number for a in agents]}")
+        problem = f"no world of agents {[a.number for a in agents]}"
+        world: list[dict[str, Any]] = self.job.until(lambda: self._whole(agents, since), problem)
+        return world
 
     def _whole(self, agents: list[Agent], since: float) -> list[dict[str, Any]]:
         """The first steps that all processes of these agents, and no others, made together; none if they did not."""

@@ -65,6 +65,8 @@ class Exact(torch.nn.Module):
         self.a = torch.nn.Parameter(torch.zeros(FEATURES))
         self.wide = torch.nn.Parameter(torch.zeros(ROWS, FEATURES))
         self.tally = torch.nn.Parameter(torch.zeros(1))
+        self.calls: torch.Tensor
+        self.factors: torch.Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("factors", (torch.arange(ROWS) % 7 - 3).float(), persistent=False)
 

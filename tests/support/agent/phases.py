@@ -180,13 +180,13 @@ def arm(folder: Path) -> Points:
     wrap(points, Reducers, "rebuild", "rebuilding")
     wrap(points, SaveSchedule, "save", "save")
     wrap(points, SaveSchedule, "restore", "load", "loaded")
-    inner = broadcast.exchange
+    inner: Any = vars(broadcast)["exchange"]  # it is imported there
 
     def send(divided: Any, buffers: Any, members: Any) -> None:
         count = sum(1 for tasks in divided for _ in exchange._messages(tasks, buffers))
         inner(divided, buffers, Chunks(members, points, count))
 
-    broadcast.exchange = send  # type: ignore[attr-defined]
+    vars(broadcast)["exchange"] = send
     return points
 
 

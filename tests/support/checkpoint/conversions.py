@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import everstep
 from everstep.storage import MemoryStore
@@ -54,5 +55,5 @@ def write(form: str, state: dict[str, Any], path: Path) -> Path:
     if form == "torch":
         torch.save(state, path)
     else:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        save(state, storage_writer=FileSystemWriter(path), no_dist=True)
     return path

@@ -5,11 +5,12 @@ python dcp_world.py RENDEZVOUS FOLDER TRUTH      the whole state is left in TRUT
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,16 +28,19 @@ def main(rank: int, rendezvous: str, folder: str, truth: str) -> None:
     torch.manual_seed(1)
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    optimizer = torch.optim.AdamW(
-        [{"params": list(model.parameters())[:2], "lr": 0.25}, {"params": list(model.parameters())[2:]}], lr=0.5
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.parameters())[:2], "lr": 0.25},
+        {"params": list(model.parameters())[2:]},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
     model(torch.randn(4, 5)).sum().backward()
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "step": 4}, checkpoint_id=folder)
-    named = {p: name for name, p in model.named_parameters()}
+    save({"model": weights, "optimizer": moments, "step": 4}, checkpoint_id=folder)
+    parts: dict[str, Any] = weights
+    named: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     found = {
-        "model": {name: whole(t) for name, t in weights.items()},
+        "model": {name: whole(t) for name, t in parts.items()},
         "exp_avg": {named[p]: whole(s["exp_avg"]) for p, s in optimizer.state.items()},
     }
     if rank == 0:

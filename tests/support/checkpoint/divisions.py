@@ -4,6 +4,7 @@ another; a state read whole by some ranks; and an fsspec file system that this p
 """
 
 import itertools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,7 +191,7 @@ def _same(one: Any, other: Any) -> bool:
 # --- a file system of somebody else's
 
 
-class Plain(LocalFileSystem):
+class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Files, by a scheme that only fsspec knows."""
 
     protocol = "plain"
@@ -216,10 +217,10 @@ def elsewhere(root: str) -> Result:
             digests[step] = worlds.digest(state)
             dist.barrier()
     same = []
-    for step in (1, 2, None):
+    for named in (1, 2, None):
         again = tables.model_of("hsdp", "uneven", 2)
-        everstep.load(store=store, state=again, step=step)
-        same.append(worlds.digest(again) == digests[step or 2])
+        everstep.load(store=store, state=again, step=named)
+        same.append(worlds.digest(again) == digests[named or 2])
     return {"same": same}
 
 
@@ -229,4 +230,4 @@ worlds.SCENARIOS.update(
 )  # fmt: skip
 
 if __name__ == "__main__":
-    print(worlds.json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))
+    print(json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))

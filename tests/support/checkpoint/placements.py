@@ -7,6 +7,7 @@ whole tensor by torch itself.
 """
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import everstep
 import everstep.checkpoint
 from support.checkpoint import worlds
+from support.checkpoint.states_held import own_part
 
 Result = dict[str, Any]
 Layout = tuple[str, tuple[Placement, ...]]  # a mesh's name, and a placement for each of its dimensions
@@ -91,7 +93,7 @@ def placements_save(root: str, shapes: str, sizes: str) -> Result:
     size = dist.get_world_size()
     for other in map(int, sizes.split(",")):
         tied = dict(pairs((size, other), 0, shapes))
-        state = {"apart": {name: tensor.clone() for name, tensor in tied.items()}}
+        state: dict[str, Any] = {"apart": {name: tensor.clone() for name, tensor in tied.items()}}
         state |= {"tied": tied} if shapes == "few" else {}
         with everstep.Checkpointer(f"{root}/{size}-{other}") as run:
             run.restore(state)
@@ -111,7 +113,7 @@ def placements_load(root: str, shapes: str, sizes: str) -> Result:
         everstep.load(f"{root}/{other}-{size}", {key: dict(tensors) for key, tensors in into.items()})
         for key, (name, tensor) in itertools.product(keys, want.items()):
             count += 1
-            if not torch.equal(tensor.to_local(), into[key][name].to_local()):
+            if not torch.equal(own_part(tensor), own_part(into[key][name])):
                 wrong.append(f"{key}, {other} to {size}, {name}")
     return {"count": count, "wrong": wrong}
 
@@ -124,7 +126,7 @@ def scattered(root: str) -> Result:
         whole = {"t": made((24,))}
         run.restore(whole)
         run.save(1, whole).wait(60)
-        before = flat.to_local().clone()
+        before = own_part(flat).clone()
         calls: list[Callable[[], object]] = [
             lambda: run.save(2, {"t": flat}),
             lambda: run.restore({"t": flat}),
@@ -137,7 +139,7 @@ def scattered(root: str) -> Result:
                 told.append("nothing")
             except everstep.checkpoint.CheckpointError as e:
                 told.append(f"{type(e).__name__}: {e}")
-        return {"told": told, "same": torch.equal(before, flat.to_local()), "steps": [f.step for f in run.list()]}
+        return {"told": told, "same": torch.equal(before, own_part(flat)), "steps": [f.step for f in run.list()]}
 
 
 def _empty(tensor: DTensor) -> DTensor:
@@ -150,4 +152,4 @@ def _empty(tensor: DTensor) -> DTensor:
 worlds.SCENARIOS.update(placements_save=placements_save, placements_load=placements_load, scattered=scattered)
 
 if __name__ == "__main__":
-    print(worlds.json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))
+    print(json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))

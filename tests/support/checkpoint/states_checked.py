@@ -62,7 +62,7 @@ def saved_parts(key: str, value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 def is_filled(value: Any) -> bool:
     """Whether a script may have a name of its own for it: then it is filled, and not replaced."""
-    filled = torch.Tensor | np.ndarray | bytearray | dict | list | collections.UserDict
+    filled = (torch.Tensor, np.ndarray, bytearray, dict, list, collections.UserDict)
     return isinstance(value, filled) and fillable(value)
 
 

@@ -18,9 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
+def local(tensor: Any) -> torch.Tensor:
+    """Of a DTensor, also where torch's types call it a Tensor."""
+    part: torch.Tensor = tensor.to_local()
+    return part
+
+
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has: of one that is not cut, all of it."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +52,7 @@ def shows_twice(tensor: torch.Tensor) -> bool:
     places = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[:, None] + torch.arange(size) * stride).reshape(-1)
-    return len(places) != len(places.unique())
+    return len(places) != len(set(places.tolist()))
 
 
 def held(value: Any) -> Any:

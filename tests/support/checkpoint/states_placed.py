@@ -91,7 +91,7 @@ def gapped(tensor: DTensor) -> DTensor:
     return of_part(tensor, wide[..., 0])
 
 
-FORMS = {
+FORMS: dict[str, Callable[[Any], Any]] = {
     "whole": lambda t: t,
     "again": lambda t: of_part(t, t.to_local()),  # another object of the same memory
     "gapped": gapped,

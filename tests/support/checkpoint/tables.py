@@ -3,6 +3,7 @@ program extends. A world saves a model in each division, or loads into each divi
 """
 
 import itertools
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -90,4 +91,4 @@ def models_load(root: str) -> Result:
 worlds.SCENARIOS.update(models_save=models_save, models_load=models_load)
 
 if __name__ == "__main__":
-    print(worlds.json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))
+    print(json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))

@@ -4,6 +4,7 @@ What a tensor holds follows from its name and a seed, so any rank can tell what 
 """
 
 import hashlib
+import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -77,15 +78,15 @@ def stages(seed: int) -> State:
 def pipeline(seed: int) -> State:
     """A pipeline of as many stages as ranks. The last one's head is tied to the embedding where one rank has both."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = Part(mine(LAYERS, rank, size), (), seed)
+    model: Any = Part(mine(LAYERS, rank, size), (), seed)
     if rank == 0:
-        model.embed = torch.nn.Embedding(9, 4)  # type: ignore[assignment]
-        model.embed.weight.data = made(seed, "tied", model.embed.weight)  # type: ignore[union-attr,arg-type]
+        model.embed = torch.nn.Embedding(9, 4)
+        model.embed.weight.data = made(seed, "tied", model.embed.weight)
     if rank == size - 1:
-        model.head = torch.nn.Linear(4, 9, bias=False)  # type: ignore[assignment]
-        model.head.weight.data = made(seed, "tied", model.head.weight)  # type: ignore[union-attr,arg-type]
+        model.head = torch.nn.Linear(4, 9, bias=False)
+        model.head.weight.data = made(seed, "tied", model.head.weight)
     if size == 1:
-        model.head.weight = model.embed.weight  # type: ignore[union-attr,assignment]
+        model.head.weight = model.embed.weight
     return {"model": everstep.Union(model)}
 
 
@@ -349,4 +350,4 @@ def converted(root: str, kind: str) -> Result:
 worlds.SCENARIOS.update(keep=keep, give=give, refuse=refuse, misfit=misfit, converted=converted)
 
 if __name__ == "__main__":
-    print(worlds.json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))
+    print(json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))

@@ -32,9 +32,10 @@ import everstep
 import everstep.checkpoint
 import everstep.checkpoint.format.chunks
 from everstep.storage import ObjectStore, open_store
+from support.checkpoint.states_held import own_part
 
 torch.set_num_threads(1)
-everstep.checkpoint.format.chunks.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  so that small states have several chunks
+everstep.checkpoint.format.chunks.MIN_CHUNK_BYTES = 4096  # type: ignore[misc]  # so that small states have several chunks
 
 State = dict[str, Any]
 Result = dict[str, Any]
@@ -116,7 +117,7 @@ def digest(found: State) -> str:
         else:
             h.update(repr(value).encode())
 
-    bare = getattr(found["model"], "module", found["model"])
+    bare: Any = getattr(found["model"], "module", found["model"])
     for part in (bare.state_dict(), found["optimizer"].state_dict(), found["epoch"]):
         feed(part)
     return h.hexdigest()
@@ -159,7 +160,7 @@ def permuted(root: str, kind: str) -> Result:
 def load(root: str, kind: str, far: str = "") -> Result:
     found = state(kind, 2)
     store = Counting(open_store(root), far)
-    step = everstep.Checkpointer(store=store).restore(found)  # type: ignore[arg-type]
+    step = everstep.Checkpointer(store=store).restore(found)
     return {"step": step, "digest": digest(found), "read": store.read}
 
 
@@ -352,7 +353,7 @@ def uneven(root: str, rows: str, columns: str) -> Result:
         everstep.load(root, found)
     run.close()
     pairs = zip(found["model"].parameters(), saved.parameters(), strict=True)
-    return {"step": step, "same": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)}  # type: ignore[operator]
+    return {"step": step, "same": all(torch.equal(own_part(a), own_part(b)) for a, b in pairs)}
 
 
 def small(step: int) -> dict[str, Any]:
@@ -384,7 +385,7 @@ def restore(root: str, odd: str = "") -> Result:
         into["unknown"] = 1
     store = Counting(open_store(root))
     try:
-        step = everstep.Checkpointer(store=store, on_event=hook).restore(into)  # type: ignore[arg-type]
+        step = everstep.Checkpointer(store=store, on_event=hook).restore(into)
     except everstep.checkpoint.CheckpointError as e:
         return {"error": str(e)}
     values = {float(v) for t in into.get("t", {}).values() for v in t.flatten()}

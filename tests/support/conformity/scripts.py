@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from everstep_operator.kube.client import Changed
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import LEASES, PODS, Resource
-from everstep_operator.kube.wire import KubeObject
+from everstep_operator.kube.wire import KubeObject, Pod
 from support.conformity.bodies import BINDINGS, CONFIGMAPS, JOBS, NO_UID, configmap, job, pod
 from support.conformity.world import World
 
@@ -146,7 +147,7 @@ class Player:
 
     async def play(self, requests: list[Request]) -> list[str]:
         """One line a request, then what each resource's watch told and what a list finds at the end."""
-        resources = (CONFIGMAPS, JOBS, PODS, LEASES)
+        resources: tuple[Resource[Any], ...] = (CONFIGMAPS, JOBS, PODS, LEASES)
         watched: list[list[Changed[Any]]] = []
         starts = [(await self.world.client.list(one, self.world.namespace)).resource_version for one in resources]
         for number, request in enumerate(requests):
@@ -154,7 +155,7 @@ class Player:
         for resource, start in zip(resources, starts, strict=True):
             async with self.world.watching(resource, resource_version=start) as watcher:
                 last = await self._mark(resource)
-                await self.world.eventually("all was told", lambda w=watcher, m=last: ("ADDED", m) in w.seen())
+                await self.world.eventually("all was told", partial(_added, watcher, last))
                 watched.append(watcher.changes)
         for resource, changes in zip(resources, watched, strict=True):
             found = (await self.world.client.list(resource, self.world.namespace)).items
@@ -241,6 +242,10 @@ def _text(request: Request) -> str:
     return f"{verb} {resource.plural} {' '.join(str(one) for one in rest)}"
 
 
+def _added(watcher: Any, name: str) -> bool:
+    return ("ADDED", name) in watcher.seen()
+
+
 def _shown(answer: KubeObject) -> str:
     """Everything of the object that does not depend on the world."""
     meta = answer.metadata
@@ -254,7 +259,7 @@ def _shown(answer: KubeObject) -> str:
         value = getattr(answer, name, None)
         if isinstance(value, dict):
             parts.append(f"{name}={_sorted(value)}")
-    if hasattr(answer, "spec") and hasattr(answer.spec, "node_name"):
+    if isinstance(answer, Pod):
         conditions = [(one.type, one.status) for one in answer.status.conditions]
         parts.append(f"node={answer.spec.node_name} phase={answer.status.phase} conditions={conditions}")
     if hasattr(answer, "spec") and hasattr(answer.spec, "holder_identity"):

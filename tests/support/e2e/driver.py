@@ -16,8 +16,8 @@ import yaml
 from support import TESTS
 from support.scenarios import training_processes
 from support.scenarios.lines import Asked
-from support.scenarios.player import Player, ScenarioError, wait_for
-from support.scenarios.reference import EXAMPLE
+from support.scenarios.player import Player, wait_for
+from support.scenarios.reference import EXAMPLE, ScenarioError
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError, run
 

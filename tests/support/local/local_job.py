@@ -24,7 +24,8 @@ from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
 from support.processes.descriptors import opened
 from support.scenarios.lines import Asked
-from support.scenarios.player import TOGETHER, Player, ScenarioError, wait_for
+from support.scenarios.player import TOGETHER, Player, wait_for
+from support.scenarios.reference import ScenarioError
 from support.scenarios.training_processes import children_of, command_of, trainers
 from testcluster.s3 import S3Server
 

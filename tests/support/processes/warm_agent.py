@@ -69,7 +69,7 @@ def main() -> None:
         ours.close()
         return waiting.pop()
 
-    asyncio.create_subprocess_exec = create_subprocess_exec
+    asyncio.create_subprocess_exec = create_subprocess_exec  # type: ignore[assignment]  # of its many options, what agents use
     try:
         agent.main()
     except SystemExit as e:

@@ -181,8 +181,10 @@ def serve(commands: socket.socket) -> dict[str, Any] | None:
     """Fork until there are no tests any more; in a process that was forked, what it is to do."""
     children: dict[int, tuple[int, socket.socket]] = {}  # by what becomes readable when it ends
     while True:
-        for ready in select.select([commands, *children], [], [])[0]:
-            if ready is not commands:
+        ready: int | socket.socket
+        waited: list[int | socket.socket] = [commands, *children]
+        for ready in select.select(waited, [], [])[0]:
+            if isinstance(ready, int):
                 pid, told = children.pop(ready)
                 os.close(ready)
                 _, status, used = os.wait4(pid, 0)

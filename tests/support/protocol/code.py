@@ -58,7 +58,7 @@ class WriterCode:
         return decision
 
     def conflict(self, head: Head, attempted: Record, found: Record) -> Done | Refuse | Again:
-        if compaction.is_compacted(found):
+        if isinstance(found, CommitRecord) and compaction.is_compacted(found):
             found = compaction.compacted(found)  # without the ghosts
         if log.same(attempted, found) and LogRule.RECOGNISE_OWN in self.off:
             return Again(log.advance(head, found), "the rule is off")

@@ -63,7 +63,14 @@ def undisturbed(
 ) -> Ended:
     """`processes` ranks of examples/NAME/train.py, all of one agent: torch is imported once. `through`: a script of
     the test that runs the recipe's; `variables`: for its environment."""
-    command = [BIN / "everstep-run", "--standalone", "--nproc-per-node", str(processes), *through, _script(name)]
+    command: list[str | Path] = [
+        BIN / "everstep-run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *through,
+        _script(name),
+    ]
     return _run([*command, *arguments], folder, variables)
 
 
@@ -85,7 +92,7 @@ def disturbed(
     launcher, script, *given = container["command"]
     container["command"] = [launcher, *map(str, through), str(EXAMPLES / name / script), *given, *arguments]
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    command = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
+    command: list[str | Path] = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
     command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
     for one in at:
         command += ["--at", one]
@@ -149,7 +156,7 @@ def _script(name: str) -> Path:
 def _run(command: Sequence[str | Path], folder: Path, variables: Mapping[str, str] | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_CHECKPOINT", "PET_"))}
-    environment |= {"EVERSTEP_CHECKPOINT_URL": str(folder / "commits"), "OMP_NUM_THREADS": "1"} | (variables or {})
+    environment |= {"EVERSTEP_CHECKPOINT_URL": str(folder / "commits"), "OMP_NUM_THREADS": "1", **(variables or {})}
     done = subprocess.run(
         [str(part) for part in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -42,7 +43,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, unused: bool) -> None:
         super().__init__()
-        options = {"bucket_cap_mb": 0.004, "find_unused_parameters": unused}
+        options: dict[str, Any] = {"bucket_cap_mb": 0.004, "find_unused_parameters": unused}
         self.encoder = DistributedDataParallel(Encoder(unused), **options)
         self.left, self.right = (
             DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 2)), **o)

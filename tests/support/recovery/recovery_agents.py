@@ -114,6 +114,7 @@ class Agents:
             environ |= {"EVERSTEP_ROUND": str(told), "EVERSTEP_RENDEZVOUS": self.rendezvous}
         process = CONTEXT.Process(target=self.script, args=(self.wanted, environ))
         process.start()
+        assert process.pid is not None, "it has been started"
         found = Process(len(self.all), process, process.pid)
         self.all.append(found)
         return found

@@ -77,7 +77,8 @@ class Net(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0 if plain else 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(self.dropout(relu(self.norm_b(self.b(relu(self.norm_a(self.a(x))))))))
+        y: torch.Tensor = self.c(self.dropout(relu(self.norm_b(self.b(relu(self.norm_a(self.a(x))))))))
+        return y
 
 
 class Diary:
@@ -93,11 +94,11 @@ class Diary:
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     found = xxhash.xxh3_64()
     for p in model.parameters():
-        found.update(p.detach().numpy())
+        found.update(p.detach().numpy().data)
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                found.update(value.detach().contiguous().numpy().reshape(-1))
+                found.update(value.detach().contiguous().numpy().reshape(-1).data)
     return found.hexdigest()
 
 

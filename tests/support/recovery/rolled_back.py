@@ -74,6 +74,8 @@ def possible(shape: Shape) -> Shape:
 
 
 class Net(torch.nn.Module):
+    seen: torch.Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -87,8 +89,9 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
         if self.shape.norm:
             self.seen = self.seen + x.detach().mean()
-        y = self.b(torch.relu(self.norm(self.a(x))))
-        return y * self.rare if self.shape.unused and number % 3 == 0 else y
+        y: torch.Tensor = self.b(torch.relu(self.norm(self.a(x))))
+        y = y * self.rare if self.shape.unused and number % 3 == 0 else y
+        return y
 
 
 class Shadow:
@@ -130,7 +133,7 @@ class SAM(torch.optim.Optimizer):
             p.data = self.state[p].pop("old_p")  # what stays would share the parameter's memory, here and not there
         self.base_optimizer.step()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has two halves instead
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -170,8 +173,8 @@ class Member:
             self.state["data"] = self.feeds[0].saved
         self.rollback = Rollback(self.state, self.check)
 
-    def _optimizers(self, parameters: list[torch.Tensor]) -> list[Any]:
-        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    def _optimizers(self, parameters: list[torch.nn.Parameter]) -> list[Any]:
+        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
         match self.shape.optimizer:
             case "adamw":
                 return [torch.optim.AdamW(parameters, lr=0.1)]

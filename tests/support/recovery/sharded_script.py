@@ -70,11 +70,13 @@ class Layers(torch.nn.Module):
         self.b = torch.nn.Linear(width, width)
         self.c = torch.nn.Linear(width, 3)
         self.norm = torch.nn.LayerNorm(width)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.c(self.norm(self.b(gelu(self.a(x)))))
+        y: torch.Tensor = self.c(self.norm(self.b(gelu(self.a(x)))))
+        return y
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self(x), y)
@@ -96,7 +98,8 @@ class Products(torch.nn.Module):
         self.a, self.b = self.Layer(width), self.Layer(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) + self.b(x)
+        y: torch.Tensor = self.a(x) + self.b(x)
+        return y
 
     def loss(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self(x)
@@ -145,7 +148,7 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
     vote = recovery._sharded.vote
     once = iter((True,))
 
-    def broken(step: int, *said: Any) -> None:
+    def broken(step: int, *said: Any) -> Any:
         if step != wanted.deaf_at or run.rank not in wanted.deaf or not next(once, False):
             return vote(step, *said)
         before = recovery._sharded._made

@@ -78,7 +78,7 @@ def train(wanted: Wanted) -> None:
             with step as batches:
                 optimizer.zero_grad()
                 losses = [b.scale(model(b.data[:, None].float() / 1000).mean()) for b in batches.values()]
-                torch.stack(losses).sum().backward()
+                torch.autograd.backward(torch.stack(losses).sum())
                 optimizer.step()
             if step.completed:
                 seen = {name: b.data[: b.count].tolist() for name, b in batches.items()}

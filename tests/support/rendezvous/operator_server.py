@@ -189,10 +189,12 @@ class OperatorServer:
             "metadata": {"name": name},
             "spec": {"replicas": 3, "template": TEMPLATE, "rendezvous": {"backend": backend}},
         }
-        return self.do(self.client.create(JOBS, NAMESPACE, body))
+        job: Unstructured = self.do(self.client.create(JOBS, NAMESPACE, body))
+        return job
 
     def job(self, name: str = "digits") -> Unstructured:
-        return self.do(self.client.get(JOBS, NAMESPACE, name))
+        job: Unstructured = self.do(self.client.get(JOBS, NAMESPACE, name))
+        return job
 
     def published(self, name: str = "digits") -> int:
         """The job's `status.world.round`."""

@@ -45,6 +45,7 @@ class Handlers:
     def _place(self) -> tuple[Mapping[str, str], str, Mapping[str, str]]:
         if isinstance(self._server, EtcdCluster):
             return {}, self._server.urls[0], {}
+        assert self._job is not None
         pod = self._server.create_pod(self._job, self._agents)
         self._agents += 1
         return {env.WORKER_INDEX: str(pod.index)}, self._server.replicas[0].url, {"token_file": str(pod.token_file)}
@@ -54,6 +55,7 @@ class Handlers:
         if isinstance(self._server, EtcdCluster):
             self._looks.append(EtcdStore(Gateway(self._server.urls), self.run_id))
         else:
+            assert self._job is not None
             self._looks.append(self._server.store(self._server.create_pod(self._job, 1000 + len(self._looks))))
         return self._looks[-1]
 

@@ -130,7 +130,9 @@ class World:
             case Stop(agent=target):
                 self.asked.add(target)
             case Drain():
-                leavers = {loss.agent for loss in agent.seen[1].gone} - {loss.agent for loss in document.gone}
+                _, written = agent.seen
+                assert written is not None
+                leavers = {loss.agent for loss in written.gone} - {loss.agent for loss in document.gone}
                 self.evicted.setdefault(document.round, set()).update(leavers)
                 for target in leavers:
                     self._assert_out(target)

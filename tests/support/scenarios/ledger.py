@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,10 @@ def main(args: argparse.Namespace) -> None:
     with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
         net = Net()
         model = DistributedDataParallel(net) if dist.is_initialized() else net
-        groups = [{"params": net.layers.parameters()}, {"params": [net.ledger], "lr": float(BATCH), "momentum": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": net.layers.parameters()},
+            {"params": [net.ledger], "lr": float(BATCH), "momentum": 0.0},
+        ]
         optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.998**step, lambda _: 1.0])
         run.track(model=net, optimizer=optimizer, schedule=schedule)
