@@ -16,7 +16,7 @@ from everstep.recovery.forming import same_calls
 from everstep.recovery.state.shape import MODEL, Shape
 from everstep.train.guards import calls_before_steps
 
-START = "everstep.start(a checkpoint URL, every_steps=4, rng=True, rehearsal=True) (train.py:3)"
+START = "everstep.start(a checkpoint URL, every_steps=4, rng=True, compare_gradients=True) (train.py:3)"
 STEPS = "run.steps(a loader, until=12, epochs=None) (train.py:9)"
 
 

@@ -61,9 +61,10 @@ def train(
     until: int = 6,
     crash: int = 0,
     stop: int = 0,
-    rehearsal: bool = True,
+    compare_gradients: bool = True,
     optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     change: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
+    **options: Any,
 ) -> list[torch.Tensor]:
     """A run of one process, whose loss has a factor that no commit holds; its parameters at the end. `crash`: the step
     behind which it dies, once the commit and what is noted of the step behind that are there. `stop`: the step in which
@@ -71,11 +72,11 @@ def train(
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = optimizer_of(model.parameters(), lr=0.1)
-    with everstep.start(str(folder), every_steps=SAVED, rehearsal=rehearsal) as run:
+    with everstep.start(str(folder), every_steps=SAVED, compare_gradients=compare_gradients, **options) as run:
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(run.loader(DATA, global_batch=8), until=until):
             if crash and step.number == crash:
-                crash_when_noted(folder, waits=rehearsal)
+                crash_when_noted(folder, waits=compare_gradients)
             with step as batch:
                 if stop and step.number == stop:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -87,9 +88,9 @@ def train(
     return [p.detach().clone() for p in model.parameters()]
 
 
-def crashed(folder: Path, factor: Callable[[], float] = lambda: 1.0, *, rehearsal: bool = True) -> None:
+def crashed(folder: Path, factor: Callable[[], float] = lambda: 1.0, *, compare_gradients: bool = True) -> None:
     with pytest.raises(Crash):
-        train(folder, factor, crash=SAVED + 1, rehearsal=rehearsal)
+        train(folder, factor, crash=SAVED + 1, compare_gradients=compare_gradients)
 
 
 def test_restart_with_the_same_gradients_goes_on(tmp_path: Path) -> None:
@@ -298,11 +299,17 @@ def test_short_grace_period_is_not_spent_on_it(tmp_path: Path, monkeypatch: pyte
     assert len(noted(tmp_path, NEXT)) == 1  # of the second step's commit, and not of the last
 
 
-def test_without_rehearsal_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:
-    crashed(tmp_path / "a", rehearsal=False)
+def test_without_comparison_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:
+    crashed(tmp_path / "a", compare_gradients=False)
     assert not noted(tmp_path / "a", NEXT)
     crashed(tmp_path / "b")
-    train(tmp_path / "b", lambda: 0.5, rehearsal=False)
+    train(tmp_path / "b", lambda: 0.5, compare_gradients=False)
+
+
+def test_old_name_of_compare_gradients_has_its_meaning_and_warns(tmp_path: Path) -> None:
+    crashed(tmp_path)
+    with pytest.warns(DeprecationWarning, match="now called compare_gradients"):
+        train(tmp_path, lambda: 0.5, rehearsal=False)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 7, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])

@@ -58,12 +58,12 @@ class Loops:
         recovery: Recovery | None,
         *,
         rng: Rng,
-        rehearsal: bool = True,
+        compare_gradients: bool = True,
     ) -> None:
         self.place = place
         self._coordinator = coordinator
         self._recovery = recovery
-        self._takes_shadow_steps = rehearsal
+        self._compare_gradients = compare_gradients
         self._shadow_step: ShadowStep | None = None
         self._check: RestartCheck | None = None
         self._random = Randomness(rng, place.device)
@@ -323,7 +323,7 @@ class Loops:
     @property
     def _comparable(self) -> bool:
         """Whether a step's result is determined by known inputs: its random numbers, and the whole state."""
-        return self._takes_shadow_steps and self._random.each_step and self._mesh is None
+        return self._compare_gradients and self._random.each_step and self._mesh is None
 
     def _make_shadow_step(self, recovery: Recovery, reducers: Reducers) -> ShadowStep | None:
         """A shadow step is possible if the inputs of the other rank's step are known: its random numbers, and its share

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -63,7 +64,7 @@ def start(
     every_steps: int | None = None,
     every_seconds: float | None = None,
     rng: Rng = True,
-    rehearsal: bool = True,
+    compare_gradients: bool = True,
     reporter: Reporter | None = None,
     **options: Any,
 ) -> Run:
@@ -76,18 +77,23 @@ def start(
     the rank; ranks that the script has seeded alike draw the same numbers. "rank": the same, but each rank draws
     different numbers. "saved": the script sets them, and commits save and restore them. False: only the script.
 
-    `rehearsal`: under everstep-run, a process that replaces a lost one first runs its step as a rank that has already
-    trained. The run is refused if their gradients differ. See docs/reference/session.md.
+    `compare_gradients`: under everstep-run, a process that replaces a lost one first computes its step as a rank that
+    has already trained (a shadow step). After a restart of all processes, rank 0's first step is compared with the same
+    step before. The run is refused if gradients differ. See docs/reference/session.md.
     """
+    if "rehearsal" in options:
+        text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        compare_gradients = options.pop("rehearsal")
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
         recovery.start(most_processes())
     place = take_place()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options, reporter)
-    _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, rehearsal=rehearsal)]
+    _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
-    run._ask(f"everstep.start({saves}, rng={rng!r}, rehearsal={rehearsal})", sys._getframe(1))
+    run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))
     return run
 
 

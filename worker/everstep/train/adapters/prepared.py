@@ -37,7 +37,7 @@ class Session(Run):
 
     def __init__(self, coordinator: StepCoordinator, recovery: Recovery, place: Places) -> None:
         super().__init__(
-            take_place(), coordinator, recovery, rng=True, rehearsal=False
+            take_place(), coordinator, recovery, rng=True, compare_gradients=False
         )  # Accelerate keeps its rank in many places
         self._resharding.add(place)
 

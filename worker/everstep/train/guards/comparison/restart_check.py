@@ -202,5 +202,5 @@ def _refusal(found: str, step: int, differing: list[str]) -> str:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
         f"{text}. {TRACK}. If it is meant to be another (a configuration file or data were changed), "
-        "start(rehearsal=False)"
+        "start(compare_gradients=False)"
     )

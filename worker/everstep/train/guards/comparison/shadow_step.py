@@ -323,5 +323,5 @@ def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
         f"{text}. {TRACK}. If only the kernels of two machines differ so much, or the step reads RANK from the "
-        "environment and means to, start(rehearsal=False)"
+        "environment and means to, start(compare_gradients=False)"
     )
