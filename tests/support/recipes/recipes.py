@@ -89,8 +89,10 @@ def disturbed(
     folder.mkdir(parents=True, exist_ok=True)
     job = yaml.safe_load((EXAMPLES / name / "job.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
-    launcher, script, *given = container["command"]
-    container["command"] = [launcher, *map(str, through), str(EXAMPLES / name / script), *given, *arguments]
+    said = container["command"]
+    script = said.index("train.py")
+    given = [*said[:script], *through, _script(name), *said[script + 1 :], *arguments]
+    container["command"] = [str(part) for part in given]
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     command: list[str | Path] = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
     command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
