@@ -18,6 +18,7 @@ HIDDEN = "[redacted]"
 MAX_TEXT = 256 * 1024  # characters that are looked at; what follows is left out
 # Of what is shown, when a text is cut: a credential that is cut in the middle has no shape any more.
 MARGIN = 4096
+CUT = " … "  # in place of the middle of a text
 
 _NAMES = (
     r"secret|passw(?:or)?d|passphrase|pwd|credentials?|api[-_]?key|access[-_]?key(?![-_]?id)|account[-_]?key"
@@ -100,6 +101,16 @@ def text(value: str) -> str:
 def short(value: str, limit: int) -> str:
     """The first `limit` characters of `text(value)`."""
     return text(value[: limit + MARGIN])[:limit]
+
+
+def ends(value: str, limit: int) -> str:
+    """`text(value)` in at most `limit` characters: of a longer one the beginning, which names what is wrong, and the
+    end, which says what to do."""
+    hidden = text(value)
+    if len(hidden) <= limit:
+        return hidden
+    end = (limit - len(CUT)) * 3 // 5
+    return f"{hidden[: limit - len(CUT) - end]}{CUT}{hidden[-end:]}"
 
 
 def sentence(value: str, limit: int) -> str:

@@ -22,6 +22,7 @@ from everstep.contract.library_files import is_library
 
 LOG = "/dev/termination-log"
 MAX_ERROR = 1200  # characters: a refusal whole, with the line to write instead
+MAX_BRIEF = 800  # of what a TrainingJob's status keeps: longer refusals may have a brief text of their own
 MAX_RECORD = 1840  # characters of the error and of the lines before it, which get what the error leaves
 MAX_LINES = 12
 MAX_LINE = 120
@@ -58,7 +59,7 @@ def write(
     if env.JOB_UID not in environ:
         return
     shown = redact.lines(line[:MAX_CUT] for line in lines[-MAX_CONTEXT:])
-    said = redact.short(error, MAX_ERROR)
+    said = redact.ends(error, MAX_ERROR)
     kept = min(MAX_LINES, (MAX_RECORD - len(said)) // MAX_LINE)
     record: dict[str, object] = {
         "everstep": 1,
@@ -87,6 +88,8 @@ def write_error(error: BaseException) -> None:
     with contextlib.suppress(AttributeError):
         setattr(error, _TOLD, True)
     text = f"{type(error).__name__}: {error}"
+    if len(text) > MAX_BRIEF and (brief := getattr(error, "everstep_brief", "")):
+        text = f"{type(error).__name__}: {brief}"
     lines = "".join(traceback.format_exception(error)).splitlines()
     write(
         text,

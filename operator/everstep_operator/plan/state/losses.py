@@ -25,7 +25,8 @@ from everstep_operator.plan.state import exit_text
 
 MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
-MAX_ERROR = 800  # and of an error, whose end may say what to write instead
+MAX_ERROR = termination.MAX_BRIEF  # and of an error; of a longer one the beginning, and the end with what to do
+MAX_READ = 2000  # of an error, before it is cut
 MAX_PLACE = 80  # and of a file's name with a line's number
 SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
@@ -215,11 +216,11 @@ def _record_of(line: str) -> _Record | None:
         return None
     try:
         body = json.loads(line)
-        error = str(body["error"])[:2000]
+        error = str(body["error"])[:MAX_READ]
         refusal = _refusal(body)
         return _Record(
             exit_code=int(body["exit_code"]) & 0xFF,
-            text=_shown(error, MAX_ERROR),
+            text=sanitize.encodable(redact.ends(error, MAX_ERROR)),
             # The text of a refusal may contain the words of a lost peer.
             peer_lost=refusal is None and _PEER_LOST.search(error) is not None,
             lines=tuple(_shown(line) for line in redact.lines(str(text) for text in list(body.get("lines", ()))[-20:])),

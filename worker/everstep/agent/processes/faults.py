@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent.decide.events import Fault
-from everstep.contract import exit_codes, termination
+from everstep.contract import exit_codes, redact, termination
 
 log = logging.getLogger(__name__)
 
 MAX_ERROR_FILE = 1024 * 1024
-MAX_WHY = 1500  # characters: enough for a whole refusal, with the line to write instead
+MAX_WHY = 1500  # characters; of a longer refusal the beginning, and the end with the line to write instead
 
 # The messages of torch, gloo and NCCL when a peer is gone. A program can fail with the same words for another reason.
 # So such an end is charged later if no peer was lost.
@@ -44,8 +44,8 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
     said = _error(content)
     why = f"exit code {code}" + (f": {said}" if said else "")
     if code == 1 and _refused_early(content):
-        return Fault.REFUSED, why[:MAX_WHY]
-    return (Fault.PEER if _PEER.search(said) else Fault.PROGRAM), why[:MAX_WHY]
+        return Fault.REFUSED, redact.ends(why, MAX_WHY)
+    return (Fault.PEER if _PEER.search(said) else Fault.PROGRAM), redact.ends(why, MAX_WHY)
 
 
 def _refused_early(content: Mapping[str, Any]) -> bool:

@@ -139,7 +139,7 @@ class RestartCheck:
                     "what later steps read of them is to be tracked", listed(differing),
                 )  # fmt: skip
             return
-        text = _refusal(found, self._step, differing)
+        text = refusal(found, self._step, differing)
         if self._program is None or head.get("program") != self._program:
             log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
             return
@@ -192,7 +192,8 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     return (sums, head) if sums is not None and usable else None
 
 
-def _refusal(found: str, step: int, differing: list[str]) -> str:
+def refusal(found: str, step: int, differing: list[str]) -> str:
+    """What is said of a step that is not the one noted behind the commit of `step`."""
     text = (
         f"the run was started again from the commit of step {step}, and from the same samples, random numbers and "
         f"tracked state the step after it {found}. So the step reads something that a new process does not have. "

@@ -6,6 +6,7 @@ import re
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,30 @@ NAMED = 8  # variables in one text
 _LONGEST = 60  # of a value that is written out
 
 
-def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken: Iterable[str] = ()) -> str:
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Of one refusal. `brief`: where there is no room for the whole; of the most harmful mistake alone."""
+
+    whole: str
+    _brief: str = ""
+
+    @property
+    def brief(self) -> str:
+        return self._brief or self.whole
+
+
+def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken: Iterable[str] = ()) -> Text:
     """Of variables of the loop in `file`, the most harmful first. `taken`: names of what is tracked by now."""
+    taken = {*taken, *OWN_NAMES}
+    more = f". {len(found) - 1} more variables are carried, see the log" if len(found) > 1 else ""
+    worst = found[0]
+    said = _said(worst, worst.file or file, worst.at_file or file)
+    lines = ". ".join(_lines([worst], values, {*taken}))
+    brief = f"{said}. {lines}; or run.untracked({worst.name!r}){more}"
+    return Text(_whole(file, found, values, taken), brief)
+
+
+def _whole(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken: Iterable[str]) -> str:
     said = "; ".join(_said(f, f.file or file, f.at_file or file) for f in found[:NAMED])
     names = ", ".join(repr(f.name) for f in found)
     them = "it" if len(found) == 1 else "them"
@@ -34,7 +57,7 @@ def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], take
     ending = f"or, if nothing is lost with {them}, run.untracked({names})"
     return (
         f"{said}: a process that replaces a lost one starts without {them}. "
-        f"{'. '.join(_lines(found, values, {*taken, *OWN_NAMES}))}{reduce if own is not None else ''}"
+        f"{'. '.join(_lines(found, values, {*taken}))}{reduce if own is not None else ''}"
         f"{fetched if tensors else ''}; {ending}"
     )
 

@@ -59,7 +59,7 @@ class HiddenChanges:
             log.warning("the script's global variables could not be compared", exc_info=True)
             return
         if found:
-            raise LoopError(_text(found))
+            raise LoopError(text_of_hidden(found))
 
     def _look(self, frame: types.FrameType | None) -> Iterator[tuple[str, str]]:
         """Each variable that was changed by no line, and its file."""
@@ -186,7 +186,8 @@ def _names(file: str) -> _Names | None:
     return _Names(tree) if tree is not None else None
 
 
-def _text(found: list[tuple[str, str]]) -> str:
+def text_of_hidden(found: list[tuple[str, str]]) -> str:
+    """`found`: each variable and its file."""
     names = [name for name, _ in found[:MOST_NAMED]]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     kept = ", ".join(f"{name!r}: {name}" for name in names)

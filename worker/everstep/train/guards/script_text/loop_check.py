@@ -25,7 +25,7 @@ import torch
 
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import is_script, variables
-from everstep.train.guards.script_text.advice import text_of
+from everstep.train.guards.script_text.advice import Text, text_of
 from everstep.train.guards.script_text.known_values import PARTS, KnownValues, constant, held, kind_of
 from everstep.train.guards.script_text.loop_carried import LoopCarried, loop_carried
 from everstep.train.guards.script_text.read_ranks import bound, holds, read_ranks
@@ -73,11 +73,11 @@ def check_loop(
     `nested`: it is called from a loop over epochs."""
     with _never_in_the_way():
         for place in _of_function(function) if function is not None else _of_frame(frame):
-            texts = [*_texts_of_generator(place), *_texts_of_ranks(place)] if changes else []
+            texts = [*map(Text, (*_texts_of_generator(place), *_texts_of_ranks(place)))] if changes else []
             texts += _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
             texts += [] if nested else _texts_of_modules(state, is_untracked)
             if texts:
-                raise LoopError(". ".join(texts))
+                raise error_of(texts)
 
 
 def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
@@ -85,7 +85,13 @@ def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -
     it counts with."""
     with _never_in_the_way():
         if texts := _texts_of_modules(state, is_untracked):
-            raise LoopError(". ".join(texts))
+            raise error_of(texts)
+
+
+def error_of(texts: list[Text]) -> LoopError:
+    """All texts, and a brief one of the first."""
+    more = f". And {len(texts) - 1} more, in the log" if len(texts) > 1 else ""
+    return LoopError(". ".join(one.whole for one in texts), brief=texts[0].brief + more)
 
 
 @contextmanager
@@ -175,7 +181,7 @@ def _texts_of_loop(
     data: Collection[int],
     *,
     nested: bool,
-) -> list[str]:
+) -> list[Text]:
     covered, values = Covered(state), place.values
     known = KnownValues(values, place.file, covered.objects, data)
     # A loader is tracked for its position, and not for what it reads.
@@ -189,7 +195,7 @@ def _texts_of_loop(
         return any(id(v) in kept for v in owners if not isinstance(v, bool | int | float | str | None))
 
     script = Script(place.tree, lambda n: kind_of(held(values, n)), lambda n: constant(values, n), known)
-    texts = list[str]()
+    texts = list[Text]()
     lost, saved = list[LoopCarried](), list[LoopCarried]()
     for found in loop_carried(script, place.loop, also=list(_between(place, evaluations))):
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
@@ -198,13 +204,15 @@ def _texts_of_loop(
             (saved if found.use == SAVED else lost).append(found)
         elif found.bound and found.name.isidentifier():
             texts.append(
-                f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
-                f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
-                f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
-                f"`{found.name}.copy_(…)` of a tensor"
+                Text(
+                    f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
+                    f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
+                    f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
+                    f"`{found.name}.copy_(…)` of a tensor"
+                )
             )
     if saved:
-        log.warning("%s", text_of(place.name, saved, values, state))
+        log.warning("%s", text_of(place.name, saved, values, state).whole)
     return [text_of(place.name, lost, values, state), *texts] if lost else texts
 
 
@@ -279,14 +287,14 @@ def _only_talks(n: ast.AST) -> bool:
     return False
 
 
-def _texts_of_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> list[str]:
-    seen, texts = set[type](), list[str]()
+def _texts_of_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> list[Text]:
+    seen, texts = set[type](), list[Text]()
     modules = (m for target in state.values() if isinstance(target, torch.nn.Module) for m in target.modules())
     for module in islice(modules, MODULES):
         kind = type(module)
         if kind not in seen and not kind.__module__.startswith("torch."):
             seen.add(kind)
-            texts += _texts_of_module(module, is_untracked)
+            texts += map(Text, _texts_of_module(module, is_untracked))
     return texts
 
 
