@@ -110,6 +110,11 @@ ROWS = (
         kills=("5:backward2", "5:optimizer"),
     ),
     Row("bad_batch_on_one_rank", kills=(), refused=r"left a step out.*[Rr]educe a flag"),
+    Row(
+        "evaluated_on_one_rank",
+        kills=(),
+        refused=r"rank 0 is at run\.evaluate\(.*rank 1 at the end of the loop's body \(\w+\.py:30\): each",
+    ),
     Row("metric_left_out", kills=(), refused=r"have begun \d+ collectives.*left one out"),
     Row("bad_batch_in_last_step", kills=(), refused=r"left a step out.*[Rr]educe a flag"),
     Row("bad_batch_on_no_rank"),

@@ -11,6 +11,7 @@ from everstep.checkpoint.ranks import Ranks
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.train.coordination import same_place
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Before, Evaluations, figures, unchanged
 from everstep.train.nested_loops import NestedLoops
@@ -18,6 +19,7 @@ from everstep.train.once import Onces
 
 # Added to the step for the random numbers of its evaluations: half of the numbers that the seeds tell apart.
 EVALUATION = 2**31
+Attempt = Callable[[Callable[[Callable[[], None]], None]], bool]  # `World.attempt`
 
 
 class BetweenSteps:
@@ -78,13 +80,14 @@ class BetweenSteps:
     def call_now(
         self,
         call: Callable[[], Any],
+        words: str,
         coordinator: StepCoordinator,
         state: Mapping[str, Any],
-        attempt: Callable[[Callable[[Callable[[], None]], None]], bool] | None,
+        attempt: Attempt | None,
         lost: Callable[[], None],
     ) -> None:
         """Evaluate now, in a loop over epochs, by `World.attempt`. If a peer is lost in it, call `lost` and evaluate
-        again. Raises `LoopError` in another place, or without a world."""
+        again. `words`: the script's call, with its line. Raises `LoopError` in another place, or without a world."""
         nesting = self.nesting
         if attempt is None or not nesting.nested or nesting.in_steps:
             raise LoopError(
@@ -93,9 +96,24 @@ class BetweenSteps:
                 "loop `run.evaluate(fn, every=500)`"
             )
         if nesting.evaluates():
+            if not self.all_are_at(words, coordinator, attempt):
+                lost()
             while not attempt(lambda check: self.call([call], coordinator, state, check)):
                 lost()
             nesting.evaluated()
+
+    def all_are_at(self, words: str, coordinator: StepCoordinator, attempt: Attempt) -> bool:
+        """All ranks come to the same place of the loop over epochs. `words`: what the script calls there. False if a
+        peer was lost meanwhile: then a member may have met the others already, so nobody meets there again."""
+        place = self.nesting.comes
+        if place is None:
+            return True
+
+        def met(check: Callable[[], None]) -> None:
+            same_place.meet(place, words, coordinator.gather)
+            check()
+
+        return attempt(met)
 
     def meet(self, step: int, members: Members) -> None:
         """A round has formed, and its members do not have one state yet. If some members have completed evaluations

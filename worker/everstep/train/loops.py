@@ -162,7 +162,7 @@ class Loops:
                         continue
                     yield nesting.epoch()
                     nesting.leave(self.step)
-                    if feed.epoch < epochs:
+                    if self._all_are_at(world, "the end of the loop's body") and feed.epoch < epochs:
                         world.between()
                 if self._finish(world):
                     return
@@ -177,6 +177,8 @@ class Loops:
                             "passed to run.epochs()")  # fmt: skip
         self._script.epoch_begins(sys._getframe(1), self._datasets)
         nesting.steps_begin()
+        if not self._all_are_at(world, "the steps of the epoch"):
+            self._stay()
         self._unmanaged.steps_begin()
         given = False
         try:
@@ -334,9 +336,14 @@ class Loops:
             )
         return self._shadow_step
 
-    def _evaluate_now(self, call: Callable[[], Any]) -> None:
+    def _evaluate_now(self, call: Callable[[], Any], name: str) -> None:
         attempt = self._world.attempt if self._world is not None else None
-        self._between_steps.call_now(call, self._coordinator, self._state, attempt, self._stay)
+        words = calls_before_steps.call(f"run.evaluate({name})", sys._getframe(1))
+        self._between_steps.call_now(call, words, self._coordinator, self._state, attempt, self._stay)
+
+    def _all_are_at(self, world: World, what: str) -> bool:
+        words = calls_before_steps.call(what, sys._getframe(1))
+        return self._between_steps.all_are_at(words, self._coordinator, world.attempt)
 
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""

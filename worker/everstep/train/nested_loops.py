@@ -49,6 +49,7 @@ class NestedLoops:
         self._came = 0  # how many of the epoch's evaluations the script has reached
         self._target = 0  # the place of a received state, which the script has yet to reach
         self._given: list[Tree] = []  # small objects as they came with that state
+        self.comes: str | None = None  # the place to which this process comes as one of the first
         self.moved = False  # whether the state is at another place than the script's frames
         self.in_steps = False  # whether the script's inner loop runs
 
@@ -109,7 +110,9 @@ class NestedLoops:
         if self._target >= STEPS and self.steps_left:
             self._put_back()  # the code before the steps has changed these objects a second time
             self._target = 0
+        begun = self._spot.place & STEPS
         self._spot = Spot(self._spot.epoch, self._spot.place | STEPS)
+        self.comes = None if begun else f"the steps of epoch {self._spot.epoch}"
 
     def steps_end(self, *, given: bool) -> None:
         """No step of this epoch is left. `given`: because this process received the state of a member behind them."""
@@ -126,7 +129,9 @@ class NestedLoops:
         place = self._spot.place & STEPS | 2 * number + 1
         if place == self._target:
             self._put_back()
+        begun = place == self._spot.place  # by others, before this process came
         self._spot = Spot(self._spot.epoch, place)
+        self.comes = None if begun else f"evaluation {number} of epoch {self._spot.epoch}"
         return True
 
     def evaluated(self) -> None:
@@ -143,6 +148,7 @@ class NestedLoops:
                 "steps left. Take all of them, by run.train(fn) or `for step in run.steps():` in the loop over epochs. "
                 "To end the run early leave both loops, on all ranks after the same step"
             )
+        self.comes = f"the end of epoch {self._epoch}"
         self._spot, self._epoch = Spot(self._epoch + 1), None
 
     def _keep(self) -> None:

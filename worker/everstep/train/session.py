@@ -224,7 +224,7 @@ class Run(Loops):
         """
         call = fn if loader is None else evaluation.over(fn, loader, self._most_readers, self._cut)
         if every is None:
-            self._evaluate_now(call)
+            self._evaluate_now(call, calls_before_steps.name_of(fn))
         elif self._loop:
             raise LoopError("evaluate(every=…) after steps() began: a process that comes later would not call it. Call "
                             "it before the loop: `run.evaluate(fn, every=500)`")  # fmt: skip

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from everstep.recovery.errors import LoopError
 
 AT_PLACE = "at place {} "  # prefix of calls that only the ranks of this place in a replica make
+Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]  # collects the numbers of each rank; collective
 _LINE = re.compile(r" \([^()]*:\d+\)$")
 _PLACE = re.compile(AT_PLACE.format(r"\d+"))
 _BYTES = 7  # of text in each number of at most 63 bits
@@ -39,15 +40,20 @@ def check(told: Sequence[str]) -> None:
                 )
 
 
-def meet(mine: str, gather: Callable[[Sequence[int]], list[tuple[int, ...]]]) -> None:
-    """`check` the calls of all ranks. `gather`: collects the numbers of each rank; collective."""
+def meet(mine: str, gather: Gather) -> None:
+    """`check` the calls of all ranks. Collective."""
+    check(gather_texts(mine, gather))
+
+
+def gather_texts(mine: str, gather: Gather) -> list[str]:
+    """By rank. Collective."""
     data = mine.encode()
     sizes = [size for (size,) in gather((len(data),))]
     length = -(-max(sizes) // _BYTES) * _BYTES
     padded = data.ljust(length, b"\0")
     numbers = [int.from_bytes(padded[at : at + _BYTES], "big") for at in range(0, length, _BYTES)]
     found = [b"".join(one.to_bytes(_BYTES, "big") for one in said) for said in gather(numbers)]
-    check([said[:size].decode() for said, size in zip(found, sizes, strict=True)])
+    return [said[:size].decode() for said, size in zip(found, sizes, strict=True)]
 
 
 def _lines(told: str, of_place: bool) -> list[str]:
