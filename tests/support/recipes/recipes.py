@@ -107,9 +107,9 @@ def kill(name: str, first: int, last: int, workers: int = 3) -> str:
     return f"{chance.randint(first, last)}:kill={chance.randrange(workers)}"
 
 
-def script(name: str) -> ModuleType:
-    """examples/NAME/train.py as a module; its `main` does not run."""
-    spec = importlib.util.spec_from_file_location(f"{name}_train", _script(name))
+def script(name: str, file: str = "train.py") -> ModuleType:
+    """examples/NAME/FILE as a module; its `main` does not run."""
+    spec = importlib.util.spec_from_file_location(f"{name}_{Path(file).stem}", EXAMPLES / name / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
