@@ -98,7 +98,7 @@ def test_commit_of_another_division_is_refused_with_the_mesh_that_it_needs(
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.restore(named(saved)(trained(1)))
         checkpointer.save(3, named(saved)(trained(1)))
-    coordinator = StepCoordinator.find(str(tmp_path), None, None, {}, None)
+    coordinator = StepCoordinator.find(str(tmp_path), None, None, {})
     coordinator.named = named(restoring)
     with pytest.raises(StateMismatch, match=words):
         coordinator.restore(trained(2))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,7 +28,6 @@ from everstep_operator.kube.client import (
     PAGE,
     Bookmark,
     Changed,
-    KubeClient,
     ListResult,
     Propagation,
     TokenReview,
@@ -308,9 +307,3 @@ def _version(text: str | None) -> int:
     if not text.isdigit():
         raise bad_request(f"resourceVersion: {text[:60]!r} is no resource version")
     return int(text)
-
-
-if TYPE_CHECKING:
-
-    def _is_one(client: MemoryClient) -> KubeClient:
-        return client

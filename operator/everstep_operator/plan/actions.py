@@ -8,19 +8,30 @@ says in which order actions are taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from everstep.contract.document import Sizes
 
 
 @dataclass(frozen=True, slots=True)
-class CreateService:
+class _Create:
+    kind: ClassVar[str]
     name: str
     body: dict[str, Any]
     why: str
 
     def __str__(self) -> str:
-        return f"create service {self.name} ({self.why})"
+        return f"create {self.kind} {self.name} ({self.why})"
+
+
+class CreateService(_Create):
+    __slots__ = ()
+    kind = "service"
+
+
+class CreateDisruptionBudget(_Create):
+    __slots__ = ()
+    kind = "disruption budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +60,27 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteService:
-    """Delete exactly this service. The UID is a precondition, because a job recreated under the same name has a service
-    of the same name."""
+class _Delete:
+    """Delete exactly this object. The UID is a precondition, because a job recreated under the same name has objects of
+    the same names."""
 
+    kind: ClassVar[str]
     name: str
     uid: str
     why: str
 
     def __str__(self) -> str:
-        return f"delete service {self.name} ({self.why})"
+        return f"delete {self.kind} {self.name} ({self.why})"
 
 
-@dataclass(frozen=True, slots=True)
-class CreateDisruptionBudget:
-    name: str
-    body: dict[str, Any]
-    why: str
-
-    def __str__(self) -> str:
-        return f"create disruption budget {self.name} ({self.why})"
+class DeleteService(_Delete):
+    __slots__ = ()
+    kind = "service"
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteDisruptionBudget:
-    """Delete exactly this disruption budget: the UID is a precondition."""
-
-    name: str
-    uid: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"delete disruption budget {self.name} ({self.why})"
+class DeleteDisruptionBudget(_Delete):
+    __slots__ = ()
+    kind = "disruption budget"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
-"""Names of a job's objects. They are deterministic: after a crash the same decision gives the same name. So a pod is
-never created twice, and its name is enough to find it."""
+"""Names and metadata of a job's objects. The names are deterministic: after a crash the same decision gives the same
+name. So a pod is never created twice, and its name is enough to find it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from everstep.contract import labels
 
@@ -31,3 +33,18 @@ def selector(job: str) -> str:
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:
     """The host name of worker 0 in exactly this round. No other round or job ever has this name."""
     return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"
+
+
+def metadata(name: str, job: str, namespace: str, uid: str) -> dict[str, Any]:
+    """The metadata of an object with this name, which the job owns."""
+    owner = {
+        "apiVersion": labels.API_VERSION,
+        "kind": labels.KIND,
+        "name": job,
+        "uid": uid,
+        "controller": True,
+        # True would need a permission on finalizers that we do not need otherwise.
+        "blockOwnerDeletion": False,
+    }
+    ours = {labels.JOB: job, labels.JOB_UID: uid, labels.MANAGED_BY: labels.MANAGER}
+    return {"name": name, "namespace": namespace, "labels": ours, "ownerReferences": [owner]}

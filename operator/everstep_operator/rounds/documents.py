@@ -19,6 +19,7 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
+from everstep_operator.plan import names
 
 KEY = "document"
 # The agents' lease. Presence is in the leader's memory, and the next leader must know how long to wait for agents. It
@@ -78,25 +79,14 @@ class RoundDocuments:
 
         Raises RoundsUnavailable, after which it may have been written.
         """
+        name = config_map_name(job.name)
         body: dict[str, Any] = {
             "metadata": {
-                "name": config_map_name(job.name),
+                **names.metadata(name, job.name, job.namespace, job.uid),
                 "annotations": {LEASE: f"{lease:g}"},
-                "labels": {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER},
-                "ownerReferences": [
-                    {
-                        "apiVersion": labels.API_VERSION,
-                        "kind": labels.KIND,
-                        "name": job.name,
-                        "uid": job.uid,
-                        "controller": True,
-                        "blockOwnerDeletion": False,
-                    }
-                ],
             },
             "data": {KEY: document},
         }
-        name = config_map_name(job.name)
         self._require_leading()
         try:
             if expected == 0:

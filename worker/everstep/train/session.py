@@ -39,7 +39,6 @@ from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import STATE, Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
 from everstep.recovery.state.switches import SWITCHES
-from everstep.reporting.report import Reporter
 from everstep.train import early_exit, evaluation, once
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
@@ -65,7 +64,6 @@ def start(
     every_seconds: float | None = None,
     rng: Rng = True,
     compare_gradients: bool = True,
-    reporter: Reporter | None = None,
     **options: Any,
 ) -> Run:
     """Join the world that the environment describes (alone without one) and begin a run.
@@ -90,7 +88,7 @@ def start(
     if recovery is not None:
         recovery.start(most_processes())
     place = take_place()
-    coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options, reporter)
+    coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))

@@ -11,7 +11,6 @@ from typing import Any
 from everstep.contract import labels
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreateDisruptionBudget, DeleteDisruptionBudget
-from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state import sizing
 
@@ -48,11 +47,6 @@ def _body(job: JobView, name: str, least: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": {
-            "name": name,
-            "namespace": job.namespace,
-            "labels": pods.labels_of(job),
-            "ownerReferences": [pods.owner_reference(job)],
-        },
+        "metadata": names.metadata(name, job.name, job.namespace, job.uid),
         "spec": {"minAvailable": least, "selector": {"matchLabels": {labels.JOB_UID: job.uid}}},
     }

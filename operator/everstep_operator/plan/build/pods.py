@@ -23,29 +23,12 @@ ETCD_VOLUME = "everstep-etcd"
 DEFAULT_GRACE_SECONDS = 30
 
 
-def owner_reference(job: JobView) -> dict[str, Any]:
-    return {
-        "apiVersion": labels.API_VERSION,
-        "kind": labels.KIND,
-        "name": job.name,
-        "uid": job.uid,
-        "controller": True,
-        # True would need a permission on finalizers that we do not need otherwise.
-        "blockOwnerDeletion": False,
-    }
-
-
 def service(job: JobView) -> dict[str, Any]:
     """The headless service. It publishes pods before they are ready, because the rendezvous comes before readiness."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {
-            "name": names.service_name(job.name),
-            "namespace": job.namespace,
-            "labels": labels_of(job),
-            "ownerReferences": [owner_reference(job)],
-        },
+        "metadata": names.metadata(names.service_name(job.name), job.name, job.namespace, job.uid),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -97,20 +80,19 @@ def _pod(
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
     spec["subdomain"] = names.service_name(job.name)
+    ours = names.metadata(name, job.name, job.namespace, job.uid)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": name,
-            "namespace": job.namespace,
+            **ours,
             "labels": {
                 **{k: v for k, v in (meta.get("labels") or {}).items() if k != labels.ROUND},
-                **labels_of(job),
+                **ours["labels"],
                 labels.WORKER_INDEX: str(index),
                 labels.INCARNATION: str(incarnation),
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
-            "ownerReferences": [owner_reference(job)],
         },
         "spec": spec,
     }
@@ -122,10 +104,6 @@ def _mount(spec: dict[str, Any], container: dict[str, Any], path: str, volume: d
     mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != name]
     container["volumeMounts"] = [*mounts, {"name": name, "mountPath": path, "readOnly": True}]
     spec["volumes"] = [*(v for v in (spec.get("volumes") or ()) if v.get("name") != name), volume]
-
-
-def labels_of(job: JobView) -> dict[str, str]:
-    return {labels.JOB: job.name, labels.JOB_UID: job.uid, labels.MANAGED_BY: labels.MANAGER}
 
 
 def _token_volume() -> dict[str, Any]:

@@ -69,12 +69,11 @@ class StepCoordinator:
         every_steps: int | None,
         every_seconds: float | None,
         options: Mapping[str, Any],
-        reporter: Reporter | None = None,
     ) -> StepCoordinator:
         """With the store and policy that were passed, else those of the environment; see `everstep.start`."""
         with _exit_codes():
             schedule = SaveSchedule.find(checkpoint, every_steps, every_seconds, options)
-        return cls(schedule, reporter or default_reporter())
+        return cls(schedule, default_reporter())
 
     def join(self) -> None:
         """Meet the other ranks. Collective; the process group must exist if there is to be one."""
