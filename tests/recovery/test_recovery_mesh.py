@@ -65,7 +65,11 @@ def test_number_of_replicas_is_known_from_the_first_round_on() -> None:
     ):  # fmt: skip
         with pytest.raises(LoopError, match=UNTOLD):
             ask()
+    known = "'cpu', its ranks are known from run.steps() on)"
+    assert repr(made) == f"DeviceMesh((replicate=?, model=2), {known}"
+    assert repr(inside) == f"DeviceMesh((model=2), {known}"
     mesh.move(3, 6)
+    assert repr(made).startswith("DeviceMesh((replicate=3, model=2), 'cpu', stride=")
     assert (made.size(), made.size(0), replicate.size()) == (6, 3, 3)
     assert (made.shape, made.get_coordinate()) == ((3, 2), (1, 1))
     assert (replicate.shape, inside.mesh.tolist(), made.mesh.tolist()) == ((3,), [2, 3], [[0, 1], [2, 3], [4, 5]])

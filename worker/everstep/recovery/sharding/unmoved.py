@@ -53,6 +53,13 @@ def _asking() -> Any:
             inside, _ = self._everstep
             return inside.knows_place and self._is_inside(mesh_dim)
 
+        def __repr__(self) -> str:
+            # torch's own text would show one replica. Printing a mesh is no reason to refuse a script.
+            _, kind = self._everstep
+            sizes = zip(self.mesh_dim_names or (), self._layout.top_level_sizes, strict=False)
+            shown = ", ".join(f"{name}={size if name == kind else '?'}" for name, size in sizes)
+            return f"DeviceMesh(({shown}), '{self.device_type}', its ranks are known from run.steps() on)"
+
         def size(self, mesh_dim: Any = None) -> Any:
             if not self._is_inside(mesh_dim):
                 self._ask("size()")
