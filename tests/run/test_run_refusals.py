@@ -41,18 +41,22 @@ kind: TrainingJob
 metadata: {name: refused}
 spec:
   replicas: 2
-  rendezvous: {backend: everstep}
+  rendezvous: {backend: BACKEND}
   recovery: {maxRestarts: 5}
   checkpoint: {url: "file:///commits"}
-  template: {spec: {containers: [{name: worker, image: x, command: [everstep-run, train.py]}]}}
+  template: {spec: {containers: [{name: worker, image: x, command: [LAUNCHER, train.py]}]}}
 """
 
 
+@pytest.mark.parametrize(
+    ("backend", "launcher"),
+    [("everstep", "everstep-run"), pytest.param("c10d", "torchrun", marks=pytest.mark.long)],
+)
 def test_script_that_is_refused_in_its_first_step_fails_its_job_after_one_start_of_each_worker(
-    tmp_path: Path,
+    backend: str, launcher: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "job.yaml").write_text(JOB.replace("BACKEND", backend).replace("LAUNCHER", launcher))
     out = tmp_path / "out"
     done = subprocess.run(
         [
