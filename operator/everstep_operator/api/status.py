@@ -19,6 +19,7 @@ MAX_RECOVERIES = 10
 MAX_WORKERS = 4096
 MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
+MAX_MISMATCH = 512  # characters of the place where collectives did not match
 
 Workers = Annotated[Int32, Field(ge=0)]
 WorkerIndex = Annotated[Int32, Field(ge=0, le=MAX_WORKERS - 1)]
@@ -140,6 +141,11 @@ class Restarts(StatusModel):
     without_progress: Count = Field(default=0, description="Restarts in a row that brought no new step.")
     start_failures: Count = Field(
         default=0, description="Failed starts of a program that has never run, such as one without its script."
+    )
+    mismatch: Annotated[str, StringConstraints(max_length=MAX_MISMATCH)] | None = Field(
+        default=None,
+        description="Where the ranks' collectives did not match, at the last restart for that reason. The same again, "
+        "without a new step in between, ends the job.",
     )
     last_step: Count | None = Field(
         default=None, description="Highest completed step when the last restart was decided."

@@ -13,7 +13,7 @@ from everstep_operator.api.conditions import Cause, FailedReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import refusals, start_failures
+from everstep_operator.plan.decide import mismatches, refusals, start_failures
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
@@ -45,12 +45,18 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     reporting = seen.updated_at is not None or before.updated_at is not None
     if refusals.is_final(snapshot, loss) and _rule(job.spec.recovery, loss) is None:
         return Fail(FailedReason.SCRIPT_REFUSED, refusals.words(loss), EventReason.SCRIPT_REFUSED)
+    place = mismatches.place(loss) if not follows else None
+    if place and mismatches.is_final(job.status.restarts, loss, step) and _rule(job.spec.recovery, loss) is None:
+        return Fail(FailedReason.SCRIPT_REFUSED, mismatches.words(loss), EventReason.SCRIPT_REFUSED)
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
     # Other workers run meanwhile. Either their steps are not known, or they do not train with the lost worker.
     alone = elsewhere and (step is None or _is_outside(snapshot, loss))
-    return decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
+    judged = decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
+    if place and isinstance(judged, Restart):
+        return Restart(judged.restarts.model_copy(update={"mismatch": place}))
+    return judged
 
 
 def _is_outside(snapshot: Snapshot, loss: Loss) -> bool:
@@ -173,6 +179,7 @@ def _count(
         in_window=(0 if window_over else old.in_window) + 1 if charged else old.in_window,
         without_progress=without,
         start_failures=old.start_failures,
+        mismatch=old.mismatch,
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,
         incident_at=old.incident_at,

@@ -13,11 +13,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.contract.calls import IN_GROUP, Call, read_row, read_rows, row, rows
+from everstep.contract.calls import IN_GROUP, NO_MATCH, Call, read_row, read_rows, row, rows
 
 MAX_BYTES = 4096
 MAX_AT = 120
-NO_MATCH = "the ranks' collectives do not match: "
 MAX_GROUPS = 4  # of ranks that a text lists separately
 MAX_RANGES = 6  # of ranks in one group
 

@@ -1,0 +1,35 @@
+"""Judges collectives that do not match: one rank calls another one than its peers, so no rank goes on.
+
+The agents name the lines. The same script does the same again, so a second mismatch at the same place, without a new
+step in between, ends the job. The first one is charged as any failure of the program, because other data may help.
+"""
+
+from __future__ import annotations
+
+import re
+
+from everstep.contract.calls import NO_MATCH
+from everstep_operator.api.status import MAX_MISMATCH, Restarts
+from everstep_operator.plan.state.losses import Loss
+
+# How often the ranks had called a collective says nothing about the place.
+_COUNTS = re.compile(r", (?:the \d{1,12}\w\w|after \d{1,12} collectives) in this round")
+
+
+def place(loss: Loss) -> str | None:
+    """Which ranks waited in which collective, at which lines. None if the loss has another reason."""
+    _, found, said = loss.detail.partition(NO_MATCH)
+    return _COUNTS.sub("", said)[:MAX_MISMATCH] if found else None
+
+
+def is_final(restarts: Restarts, loss: Loss, step: int | None) -> bool:
+    """Whether the same happened before the last restart, and no step was new since. `step`: the highest one so far."""
+    new = step is not None and (restarts.last_step is None or step > restarts.last_step)
+    return restarts.mismatch is not None and restarts.mismatch == place(loss) and not new
+
+
+def words(loss: Loss) -> str:
+    return (
+        f"worker {loss.index}: {loss.detail}; it was the same before the last restart: correct the script, so that all "
+        "ranks call the same collectives in the same order, and create the job again"
+    )

@@ -1,0 +1,75 @@
+"""Collectives that do not match twice at the same place end the job; `transcripts/elastic/37_…` plays it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.contract.calls import NO_MATCH
+from everstep_local.plan.simulation import agents
+from everstep_operator.api.conditions import Cause, FailedReason
+from everstep_operator.api.status import MAX_MISMATCH, Restarts
+from everstep_operator.plan.decide import mismatches
+from everstep_operator.plan.decide.restart_budget import Fail, Restart, judge
+from everstep_operator.plan.state.losses import Loss
+
+SAID = NO_MATCH + "rank 1 waits in broadcast (train.py:40); rank 0 waits in all_reduce (train.py:44)"
+
+
+def loss(said: str) -> Loss:
+    return Loss(0, Cause.ERROR, said, exit_code=1)
+
+
+def judged(before: str | None, now: str, *, follows: bool = False, new_steps: int = 0, rule: bool = False) -> Any:
+    """What a second loss comes to. `before`: the detail of the loss before the last restart."""
+    world = agents.ElasticWorld()
+    world.do_job("recovery.maxRestarts=5")
+    if rule:
+        world.do_rule("onExitCodes", "1", "Restart")
+    place = mismatches.place(loss(before)) if before is not None else None
+    world.status = world.status.model_copy(
+        update={
+            "restarts": Restarts(mismatch=place, last_step=7),
+            "progress": world.status.progress.model_copy(update={"step": 7 + new_steps}),
+        }
+    )
+    return judge(world.snapshot(), loss(now), follows=follows)
+
+
+def test_same_mismatch_again_ends_the_job_with_both_lines() -> None:
+    found = judged(SAID, SAID.replace(")", "), the 3rd in this round", 1))
+    assert isinstance(found, Fail)
+    assert found.reason is FailedReason.SCRIPT_REFUSED
+    assert SAID.replace(")", "), the 3rd in this round", 1) in found.message
+    assert "correct the script" in found.message
+
+
+@pytest.mark.parametrize(
+    ("before", "options"),
+    [
+        (None, {}),
+        (SAID.replace("train.py:40", "train.py:41"), {}),
+        (SAID, {"new_steps": 1}),
+        (SAID, {"follows": True}),
+        (SAID, {"rule": True}),
+    ],
+)
+def test_another_mismatch_or_one_after_new_steps_is_restarted(before: str | None, options: dict[str, Any]) -> None:
+    found = judged(before, SAID, **options)
+    assert isinstance(found, Restart)
+    if not options.get("follows"):
+        assert found.restarts.mismatch == mismatches.place(loss(SAID))
+
+
+def test_loss_of_another_kind_in_between_forgets_nothing() -> None:
+    found = judged(SAID, "ValueError: bad row")
+    assert isinstance(found, Restart)
+    assert found.restarts.mismatch == mismatches.place(loss(SAID))
+
+
+def test_longest_text_fits_the_status() -> None:
+    place = mismatches.place(loss(NO_MATCH + "x" * 5000))
+    assert place is not None
+    assert len(place) == MAX_MISMATCH
+    assert mismatches.place(loss("ValueError")) is None
