@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,3 +109,25 @@ def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_sa
     assert "EVERSTEP_LAST_RANK" not in alone
     again = environment(setting, 1, None, "/error", last=round_)
     assert (again["RANK"], again["WORLD_SIZE"], again["EVERSTEP_LAST_RANK"]) == ("0", "1", "3")
+
+
+@pytest.mark.parametrize(
+    ("level", "distributed", "traces"), [("info", "INFO", None), ("Detail", "DETAIL", "1"), ("", None, None)]
+)
+def test_one_variable_lets_torch_and_nccl_say_more_and_never_replaces_what_the_job_sets(
+    level: str, distributed: str | None, traces: str | None
+) -> None:
+    setting = Setting({"EVERSTEP_DEBUG": level, "NCCL_DEBUG": "WARN"}, 1, "run", "trainer", 0, "/socket")
+    found = environment(setting, 0, None, "/error")
+    assert found.get("TORCH_DISTRIBUTED_DEBUG") == distributed
+    assert found.get("TORCH_SHOW_CPP_STACKTRACES") == traces
+    assert found["NCCL_DEBUG"] == "WARN"
+
+
+def test_level_of_debugging_that_means_nothing_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.agent.main", "script.py"],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "EVERSTEP_DEBUG": "loud"},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "EVERSTEP_DEBUG=loud: one of info, detail is expected" in done.stderr

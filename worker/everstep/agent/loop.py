@@ -32,6 +32,7 @@ from everstep.agent.processes.faults import FirstError, judge, memory_kills
 from everstep.agent.processes.output import Output
 from everstep.agent.processes.program import ERROR_FILE
 from everstep.agent.processes.running import Running, Settling
+from everstep.agent.requests import Requests
 from everstep.agent.tasks import Tasks
 from everstep.contract import env, exit_codes, termination
 from everstep.membership.backends.opening import remedy
@@ -97,6 +98,8 @@ class Agent:
                 self._running, self._newest_round, self._post, self._fork_server, self._control_socket,
                 a.program.target, self._output.stacks(),
             )  # fmt: skip
+            self._requests = Requests(self._running, self._watcher, self._control_socket, a.run_id, self._environ)
+            await self._requests.start()
             self._listen()
             if a.hang_seconds:
                 self._tasks.start(self._watcher.watch())
@@ -106,6 +109,7 @@ class Agent:
             finally:
                 await self._membership.flush(min(LEAVE_SECONDS, a.grace_seconds * LEAVE_SHARE))
                 await self._membership.leave()
+                await self._requests.close()
                 await self._watcher.close()
                 await self._output.close()
             self._tell_end(finish)
@@ -163,6 +167,7 @@ class Agent:
 
     async def _ended(self, pid: int, code: int) -> None:
         process = self._running.pop(pid)
+        self._requests.ended(pid)
         await self._output.ended(process.slot)
         kills = memory_kills()
         fault, why = judge(code, process.files.error, kills > self._memory_kills)
@@ -204,6 +209,8 @@ class Agent:
                 if (told := self._settling.joined(slot, message, len(self._state.slots))) is not None:
                     log.info("%s", told)
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
+            case "profiled":
+                self._requests.profiled(pid, message)
             case "where":
                 self._watcher.heard(process, message)
             case "broken":

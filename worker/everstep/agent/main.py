@@ -16,10 +16,11 @@ from everstep.agent.arguments import Arguments, UsageError, read
 from everstep.agent.loop import Agent
 from everstep.agent.processes.client import ForkServerError
 from everstep.agent.processes.control_socket import StoresUnavailable
+from everstep.agent.processes.environ import DEBUG
 from everstep.agent.processes.faults import FirstError
 from everstep.agent.processes.program import ERROR_FILE, cannot_start
 from everstep.agent.startable import problem
-from everstep.contract import variables
+from everstep.contract import env, variables
 from everstep.membership.errors import RendezvousFailed
 
 log = logging.getLogger("everstep.agent")
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
         stream=sys.stderr,
     )
     try:
+        if (debug := os.environ.get(env.DEBUG, "")).lower() not in ("", *DEBUG):
+            raise UsageError(f"{env.DEBUG}={debug}: one of {', '.join(DEBUG)} is expected")
         arguments = read(argv, os.environ)
         if importlib.util.find_spec("torch") is None:  # needed for torchrun, and for the rounds' stores
             raise UsageError("the package torch is missing: pip install 'everstep[worker]'")

@@ -24,6 +24,11 @@ class Commits:
         self._keep_last = keep_last
         self._restored_id: str | None = None  # the save that was restored
 
+    def put_beside(self, name: str, data: bytes) -> str:
+        """Write an object that belongs to no commit, `name` below the URL. Returns where it is. Any rank and thread."""
+        self._store.put(name, data)
+        return f"{self._store.url.rstrip('/')}/{name}"
+
     def list(self) -> tuple[Found, ...]:
         """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
         return self._catalog.list()

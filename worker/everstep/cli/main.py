@@ -17,20 +17,23 @@ from typing import Annotated
 import typer
 
 from everstep.cli import ckpt
+from everstep.cli.agents import NoAgent
+from everstep.cli.profile import profile
+from everstep.cli.stacks import stacks
 from everstep.version import __version__
 
 USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
 GROUP = "everstep.commands"  # the entry points of modules that have `app` and `EXPECTED`
-LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan")
+LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan", "bench")
 
 app = typer.Typer(
     help="Elastic, fault-tolerant PyTorch training: run a TrainingJob on this machine and break it; ask what the "
-    "operator decides about one; keep checkpoints.",
+    "operator decides about one; look into its processes; keep checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-expected: tuple[type[Exception], ...] = ()
+expected: tuple[type[Exception], ...] = (NoAgent,)
 
 
 def _version(wanted: bool) -> None:
@@ -70,6 +73,8 @@ else:
         app.add_typer(group.app)
         expected = (*expected, *group.EXPECTED)
 app.add_typer(ckpt.app, name="ckpt")
+app.command("stacks")(stacks)
+app.command("profile")(profile)
 
 
 def main() -> None:

@@ -35,6 +35,9 @@ GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 # The Unix socket on which an agent tells its training processes of rounds.
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 
+# How much torch.distributed and NCCL print and check: "info" or "detail".
+DEBUG = "EVERSTEP_DEBUG"
+
 # How many training processes the job may come to have; the agent tells the session.
 LEAST_PROCESSES = "EVERSTEP_LEAST_PROCESSES"
 MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"

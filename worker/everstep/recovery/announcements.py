@@ -119,6 +119,7 @@ class AgentAnnouncements:
         self._call: Callable[[AnnouncedRound, bool], None] | None = None
         self._step_status: Callable[[], StepStatus] | None = None
         self._gone: Callable[[str], None] | None = None
+        self._profile: Callable[[str, int], None] | None = None
         self._tell(kind="hello", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
@@ -168,6 +169,14 @@ class AgentAnnouncements:
     def on_over(self, call: Callable[[str], None]) -> None:
         self._gone = call
 
+    def on_profile(self, call: Callable[[str, int], None]) -> None:
+        """Call this, in another thread, when a person asks for a profile: with its id, and its number of steps."""
+        self._profile = call
+
+    def profiled(self, id_: str, **found: Any) -> None:
+        """Answer `on_profile`."""
+        self._tell(kind="profiled", id=id_, **found)
+
     def _above(self, number: int) -> AnnouncedRound | None:
         return self._newest if self._newest is not None and self._newest.number > number else None
 
@@ -207,6 +216,9 @@ class AgentAnnouncements:
             case "where":
                 if self._step_status is not None:
                     self._tell(kind="where", **_fields(self._step_status()))
+            case "profile":
+                if self._profile is not None:
+                    self._profile(str(message["id"]), int(message["steps"]))
             case "leave":
                 with self._changed:
                     self._dismissed = True

@@ -103,6 +103,10 @@ class RecoveringWorld:
         return True
 
     def step_begins(self) -> int | None:
+        if (live := self._coordinator.live_profile) is not None and live.asked is not None:
+            live.step_begins(self._coordinator.step, self._recovery.members.rank)
+            if self._feed is not None:
+                self._feed.fetched_by = live.batch if live.goes_on else None
         plays = self._shadow_step is not None and self._shadow_step.plays(self._reducers.can_renew)
         self._recovery.begin(self._coordinator.step, keep=plays)
         self._untracked_check.begins()
@@ -290,6 +294,8 @@ class RecoveringWorld:
                 raise
             self.go_on(Phase.DONE)
             return False
+        if (live := self._coordinator.live_profile) is not None:
+            live.close(before, self._recovery.members.rank)
         self._recovery.end()
         return True
 

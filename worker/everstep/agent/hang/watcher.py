@@ -164,6 +164,21 @@ class Watcher:
             why += f"; stacks in {self._folder}"
         self._post(e.Hung(process.slot, pid, why, where.step or 0))
 
+    async def stacks_of(self, pid: int, process: Running) -> dict[str, Any]:
+        """Where a process is now, for a person: its step, the collective in which it waits, its line, its stacks."""
+        self._control_socket.tell(pid, kind="where")  # answered before the stacks are
+        taken = await self._stacks(pid, process, self._round())
+        where = process.said or process.watch.where
+        call = where.call.what if where is not None and where.call is not None else None
+        return {
+            "step": where.step if where is not None else None,
+            "waits": where.waits if where is not None else False,  # for other ranks
+            "waits_in": call,
+            "seconds": round(process.watch.stalled, 1),
+            "at": taken.at.strip(),
+            "stacks": taken.text,
+        }
+
     async def _stacks(self, pid: int, process: Running, round_: Round | None) -> stacks.Stacks:
         since = stacks.size_of(process.files.stacks)
         self._control_socket.tell(pid, kind="stacks", path=str(process.files.stacks))

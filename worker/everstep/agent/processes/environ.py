@@ -9,6 +9,13 @@ from everstep.agent.processes.program import ERROR_FILE
 from everstep.contract import env
 from everstep.membership.world_state import Round
 
+# What EVERSTEP_DEBUG sets, unless the job sets it itself.
+_INFO = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "INFO"}
+DEBUG = {
+    "info": _INFO,
+    "detail": {**_INFO, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_SHOW_CPP_STACKTRACES": "1"},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -58,6 +65,8 @@ def environment(
     if last is not None:
         found[env.LAST_RANK] = str(last.first_process + slot)
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    for name, value in DEBUG.get(found.get(env.DEBUG, "").lower(), {}).items():
+        found.setdefault(name, value)
     if setting.virtual_local_rank:
         found["LOCAL_RANK"] = "0"
         devices = found.get("CUDA_VISIBLE_DEVICES", "")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
 from everstep.contract import termination
+from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
 from everstep.recovery.state import places
@@ -59,6 +60,7 @@ class StepCoordinator:
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
         self.places = 1  # places in a replica, each with its own optimizers
         self._counted, self._step_seconds = time.monotonic(), 0.0  # when the newest step was counted, and its duration
+        self.live_profile: LiveProfile | None = None  # under an agent, through which a person asks for one
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
 

@@ -39,6 +39,7 @@ class Feed:
         self._streams = [_Endless(loader) for loader in self._loaders.values()]
         self._first = next(iter(self._loaders.values()))
         self._needs = {id(loader): loader.needs_weights(sizes) for loader in self._loaders.values()}
+        self.fetched_by: Callable[[Callable[[], Any]], Any] | None = None  # a profile measures how long it takes
         self._given: list[tuple[ElasticLoader, Weight]] = []  # in the present step
         self._agreed: tuple[int, ...] = ()  # the epochs whose drawn orders are known to be the same on all ranks
         self._read_alike: tuple[tuple[int, int], ...] = ()  # of each stream, the epoch and the mark's number, likewise
@@ -77,6 +78,9 @@ class Feed:
 
     def __next__(self) -> Any:
         """The next batch, of whatever epoch; with several loaders, one batch of each."""
+        return self._fetch() if self.fetched_by is None else self.fetched_by(self._fetch)
+
+    def _fetch(self) -> Any:
         try:
             batches = [next(stream) for stream in self._streams]
         except BaseException as e:

@@ -1,0 +1,69 @@
+"""`everstep profile`: a trace of the next steps of every rank, in the job's storage, and what it says in one table."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.contract.agent_requests import PROFILE
+
+MAX_STEPS = 1000
+
+
+def profile(
+    job: Job = None,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="How many of the next steps.")] = 20,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="How long to wait for them.")] = 600,
+    id_: Annotated[
+        str | None, typer.Option("--id", metavar="NAME", help="The folder below profiles/; else the time.")
+    ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    output: Output = "text",
+) -> None:
+    """Profile the next steps of a running job with torch.profiler: a Chrome trace of each rank, and a summary.
+
+    The traces are in the job's checkpoint URL, below profiles/. Open them in https://ui.perfetto.dev.
+    """
+    where = where_of(job, namespace, context, output)
+    name = id_ or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    command = ["profile", *([job] if job else []), "--steps", str(steps), "--seconds", str(seconds), "--id", name]
+    found = ask(where, PROFILE, seconds, command, steps=steps, id=name)
+    if output == "jsonl":
+        for answer in found:
+            print(json.dumps(answer))
+    else:
+        _show(found)
+    if any("error" in answer for answer in found):
+        raise typer.Exit(1)
+
+
+def _show(found: list[Answer]) -> None:
+    console = Console()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("RANK", "STEPS", "A STEP", "COMMUNICATION", "OVERLAPPED", "EXPOSED", "INPUT STALL"):
+        table.add_column(column, justify="right")
+    whole = [answer for answer in found if "error" not in answer]
+    for a in whole:
+        steps = f"{a['first']}–{a['last']}"
+        figures = (a["communication"], a["overlap"], a["exposed"], a["input"])
+        cells = (str(a["rank"]), steps, f"{a['step_seconds'] * 1e3:.1f} ms", *map(_percent, figures))
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    for answer in whole:
+        console.print(f"rank {answer['rank']}: {answer['trace']}", highlight=False, markup=False, soft_wrap=True)
+    for answer in found:
+        if "error" in answer:
+            console.print(f"{head(answer)}: {answer['error']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share * 100:.0f} %"

@@ -1,0 +1,50 @@
+"""`everstep stacks`: where every rank of a job is now, and the stacks of its threads."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.contract.agent_requests import STACKS
+
+SECONDS = 20.0  # for an agent to ask its processes
+
+
+def stacks(job: Job = None, namespace: Namespace = None, context: Context = None, output: Output = "text") -> None:
+    """Where each rank of a job is: its step, the collective in which it waits, and the stacks of its threads.
+
+    Nothing is stopped. A process that does not answer, because it holds the interpreter's lock, is read by a signal.
+    """
+    where = where_of(job, namespace, context, output)
+    found = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
+    if output == "jsonl":
+        for answer in found:
+            print(json.dumps(answer))
+    else:
+        for answer in found:
+            print(f"{head(answer)}: {_is(answer)}")
+        for answer in found:
+            if answer.get("stacks"):
+                print(f"\n--- {head(answer)}\n{answer['stacks'].rstrip()}")
+    if any("error" in answer for answer in found):
+        raise typer.Exit(1)
+
+
+def _is(answer: Answer) -> str:
+    """`step 17, waits in all_reduce of 1 tensor for 12 s, at train.py:31 in main`."""
+    if "error" in answer:
+        return str(answer["error"])
+    parts = [f"step {answer['step']}" if answer.get("step") is not None else "between steps, or without the session"]
+    if answer.get("waits_in"):
+        parts.append(f"waits in {answer['waits_in']}")
+    elif answer.get("waits"):
+        parts.append("waits for the others at the end of its step")
+    if answer.get("seconds"):
+        parts.append(f"no progress for {answer['seconds']:g} s")
+    if answer.get("at"):
+        parts.append(str(answer["at"]))
+    if not answer.get("stacks"):
+        parts.append("it has written no stacks")
+    return ", ".join(parts)

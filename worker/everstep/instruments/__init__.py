@@ -1,0 +1,1 @@
+"""Instruments that look into a training that goes on, and cost nothing while nobody looks."""
