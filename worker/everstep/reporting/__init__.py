@@ -1,1 +1,2 @@
-"""Tells the operator how training goes. Standard library and `everstep.contract` alone: it costs little to import."""
+"""Reports the progress of training to the operator. It needs only the standard library and `everstep.contract`, so it
+costs little to import."""

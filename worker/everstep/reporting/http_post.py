@@ -1,9 +1,9 @@
-"""One bounded HTTP POST that follows the operator's redirect to its leader.
+"""Makes one bounded HTTP POST, which follows the operator's redirect to its leader.
 
-`urllib.request` refuses to repeat a POST after a 307, hence `http.client`. Knows nothing of what it sends. Every
-wait has a bound. The token goes only to where the operator's own redirect leads: the same scheme and path, as with the
-rendezvous; what answers in its place, and sends requests to a page of its own, does not get it.
-Only what the operator itself says is final: whatever else answers in its place does so for a while.
+It uses `http.client`, because `urllib.request` refuses to repeat a POST after a 307. It does not know what it sends.
+Every wait has a bound. The token is sent only to a redirect with the same scheme and path, as with the rendezvous. So a
+proxy that answers in the operator's place, and redirects to a page of its own, does not get it. Only the operator's own
+answers are final: another server answers in its place only for a while.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ MAX_ANSWER = 16 * 1024
 
 
 class PostError(Exception):
-    """The message did not arrive; repeating it later may help."""
+    """The message did not arrive. To repeat it later may help."""
 
 
 class Refused(PostError):
-    """The server understood and said no; repeating the same message cannot help."""
+    """The server refused the message. To repeat the same message cannot help."""
 
 
 def post(url: str, token: str | None, body: bytes) -> None:
-    """Deliver `body` as JSON. Raises Refused where the operator cannot take it, PostError for all but its 204."""
+    """Deliver `body` as JSON. Raises Refused if the operator cannot accept it, and PostError for every other answer
+    except its 204."""
     try:
         target = _parse(url)
     except ValueError as e:
@@ -42,7 +43,7 @@ def post(url: str, token: str | None, body: bytes) -> None:
             continue
         reason = words(answer) or answer[:300].decode(errors="replace").strip() or "no reason given"
         text = f"{target.geturl()} answered {status}: {reason}"
-        # 401 and 403 may be another's soon: a token that is replaced, a pod that the operator has not seen yet.
+        # 401 and 403 may pass soon: the token is being replaced, or the operator has not seen the pod yet.
         if is_refusal(status, answer) and status not in (401, 403):
             raise Refused(text)
         raise PostError(text)

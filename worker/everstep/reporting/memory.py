@@ -1,7 +1,7 @@
-"""The most memory that this process has held at once. Standard library only; whoever knows the device gives its figure.
+"""Measures the peak memory of this process. It uses the standard library only; the caller gives the device's figure.
 
-Worker processes of a data loader are processes of their own, and are not in it. Pages that a forked process shares with
-its fork server are, as in every figure of resident memory.
+The figure does not contain the worker processes of a data loader. It contains the pages that a forked process shares
+with its fork server, as does every figure of resident memory.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LOOK_SECONDS = 10.0  # from one look whether the peak has grown to the next
-GROWTH = 1.05  # how many times the peak that was told, so that it is told again
+LOOK_SECONDS = 10.0  # between two checks whether the peak has grown
+GROWTH = 1.05  # a peak that grew by this factor is reported again
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """In bytes. `device`: of the accelerator; None without one, or if it is not known."""
+    """Peaks in bytes. `device`: that of the accelerator; None without one, or if it is unknown."""
 
     host: int = 0
     device: int | None = None
 
 
 class PeakMemory:
-    """The peak, and what was told of it. `device` gives that of the accelerator, in any thread."""
+    """The peak, and the last reported one. `device` returns that of the accelerator, in any thread."""
 
     def __init__(self) -> None:
         self.device: Callable[[], int] | None = None
         self._told: Peak | None = None
-        self._looked = 0.0  # when it was told, or judged, last
+        self._looked = 0.0  # when it was last reported or checked
 
     def read(self) -> Peak:
-        """The peak so far, which is then told. An error in `device` counts as an unknown figure."""
+        """The peak so far, which counts as reported then. An error in `device` counts as an unknown figure."""
         self._looked = time.monotonic()
         found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         host = found if sys.platform == "darwin" else found * 1024
@@ -45,7 +45,8 @@ class PeakMemory:
         return peak
 
     def grew(self, now: float) -> bool:
-        """Whether it is worth telling again. Looks at most every `LOOK_SECONDS`; `now` is monotonic."""
+        """Whether the peak has grown enough to be reported again. This checks at most every `LOOK_SECONDS`; `now` is
+        monotonic."""
         told = self._told
         if told is None or now - self._looked < LOOK_SECONDS:
             return False

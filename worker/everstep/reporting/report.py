@@ -1,11 +1,12 @@
-"""Progress reports: how a training process tells the operator where it is, at no cost to training.
+"""Sends progress reports from a training process to the operator, at no cost to training.
 
-The operator measures recovery time, goodput and checkpoint age from these reports, so each process announces its start,
-its restore and its first step after a (re)start at once; afterwards only rank 0 goes on, at most twice a second.
+The operator measures recovery time, goodput and checkpoint age by these reports. So each process reports its start, its
+restore and its first step after a (re)start at once. After that only rank 0 reports, at most twice a second.
 
-It may not know torch, the operator or the checkpoint engine: standard library and `everstep.contract` only. Invariants:
-nothing here raises into training, blocks it, or synchronises a device; memory is bounded; an operator that is away for
-an hour costs one log line. Without EVERSTEP_REPORT_URL every call does nothing.
+It knows neither torch, nor the operator, nor the checkpoint engine: it uses the standard library and
+`everstep.contract` only. Invariants: nothing here raises into training, blocks it, or synchronises a device. Memory is
+bounded. An operator that is unreachable for an hour costs one log line. Without EVERSTEP_REPORT_URL every call does
+nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from everstep.reporting.memory import PeakMemory
 log = logging.getLogger("everstep.report")
 
 MIN_INTERVAL = 0.5  # seconds between two steady progress reports
-MAX_PENDING = 16  # reports kept while the operator is away; the oldest go first
+MAX_PENDING = 16  # reports kept while the operator is unreachable; the oldest are dropped first
 BACKOFF_FIRST, BACKOFF_MAX = 0.25, 5.0  # seconds
 FLUSH_SECONDS = 2.0
-# The contract cuts longer texts; cutting here keeps the report under its size bound.
+# The contract cuts longer texts. To cut them here keeps the report under its size bound.
 MAX_ERROR = 500
 
 
@@ -40,15 +41,15 @@ MAX_ERROR = 500
 class _Pending:
     report: Report
     metrics: dict[str, Any] = field(default_factory=dict)
-    steady: bool = False  # may be replaced by a newer one and waits for MIN_INTERVAL
+    steady: bool = False  # a newer report may replace it, and it waits for MIN_INTERVAL
 
 
 class Reporter:
     """Sends the reports of one training process from a thread of its own.
 
-    Reports leave in order; of several steady ones only the newest is kept. What could not be delivered is retried with
-    back-off while it fits in MAX_PENDING, so a recovery is still measured when the operator itself was being replaced.
-    A forked child starts with an empty queue and its own thread. All methods may be called from any thread.
+    Reports are sent in order; of several steady ones only the newest is kept. A report that could not be delivered is
+    retried with back-off, while there is room in MAX_PENDING. So a recovery is measured even if the operator was being
+    replaced. A forked child starts with an empty queue and its own thread. All methods may be called from any thread.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Reporter:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Reporter:
-        """The reporter of this process, by the variables that the operator and torchrun set."""
+        """The reporter of this process, from the variables that the operator and torchrun set."""
         return cls(
             environ.get(env.REPORT_URL),
             environ.get(env.TOKEN_FILE),
@@ -86,25 +87,25 @@ class Reporter:
         self._thread: threading.Thread | None = None
         self._in_flight = False
         self._flushing = False
-        self._away = False  # the operator did not answer the last time; said once
+        self._away = False  # whether the operator did not answer the last time; logged once
         self._said: set[str] = set()
         self._known = Report(Phase.START, self._identity[0], self._identity[1], 0.0, round=self._identity[2])
         self._started = self._stepped = False
         self._metrics: dict[str, Any] = {}  # floats or detached CPU tensors, read on the reporter's thread
         self._mark: tuple[int, float] | None = None  # step and monotonic time of the previous report
 
-    # What happened in training. Each of these returns at once and never raises.
+    # Events of the training. Each of these methods returns at once and never raises.
 
     def started(self) -> None:
-        """The process runs; the process group may not exist yet. Sent once, implied by every other call."""
+        """The process runs, and the process group may not exist yet. Sent once; every other call implies it."""
         self._offer(Phase.START)
 
     def restored(self, step: int | None, seconds: float | None = None) -> None:
-        """State was read from the commit of `step` in `seconds`; None: there was no commit."""
+        """State was read from the commit of `step` in `seconds`. None: there was no commit."""
         self._offer(Phase.RESTORE, mark=step or 0, restored_step=step, restore_seconds=seconds, step=step)
 
     def moved(self, rank: int, world_size: int, round: int) -> None:
-        """The process goes on in another round. Its next step is told at once, whichever rank it is by now."""
+        """The process goes on in another round. Its next step is reported at once, whatever its rank is."""
         with self._wake:
             self._identity = (rank, world_size, round)
             self._known = replace(self._known, rank=rank, world_size=world_size, round=round, straggler=None)
@@ -129,7 +130,7 @@ class Reporter:
         )
 
     def slow(self, what: str | None) -> None:
-        """Which rank the others wait for, told with the next steps; None: none."""
+        """Which rank the others wait for (None: none). It is reported with the next steps."""
         with self._wake:
             self._known = replace(self._known, straggler=redact.short(what, MAX_ERROR) if what else None)
 
@@ -138,12 +139,12 @@ class Reporter:
         self._offer(Phase.SAVE, committed_step=step, committed_at=at if at is not None else self._now())
 
     def save_failed(self, step: int | None, error: object) -> None:
-        """The attempt to commit `step` failed; training goes on."""
+        """The attempt to commit `step` failed, and training goes on."""
         text = f"step {step}: {error}" if step is not None else str(error)
         self._offer(Phase.SAVE_FAILED, checkpoint_error=redact.short(text, MAX_ERROR))
 
     def save_skipped(self) -> None:
-        """A save was due while the one before was still being written; nothing is wrong with that one."""
+        """A save was due while the one before was still being written. That one is not affected."""
         self._offer(Phase.SAVE_SKIPPED)
 
     def done(self) -> None:
@@ -166,25 +167,25 @@ class Reporter:
                 case "stepped-over":
                     self._damaged(fields["n"], fields.get("error", ""))
                 case "fenced":
-                    # It ends the process: with an exit code of its own, and with its reason where that is read.
+                    # This error ends the process with its own exit code, and writes its reason to the termination log.
                     termination.write_error(fields["error"])
                 case "unusable":
                     error = fields["error"]
                     termination.write_error(error)
-                    self.save_failed(None, f"{type(error).__name__}: {error}")  # the operator knows it by this name
+                    self.save_failed(None, f"{type(error).__name__}: {error}")  # the operator looks for this name
                     self.flush()
                 case _:
                     log.debug("no report for checkpoint event %r", kind)
 
     def _damaged(self, n: int, error: object) -> None:
-        """A commit was passed over for an older one: told together with the restore that this is part of."""
+        """A commit was skipped in favour of an older one. This is reported with the restore to which it belongs."""
         self.started()
         with self._wake:
             text = f"log record {n} is stepped over: {error}"
             self._known = replace(self._known, checkpoint_error=redact.short(text, MAX_ERROR))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait until nothing is pending, at most `timeout` seconds; whether that was reached."""
+        """Wait until nothing is pending, at most `timeout` seconds. Return whether that was reached."""
         if self._url is None or self._pid != os.getpid():
             return True
         with self._wake:
@@ -195,7 +196,7 @@ class Reporter:
             finally:
                 self._flushing = False
 
-    # The caller's side: bookkeeping under a lock that is never held during I/O.
+    # The caller's side: it updates values under a lock that is never held during I/O.
 
     def _offer(
         self, phase: Phase, *, mark: int | None = None, metrics: Mapping[str, Any] | None = None, **f: Any
@@ -204,7 +205,7 @@ class Reporter:
             return
         try:
             if self._pid != os.getpid():
-                # A fork copies neither the thread nor a usable state of the lock, and what is pending is the parent's.
+                # A fork copies neither the thread nor a usable lock, and pending reports belong to the parent.
                 self._reset()
             with self._wake:
                 if not self._started:
@@ -213,13 +214,13 @@ class Reporter:
                     self._rouse()
                 if phase is not Phase.START and self._record(phase, mark, metrics or {}, f):
                     self._rouse()
-        except Exception as e:  # a report is never worth a training step
+        except Exception as e:  # an error in a report must not stop training
             log.debug("report dropped: %s", e)
 
     def _record(self, phase: Phase, mark: int | None, metrics: Mapping[str, Any], fields: dict[str, Any]) -> bool:
-        """Bring what is known up to date; queue a report of it if this rank is the one to say so."""
+        """Update the known values, and queue a report of them if this rank has to report them."""
         first = phase is Phase.TRAIN and not self._stepped
-        # After a restore the next step is the end of a recovery, and is told at once.
+        # After a restore the next step ends a recovery, so it is reported at once.
         self._stepped = phase is Phase.TRAIN or (self._stepped and phase is not Phase.RESTORE)
         tick = time.monotonic()
         seconds = None
@@ -229,19 +230,19 @@ class Reporter:
             self._mark = (mark, tick)
         elif phase is Phase.TRAIN and self._mark is None:
             self._mark = (fields["step"], tick)
-        # What was last said about the run is carried along, so that any one report is a whole picture.
+        # Each report contains the newest of all values, so one report is enough to know the state of the run.
         self._known = replace(self._known, phase=phase, at=self._now(), step_seconds=seconds, **fields)
         self._metrics = self._readable(metrics) or self._metrics
         pending = _Pending(self._known, self._metrics, steady=phase in (Phase.TRAIN, Phase.SAVE) and not first)
-        # Facts of one moment are not repeated: a later report would claim them anew.
+        # Events of one moment are not repeated, because a later report would seem to report new ones.
         self._known = replace(self._known, restored_step=None, restore_seconds=None, checkpoint_error=None)
         quiet = self._identity[0] != 0 and not first and phase in (Phase.TRAIN, Phase.SAVE, Phase.SAVE_SKIPPED)
         if quiet and not (phase is Phase.TRAIN and self.memory.grew(tick)):
-            return False  # one voice per job: other ranks tell of (re)starts, failures, the end, and growing memory
+            return False  # other ranks report only (re)starts, failures, the end, and growing memory
         if pending.steady and self._queue and self._queue[-1].steady:
             waiting = self._queue.pop().report
             if phase is Phase.SAVE and waiting.phase is Phase.TRAIN:
-                # A job that commits at every step must still say how fast it steps: one report tells both.
+                # A job that commits at every step must still report its speed, so one report contains both.
                 known = self._known
                 pending.report = replace(
                     waiting, committed_step=known.committed_step, committed_at=known.committed_at, at=known.at
@@ -254,7 +255,7 @@ class Reporter:
         for name, value in list(metrics.items())[:MAX_METRICS]:
             device = getattr(value, "device", "cpu")
             if getattr(device, "type", device) == "cpu":
-                # Detached, else the pending report would keep the whole autograd graph alive.
+                # The tensor is detached, or else the pending report would keep the whole autograd graph alive.
                 kept[str(name)[:MAX_METRIC_NAME]] = value.detach() if hasattr(value, "detach") else value
             else:
                 self._say_once(
@@ -297,7 +298,7 @@ class Reporter:
         return bool(self._queue) and (self._until(earliest, unsteady) or 0.0) <= 0.0
 
     def _until(self, earliest: float, unsteady: float) -> float | None:
-        """Seconds until the head of the queue may leave; None when there is nothing to send."""
+        """Seconds until the first report in the queue may be sent; None if there is nothing to send."""
         if not self._queue:
             return None
         at = earliest if self._queue[0].steady and not self._flushing else unsteady
@@ -309,7 +310,7 @@ class Reporter:
             self._queue.appendleft(pending)
 
     def _deliver(self, pending: _Pending) -> bool:
-        """Whether this report is settled: accepted, or refused in a way that repeating cannot mend."""
+        """Whether this report is done: accepted, or refused for good."""
         assert self._url is not None
         try:
             peak = self.memory.read()
@@ -333,7 +334,7 @@ class Reporter:
         return True
 
     def _token(self) -> str | None:
-        """Read afresh each time: the kubelet replaces a projected token before it expires."""
+        """The token, read each time, because the kubelet replaces a projected token before it expires."""
         if self._token_file is None:
             return None
         with open(self._token_file, encoding="ascii") as f:

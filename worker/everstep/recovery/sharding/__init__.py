@@ -1,1 +1,1 @@
-"""What shards the state: the mesh, FSDP2 and tensor parallelism."""
+"""Handles sharded state: the mesh, FSDP2 and tensor parallelism."""

@@ -1,9 +1,8 @@
-"""What FSDP2 (`fully_shard`) keeps from step to step, made right after a failed step and for another shard.
+"""Repairs what FSDP2 (`fully_shard`) keeps from step to step, after a failed step or for another shard.
 
-A module that was sharded stays as it is: its groups are ours, and it asks them for their sizes at each collective. Uses
-names of torch's that are not public; `tests/recovery/test_recovery_mesh.py` watches them.
-
-Invariant: after `reset` nothing of the failed step is left in the modules, neither gathered parameters nor gradients.
+A sharded module stays as it is: its groups are ours, and it asks them for their sizes at each collective. This uses
+private names of torch, which `tests/recovery/test_recovery_mesh.py` watches. Invariant: after `reset` nothing of the
+failed step is left in the modules, neither gathered parameters nor gradients.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from everstep.recovery.sharding.tensor_parallel import Cut
 from everstep.recovery.state import places
 from everstep.recovery.state.shape import MODEL, TENSOR
 
-# What shards without DTensors: in the world of one in which a script builds its objects it takes itself for whole, and
-# later reduces nothing.
+# Classes that shard without DTensors. A script builds its objects in a world of one: there they take their state for
+# whole, and later they reduce nothing.
 _REFUSED = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
 
 
@@ -31,8 +30,8 @@ class NotRecoverable(LoopError):
 
 
 def check(state: Mapping[str, Any], device_mesh: Any) -> None:
-    """Refuse a state that is sharded over anything but `device_mesh`, which is `RecoverableMesh.over` (None: that is
-    sharded at all): taken for replicated it would be trained wrong without an error. Raises `NotRecoverable`."""
+    """Refuse a state that is sharded over anything but `device_mesh`, which is `RecoverableMesh.over` (None: refuse any
+    sharded state). Treated as replicated, it would be trained wrongly without an error. Raises `NotRecoverable`."""
     by_tensor = device_mesh is not None and device_mesh.mesh_dim_names == (TENSOR,)
     by_script = device_mesh is not None and MODEL in device_mesh.mesh_dim_names
     for key, target in state.items():
@@ -79,7 +78,8 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
 
 
 def _check_tracked(state: Mapping[str, Any], call: str) -> None:
-    """Refuse a sharded job whose steps cannot be voted on or taken back, because what makes them is not in sight."""
+    """Refuse a sharded job whose steps cannot be voted on or taken back, because their modules or optimizers are not
+    tracked."""
     modules = {id(p) for t in state.values() if isinstance(t, torch.nn.Module) for p in t.parameters() if is_sharded(p)}
     stepped = [(key, p) for key, t in state.items() if isinstance(t, torch.optim.Optimizer)
                for group in t.param_groups for p in group["params"] if is_sharded(p)]  # fmt: skip
@@ -111,28 +111,28 @@ class ShardedObjects:
         self._cut = Cut(self._modules if over is not None and over.mesh_dim_names == (TENSOR,) else (), over)
 
     def arrived(self) -> None:
-        """Wait for what gradients are computed from. Raises `PeerLost`."""
+        """Wait for the collectives from whose results gradients are computed. Raises `PeerLost`."""
         self._cut.arrived()
 
     def reset(self) -> None:
-        """The step in hand failed."""
+        """Clean up after the present step failed."""
         for module in self._roots():
             for state in module._get_fsdp_state()._state_ctx.all_states:
                 for group in state._fsdp_param_groups:
-                    group._all_gather_result = None  # its work has failed, or is over: nobody waits for it
+                    group._all_gather_result = None  # its work has failed or ended, and nothing waits for it
             module.reset_iter_state()
         for parameter in self._parameters():
-            # torch's reset leaves gradients that were not reduced yet; with them the repeated step would be wrong.
+            # Torch's reset leaves gradients that were not reduced yet. With them the repeated step would be wrong.
             parameter.unsharded_accumulated_grad = None
-            with contextlib.suppress(AttributeError):  # there is none before the first forward
+            with contextlib.suppress(AttributeError):  # before the first forward pass there is none
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
 
     @torch.no_grad()
     def hold(self, shard: int) -> None:
-        """This process has another shard from now on. What it holds is of no use until it is filled."""
+        """Hold another shard from now on. Its contents are invalid until it is filled."""
         for parameter in self._parameters():
-            parameter.reset_sharded_param()  # the module may have been moved, or made on `meta`, since
+            parameter.reset_sharded_param()  # the module may have been moved since, or made on `meta`
             axis, size = parameter.fsdp_placement.dim, list(parameter._orig_size)
             info = parameter.mesh_info
             each = -(-size[axis] // info.shard_mesh_size)
@@ -144,7 +144,7 @@ class ShardedObjects:
             parameter.sharded_param._local_tensor = padded.narrow(axis, 0, size[axis])
         self._cut.hold(shard)
         for optimizer in self._optimizers:
-            optimizer.state.clear()  # of another shape, perhaps
+            optimizer.state.clear()  # its shapes may differ
 
     def _roots(self) -> Iterator[Any]:
         return (m for m in self._sharded() if m._get_fsdp_state()._is_root is not False)
@@ -159,7 +159,7 @@ class ShardedObjects:
 
 
 def shards_of(module: Any) -> Iterator[Any]:
-    """FSDP2's own records of a module's parameters; none if it is no module of FSDP2's."""
+    """FSDP2's own records of a module's parameters; none for other modules."""
     if hasattr(module, "_get_fsdp_state"):
         for group in module._get_fsdp_state()._fsdp_param_groups:
             yield from group.fsdp_params

@@ -1,11 +1,12 @@
-"""The mesh of a sharded job: replicas × shards, FSDP2's, those of tensor parallelism or the script's own. A script
-keeps the same `DeviceMesh`, and so FSDP2 and all DTensors do, while the members of its two process groups change.
+"""The mesh of a sharded job: replicas × shards, where the shards are those of FSDP2, of tensor parallelism or the
+script's own. A script keeps the same `DeviceMesh`, and so do FSDP2 and all DTensors, while the members of its two
+process groups change.
 
-Shards are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first round a process
-has no rank; it builds its objects with a shard number that may turn out to be another. Uses names of torch's that are
-not public; `tests/recovery/test_recovery_mesh.py` watches them.
+The shards of a replica are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first
+round a process has no rank, so it builds its objects with a shard number that may change. This uses private names of
+torch, which `tests/recovery/test_recovery_mesh.py` watches.
 
-Invariant: between `move` and the next, coordinates, the ranks of both groups and the mesh's layout say the same.
+Invariant: after each `move` the coordinates, the ranks of both groups and the mesh's layout agree.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ log = logging.getLogger("everstep.train")
 
 
 class RecoverableMesh:
-    """`device_mesh` is what a script passes to `fully_shard`, or takes `["tensor"]` of. `new_group` registers a group
-    with c10d, which learns of `everyone`'s ranks here: the checkpoint engine asks for them where state is sharded."""
+    """A script passes `device_mesh` to `fully_shard`, or takes its `["tensor"]`. `new_group` registers a group with
+    c10d, which learns the ranks of `everyone` here: the checkpoint engine asks for them if state is sharded."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class RecoverableMesh:
         groups: list[Any] = [self.replicate_group, self.shard_group]
         names = (REPLICATE, kind)
         self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=names))
-        # The meshes of one dimension that the script, and FSDP2, cut out of this one.
-        self._parts: list[weakref.ref[Any]] = []  # no set: they are equal, and what they are equal by changes
+        # The meshes of one dimension that the script and FSDP2 have sliced from this one.
+        self._parts: list[weakref.ref[Any]] = []  # no set: they are equal to each other, and their hash changes
         cut = self.device_mesh._create_sub_mesh
 
         def cut_and_noted(*arguments: Any) -> Any:
@@ -75,7 +76,7 @@ class RecoverableMesh:
         self.device_mesh._create_sub_mesh = cut_and_noted
         self._moved = False
         unmoved.begin(self.device_mesh, self.shard_group, kind)
-        # What parameters are cut over: FSDP2 knows of the replicas, tensor parallelism does not.
+        # The mesh over which parameters are sharded. FSDP2 knows of the replicas; tensor parallelism does not.
         self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
         if kind == TENSOR:
             tensor_parallel.cut_alone(lambda group: group is self.shard_group and not self._moved)
@@ -86,11 +87,11 @@ class RecoverableMesh:
 
     @property
     def places(self) -> int:
-        """How many ranks of a replica have plain tensors of other kinds and numbers than each other."""
+        """How many ranks of a replica have plain tensors that differ in kind and number."""
         return self.shards if self.kind == MODEL else 1
 
     def fits(self, round_: AnnouncedRound) -> bool:
-        """Whether its world is whole replicas; the log says so if not."""
+        """Whether the round's world consists of whole replicas. If not, the log says so."""
         if round_.world_size % self.shards == 0:
             return True
         log.warning(
@@ -101,8 +102,8 @@ class RecoverableMesh:
         return False
 
     def misplaced(self, round_: AnnouncedRound) -> str:
-        """Why this process cannot have its rank there; empty if it can. Only what a script has built for its place
-        itself nobody can turn into another place's."""
+        """Why this process cannot have its rank in the round; empty if it can. Only objects that a script has itself
+        built for one place cannot be turned into those of another."""
         place = round_.rank % self.shards
         if self.kind != MODEL or place == self.shard:
             return ""
@@ -112,7 +113,7 @@ class RecoverableMesh:
         )
 
     def parts(self, rank: int, world_size: int) -> tuple[Subgroup, Subgroup]:
-        """The groups of this rank in such a world, as `groups`."""
+        """The groups of this rank in such a world, in the form of `groups`."""
         replica, shard = divmod(rank, self.shards)
         return (
             Subgroup(f"replicate-{shard}", replica, world_size // self.shards),
@@ -120,8 +121,8 @@ class RecoverableMesh:
         )
 
     def move(self, rank: int, world_size: int) -> None:
-        """This process has another rank, or the world another size. What was computed with the mesh stays valid: only
-        the number of replicas differs, and the place of a process that has not trained."""
+        """Move to another rank, or to a world of another size. Values computed with the mesh stay valid: only the
+        number of replicas changes, and the place of a process that has not trained."""
         self._moved = True
         replicas = world_size // self.shards
         replica, self.shard = divmod(rank, self.shards)
@@ -150,7 +151,7 @@ class RecoverableMesh:
 
 
 def _refuse(name: str, _: Any) -> None:
-    """A collective begins, and this process has met nobody."""
+    """Refuse a collective that begins before this process has met its peers."""
     asked = script_call_site(sys._getframe(1))
     raise LoopError(
         f"{name}{asked.at if asked is not None else ''} over a group of run.mesh(): before steps() this process is "

@@ -1,11 +1,9 @@
-"""What tensor parallelism (`parallelize_module`) keeps from step to step: cut where a process is alone, and cut anew
-for another shard.
+"""Repairs what tensor parallelism (`parallelize_module`) keeps from step to step. Parameters are sharded while a
+process is alone, and again for another shard.
 
-The parameters are DTensors over `run.mesh(tensor=N)["tensor"]`, whose group is ours; a DTensor asks its mesh for where
-it is in each of its operations. Uses names of torch's that are not public; `tests/recovery/test_recovery_mesh.py`
-watches them.
-
-Invariant: what a process cuts before its first round it cuts out of what it has itself.
+The parameters are DTensors over `run.mesh(tensor=N)["tensor"]`, whose group is ours. A DTensor asks its mesh for its
+place in each operation. This uses private names of torch, which `tests/recovery/test_recovery_mesh.py` watches.
+Invariant: before its first round a process takes shards of its own values only.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from everstep.checkpoint.state.sharding import is_sharded
 
 
 def cut_alone(alone: Callable[[Any], bool]) -> None:
-    """torch sends what it cuts from the first rank of the mesh, for ranks that have other numbers there. While
-    `alone(group)` there is nobody to receive from: each process takes its part of its own, as with
-    `src_data_rank=None`."""
-    placement_types: Any = import_module("torch.distributed.tensor.placement_types")  # few scripts cut
+    """Let each process take its shard of its own values while `alone(group)`, as with `src_data_rank=None`. Otherwise
+    torch sends the shards from the first rank of the mesh, which does not exist yet."""
+    placement_types: Any = import_module("torch.distributed.tensor.placement_types")  # few scripts shard
     scatter, broadcast = placement_types.mesh_scatter, placement_types.mesh_broadcast
 
     def mesh_scatter(output: Any, scatter_list: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
@@ -43,7 +40,7 @@ def cut_alone(alone: Callable[[Any], bool]) -> None:
 
 
 class Cut:
-    """The DTensors of some modules that are cut over `mesh`, of one dimension."""
+    """The DTensors of some modules that are sharded over `mesh`, which has one dimension."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], mesh: Any) -> None:
         self._modules = list(modules)
@@ -60,7 +57,7 @@ class Cut:
                 _forget_local_shapes()
 
     def arrived(self) -> None:
-        """Wait for the sums that gradients are, or were computed from. Raises `PeerLost`."""
+        """Wait for the sums that are gradients, or from which gradients were computed. Raises `PeerLost`."""
         for parameter in (p for module in self._modules for p in module.parameters()):
             grad: Any = parameter.grad
             if hasattr(grad, "trigger_wait"):
@@ -79,12 +76,12 @@ class Cut:
 
 
 def _forget_local_shapes() -> None:
-    """torch keeps how it has computed an operation before: with the shapes that this process's parts had then."""
+    """Clear torch's cache of how it computed operations: it contains the old shapes of this process's shards."""
     import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def part_of(tensor: Any, shard: int, shards: int) -> torch.Size:
-    """The shape of what holder number `shard` has of a DTensor over a mesh of one dimension."""
+    """The shape of shard number `shard` of a DTensor over a mesh of one dimension."""
     size, (placement,) = list(tensor.shape), tensor.placements
     if placement.is_shard():
         each = -(-size[placement.dim] // shards)
@@ -93,7 +90,7 @@ def part_of(tensor: Any, shard: int, shards: int) -> torch.Size:
 
 
 def whole_here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that each rank of a replica has whole, as DTensors or not: what they are in this process."""
+    """The parameters that each rank of a replica has whole, as DTensors or not, with their values in this process."""
     for key, target in state.items():
         if isinstance(target, torch.nn.Module):
             for name, tensor in target.named_parameters():

@@ -1,7 +1,8 @@
-"""A mesh before its first round, when nobody knows how many replicas there are, nor which one this process is in.
+"""A mesh before its first round, when neither the number of replicas nor this process's replica is known.
 
-torch's own mesh would answer for a world of one replica. A script that asks is refused, as it is where it asks a group;
-torch itself, which builds modules over the mesh, is answered. Invariant: after `end` the mesh is torch's own again.
+Torch's own mesh would answer for a world of one replica. So a script that asks is refused, as it is when it asks a
+group. Torch itself gets an answer, because it builds modules over the mesh. Invariant: after `end` the mesh is torch's
+own again.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from everstep.recovery.group.recoverable import RecoverableGroup
 
 
 def begin(mesh: Any, inside: RecoverableGroup, kind: str) -> None:
-    """Refuse what the script asks of it. `inside`: the group of a replica's ranks, in the dimension called `kind`."""
+    """Refuse the script's questions to the mesh. `inside`: the group of a replica's ranks, in the dimension called
+    `kind`."""
     mesh._everstep = (inside, kind)
     mesh.__class__ = _asking()
 
 
 def end(mesh: Any) -> None:
-    """The mesh has its place in a round."""
+    """Stop, because the mesh has its place in a round."""
     if isinstance(mesh, _asking()):
         del mesh._everstep
         mesh.__class__ = _torchs()
@@ -41,7 +43,7 @@ def _asking() -> Any:
             inside.ask_ranks(f"mesh.{what}")
 
         def _is_inside(self, mesh_dim: int | str | None) -> bool:
-            """Whether the dimension, or all of the mesh, is of the ranks of one replica."""
+            """Whether the dimension, or the whole mesh, contains only ranks of one replica."""
             _, kind = self._everstep
             names = self.mesh_dim_names or ()
             if isinstance(mesh_dim, int) and -len(names) <= mesh_dim < len(names):
@@ -49,7 +51,7 @@ def _asking() -> Any:
             return mesh_dim == kind or (mesh_dim is None and names == (kind,))
 
         def _knows(self, mesh_dim: int | str | None) -> bool:
-            """Whether this process's rank there is what it will be."""
+            """Whether this process's rank in the group is final."""
             inside, _ = self._everstep
             return inside.knows_place and self._is_inside(mesh_dim)
 

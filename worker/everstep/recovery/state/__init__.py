@@ -1,1 +1,1 @@
-"""What the session adds to the tracked state, and what it knows of the kinds of tracked objects."""
+"""The state that the session adds to the tracked one, and its knowledge of the kinds of tracked objects."""

@@ -1,9 +1,9 @@
-"""Gradients belong to one step: no checkpoint holds them, and no new process has those of the step before.
+"""Keeps gradients inside one step: no checkpoint holds them, and no new process has those of the step before.
 
-Refuses a step that leaves gradients for the next one, in every world: a restart loses them as a lost peer does. And
-keeps which parameters have a gradient at all between two steps, because optimizers tell zeros from None.
-
-Invariant: after `put_back` a tracked parameter has a gradient, of zeros, if and only if it had one when the step began.
+It refuses a step that leaves gradients for the next one, in every world: a restart loses them, and so does a lost peer.
+It also keeps which parameters have a gradient at all between two steps, because optimizers treat zeros and None
+differently. Invariant: after `put_back` a tracked parameter has a gradient, of zeros, if and only if it had one when
+the step began.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.recovery.state.scalers import scalers
 
-SAMPLE = 16  # parameters by which it shows that a backward pass has run
+SAMPLE = 16  # parameters that are checked to see whether a backward pass has run
 
 
 class Update(IntEnum):
-    """What the optimizers of a rank do in a step."""
+    """What a rank's optimizers do in a step."""
 
-    NONE = 0  # there are none
+    NONE = 0  # there are no optimizers
     MADE = 1
     LEFT_OUT = 2
 
 
 class Gradients:
-    """Refuses those of the parameters of all tracked optimizers; without one of all tracked modules. Puts back those of
-    both."""
+    """Refuses leftover gradients of the parameters of all tracked optimizers, or of all tracked modules if no optimizer
+    is tracked. Puts back those of both."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.optimizers = [t for t in state.values() if isinstance(t, torch.optim.Optimizer)]
@@ -39,32 +39,32 @@ class Gradients:
         self._scalers = [scaler for _, scaler in scalers(state)]
         self._hooks = [before_step(o, self._enter) for o in self.optimizers]
         self.updates = 0  # optimizer steps that were begun in this world
-        self._fewest: int | None = None  # of one step of this world
-        self._left_out = False  # the newest step made fewer than any before it, or none
+        self._fewest: int | None = None  # the fewest in one step of this world
+        self._left_out = False  # whether the newest step made fewer than any before it, or none
         self._watching: list[Any] = []
-        # Of each parameter that had a gradient: whether it was there whenever a backward pass came to it.
+        # For each parameter that had a gradient: whether the gradient existed whenever a backward pass came to it.
         self._found: list[list[torch.Tensor]] = []
         self.look()
         self.begin()
 
     def look(self) -> None:
-        """Find the parameters anew."""
+        """Find the parameters again."""
         of_modules = [p for m in self._modules for p in m.parameters()]
         found = [p for o in self.optimizers for group in o.param_groups for p in group["params"]] or of_modules
         self._parameters = list({id(p): p for p in found}.values())
-        # Those of modules too: one that the loop changes itself, or that gets an optimizer later, must not begin a
-        # repeated step with what the failed one has left.
+        # Parameters of modules count too. One that the loop changes itself, or that gets an optimizer later, must not
+        # begin a repeated step with the gradient of the failed one.
         self._all = list({id(p): p for p in (*of_modules, *found)}.values())
         self._sample = [p for p in self._parameters if p.requires_grad]
         self._sample = self._sample[:: max(1, len(self._sample) // SAMPLE)]
 
     def begin(self, *, watched: bool = False) -> None:
-        """A step begins. `watched`: find out whether its backward pass begins on gradients of the step before."""
+        """Begin a step. `watched`: find out whether its backward pass begins on gradients of the step before."""
         if watched:
             self.look()
         self.entered = False
         if not self.updates:
-            self._fewest = None  # the world is new, and all its members judge alike
+            self._fewest = None  # in a new world all members must judge alike
         self._made = self.updates
         self._there = self.present
         self._before = self._marks()
@@ -74,12 +74,12 @@ class Gradients:
             self._watch()
 
     def ended(self, step: int) -> None:
-        """The step's block ended well. Raises `LoopError`."""
+        """Check a step whose block ended well. Raises `LoopError`."""
         self._unwatch()
         made = self.updates - self._made
         self._left_out = bool(self.optimizers) and (not made or (self._fewest is not None and made < self._fewest))
         self._fewest = made if self._fewest is None else min(made, self._fewest)
-        # A pass for something else (an adversarial example) may come first, and its gradients be cleared again.
+        # Another pass may come first (for an adversarial example), whose gradients are cleared again.
         if any(found and all(bool(there) for there in found) for found in self._found):
             raise LoopError(
                 f"the backward pass of step {step} began on gradients of the step before, which no checkpoint holds "
@@ -87,7 +87,7 @@ class Gradients:
                 "several batches use run.loader(…, micro_batch=…), and `with step as batches: for batch in batches: …`"
             )
         if not self.optimizers:
-            return  # the loop changes parameters itself, maybe through `.data`
+            return  # the loop changes parameters itself, perhaps through `.data`
         if self.entered or self._scales != self._updates() or any(map(_skipped, self._scalers)):
             return
         now = self._marks()
@@ -106,41 +106,41 @@ class Gradients:
 
     @property
     def update(self) -> Update:
-        """In the step in hand, as far as it has come."""
+        """What the optimizers have done so far in the present step."""
         if self.entered:
             return Update.MADE
         return Update.LEFT_OUT if self.optimizers else Update.NONE
 
     def uncount(self) -> None:
-        """The newest step was not one of the run's."""
+        """Take back the newest step, which was not one of the run."""
         self.updates = self._made
 
     def take_left_out(self) -> bool:
-        """Whether the newest step, which ended well, made no optimizer step, or fewer than any of this world before it.
-        Told once."""
+        """Whether the newest step, which ended well, made no optimizer step, or fewer than any earlier one of this
+        world. True only at the first call."""
         found, self._left_out = self._left_out, False
         return found
 
     def put_back(self) -> None:
-        """The step failed."""
+        """Put back the gradients after a failed step."""
         self._unwatch()
         for p in self._all:
             p.grad = None
         self.add(self._there)
 
     def add(self, there: list[bool]) -> None:
-        """Let those of these that have none have gradients of zeros."""
+        """Give those of these parameters that have no gradient one of zeros."""
         for p, has, sparse in zip(self._all, there[::2], there[1::2], strict=True):
             if has and p.grad is None:
                 p.grad = zero_gradient(p, sparse=sparse)
 
     @property
     def present(self) -> list[bool]:
-        """Of each parameter whether it has a gradient, and whether that is sparse."""
+        """For each parameter whether it has a gradient, and whether that is sparse."""
         return [told for p in self._all for told in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
 
     def end(self) -> None:
-        """The run is over."""
+        """End the run."""
         self._unwatch()
         for hook in self._hooks:
             hook.remove()
@@ -172,13 +172,13 @@ class Gradients:
 def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         grad = parameter.grad
-        found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # no wait for a device
+        found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # without a wait
 
     return hook
 
 
 def zero_gradient(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
-    """`sparse`: as an embedding with `sparse=True` has them; its optimizer refuses others."""
+    """A gradient of zeros. `sparse`: in the form of an embedding with `sparse=True`, whose optimizer refuses others."""
     if not sparse:
         return torch.zeros_like(parameter)
     values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
@@ -187,6 +187,6 @@ def zero_gradient(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
 
 
 def _skipped(scaler: Any) -> bool:
-    """Whether the scaler was asked for an optimizer's step, and has not made it."""
+    """Whether the scaler was asked for an optimizer's step and did not make it."""
     states = list(getattr(scaler, "_per_optimizer_states", {}).values())
     return any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)

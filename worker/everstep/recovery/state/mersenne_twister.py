@@ -1,4 +1,4 @@
-"""The global generators of numpy and Python, set anew at each step at the price of a copy.
+"""Sets the global generators of numpy and Python at each step, at the price of a copy.
 
 Both are Mersenne Twisters of 624 words, and seeding them takes longer than all else that a step's random numbers need.
 So their states are made ahead, for many steps at once.

@@ -1,4 +1,4 @@
-"""Hooks on the steps of optimizers, and what their steps move, also of those that scripts have made their own way."""
+"""Hooks on the steps of optimizers, and the state that their steps change, for optimizers of unusual classes too."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def before_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> Any:
-    """`call(optimizer, args, kwargs)` before each step; `remove()` of what is returned ends that."""
+    """Call `call(optimizer, args, kwargs)` before each step, until `remove()` of the returned handle."""
     _make_tables(optimizer)
     return optimizer.register_step_pre_hook(call)
 
 
 def has_closure(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether a step is given one, by what its hooks are called with: the first argument is the optimizer itself."""
+    """Whether a step is given a closure, by the arguments of its hooks. The first argument is the optimizer itself."""
     return len(arguments) > 1 or bool(options)
 
 
 def _make_tables(optimizer: torch.optim.Optimizer) -> None:
-    """A wrapper around another optimizer (Lookahead, torch's own PostLocalSGDOptimizer) may be an `Optimizer` without
-    having called its `__init__`: then torch calls no hooks of its steps, and those of the inner one tell."""
+    """Give an optimizer its tables of hooks. A wrapper around another optimizer (Lookahead, torch's own
+    PostLocalSGDOptimizer) may be an `Optimizer` that did not call its `__init__`. Then torch calls no hooks for its
+    steps, but those of the inner one."""
     for name in TABLES:
         table = getattr(optimizer, name, None)
         if not isinstance(table, OrderedDict):
@@ -39,8 +40,8 @@ _OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attribut
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A dictionary that holds what an optimizer's steps move, under these keys (None: all). `whole`: a key that a step
-    adds is of its making, too."""
+    """A dictionary with state that an optimizer's steps change, under these keys (None: all). `whole`: keys that a step
+    adds are state too."""
 
     live: dict[Any, Any]
     keys: frozenset[str] | None
@@ -48,8 +49,9 @@ class Place:
 
 
 def places(optimizer: Any, tracked: Collection[int], *, inner: bool = False) -> Iterator[Place]:
-    """Where an optimizer holds what its steps move. A class that is not torch's may keep more than `state`, and may
-    work by another optimizer. `tracked`: the identities of parameters whose modules are others' to look after."""
+    """The places of the state that an optimizer's steps change. A class that is not torch's may keep more than `state`,
+    and may contain another optimizer. `tracked`: the identities of parameters of tracked modules, which are left
+    out."""
     yield Place(optimizer.state, None, True)
     own = {"param_groups"} if inner else set[str]()
     custom = not type(optimizer).__module__.startswith("torch.optim.")

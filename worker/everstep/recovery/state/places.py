@@ -1,9 +1,10 @@
-"""What a commit holds of a model that the script itself divides over the ranks of a replica, `run.mesh(model=N)`.
+"""Defines what a commit contains of a model that the script itself divides over the ranks of a replica,
+`run.mesh(model=N)`.
 
-Rank r of a world has place r % N. What torch's own objects hold is each place's own: other layers, or other parts of a
-layer, maybe under the same names and with the same shapes, so nothing but the place tells them apart. In a commit they
-have the place in their key, `model@0of2`, and ranks of one place share the writing. All else that is tracked is the
-same on all ranks. Invariant: a rank is never given what another place has saved.
+Rank r of a world has place r % N. The contents of torch's own objects differ between places: other layers, or other
+parts of a layer. They may have the same names and shapes, so only the place tells them apart. In a commit their keys
+contain the place, `model@0of2`, and ranks of one place share the writing. All other tracked objects are the same on all
+ranks. Invariant: a rank never gets the state of another place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _OWN = (
 
 
 def is_of_place(target: Any) -> bool:
-    """Whether each place of a replica keeps its own of it, and may have other ones than other places."""
+    """Whether each place of a replica has its own version of this object, and perhaps objects that other places
+    lack."""
     return isinstance(target, _OWN)
 
 
@@ -51,7 +53,7 @@ class Placed(MutableMapping[str, Any]):
         return target
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._state[name] = value  # a plain value, which no place has for itself
+        self._state[name] = value  # a plain value is the same in all places
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("nothing is taken out of the state of a run")
@@ -67,7 +69,7 @@ Naming = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def naming(shape: Shape, mesh: Any) -> Naming:
-    """How the state of this process is named in commits."""
+    """The names of this process's state in commits."""
     if shape.places == 1:
         return lambda state: state
     place, places = mesh.get_local_rank(MODEL), shape.places
@@ -75,8 +77,8 @@ def naming(shape: Shape, mesh: Any) -> Naming:
 
 
 def advice(refusal: str, places: int) -> str:
-    """What to say behind the refusal of a commit, in a run of replicas of `places` ranks, if that has another number of
-    them; else nothing."""
+    """An addition to the refusal of a commit, if the commit's replicas have another number of places than this run's
+    `places`; else nothing."""
     saved = {int(n) for n in re.findall(r"@\d+of(\d+)\b", refusal.partition("; it has ")[2])}
     if "; it has " not in refusal or saved == ({places} if places > 1 else set()):
         return ""
@@ -89,7 +91,7 @@ def advice(refusal: str, places: int) -> str:
 
 
 def check(state: Mapping[str, Any]) -> None:
-    """Raises `LoopError` for what is trained and would be saved by rank 0 alone, though each place has its own."""
+    """Raises `LoopError` for a trained tensor that rank 0 alone would save although each place has its own."""
     modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
     held = {id(p) for module in modules for p in module.parameters()}
     for key, target in state.items():

@@ -1,16 +1,17 @@
-"""What random numbers a step draws: a function of seed, step and rank, whichever process takes the step.
+"""Makes the random numbers of a step a function of seed, step and rank, whichever process takes the step.
 
-A process that takes the place of another one has drawn less than it, or more. So at each step all generators are set
-anew: Python's, numpy's and torch's global ones, and those that the script tracks. A repeated step draws the same
-numbers again, and what is drawn between two steps changes no step.
+A process that replaces another has drawn fewer random numbers than that one, or more. So at each step all generators
+are set: the global ones of Python, numpy and torch, and those that the script tracks. A repeated step draws the same
+numbers again, and draws between two steps have no effect on any step.
 
-The seed is what rank 0's script had left in the generator when the run's first step began; it is agreed on by all ranks
-and kept in the commits. Ranks that had the same there go on drawing the same numbers as one another (a function of seed
-and step), because scripts rely on that: whether a layer is dropped must not depend on the rank. Ranks that differed,
-because the script seeded by rank or not at all, draw by rank.
+The seed is the state of rank 0's generator when the run's first step began. All ranks agree on it, and commits keep it.
+Ranks whose generators were equal then go on drawing equal numbers (a function of seed and step), because scripts rely
+on that: whether a layer is dropped must not depend on the rank. Ranks whose generators differed, because the script
+seeded by rank or not at all, draw by rank.
 
-Invariant: of two (step, rank) whose numbers are to differ a generator gets different seeds, unless the product of the
-steps and the ranks between them is 2^32 / 5 or more; numpy's global one in any case.
+Invariant: if the numbers of two (step, rank) are to differ, a generator gets different seeds for them, unless the
+product of the steps and the ranks between them is 2^32 / 5 or more. Numpy's global generator always gets different
+ones.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from everstep.recovery.state.shape import Shape
 
 log = logging.getLogger("everstep.train")
 
-# True: set at each step, by rank where the script's ranks differ. "rank": by rank in any case. "saved": left alone, and
-# saved and restored by commits. False: left alone.
+# True: generators are set at each step, by rank if the script's ranks differ. "rank": always by rank. "saved": they are
+# not set, but commits save and restore them. False: they are not set.
 Rng = bool | Literal["rank", "saved"]
 
 STATE: Final = "seeds"  # the name in a commit
 AHEAD: Final = 64  # steps
-REPLICA, ALL, NONE = 0, 1, 2  # ranks that draw the same numbers: those of a replica, all, none
+REPLICA, ALL, NONE = 0, 1, 2  # which ranks draw the same numbers: those of a replica, all, none
 WORD: Final = 2**32 - 1
-# Near 2^32 divided by the golden ratio, and such that no partial quotient of its continued fraction over 2^32 is above
-# 3: then the k-th multiple differs from 0, modulo 2^32, by more than 2^32 / 5k (Khinchin, Continued Fractions, ch. II).
+# The number is near 2^32 divided by the golden ratio, and no partial quotient of its continued fraction over 2^32 is
+# above 3. So its k-th multiple differs from 0, modulo 2^32, by more than 2^32 / 5k (Khinchin, Continued Fractions, ch.
+# II).
 GOLDEN: Final = 0x9E3778C1
 
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]  # a method of the global generator
@@ -52,49 +54,49 @@ Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]
 
 
 def mix(word: int) -> int:
-    """32 bits to 32 bits, one to one: the finalizer of MurmurHash3 (Austin Appleby, public domain)."""
+    """A bijection of 32 bits: the finalizer of MurmurHash3 (Austin Appleby, public domain)."""
     word = (word ^ word >> 16) * 0x85EBCA6B & WORD
     word = (word ^ word >> 13) * 0xC2B2AE35 & WORD
     return word ^ word >> 16
 
 
 def words(seed: int, name: str) -> tuple[int, int]:
-    """The two words by which the generator `name` of a run with this seed differs from all others."""
+    """The two words that tell the generator `name` of a run with this seed from all others."""
     data = struct.pack("<Q", seed) + name.encode()
     first, second = struct.unpack("<II", hashlib.blake2b(data, digest_size=8, person=b"everstep step").digest())
     return first, second
 
 
 def derive(key: tuple[int, int], step: int, rank: int) -> int:
-    """The 64 bits that a generator is set by. The lower 32 differ by themselves: torch's generator of the CPU and
-    a `RandomState` take no more."""
+    """The 64 bits with which a generator is set. The lower 32 differ already: torch's generator of the CPU and a
+    `RandomState` use only those."""
     low = mix((step * GOLDEN + rank & WORD) ^ key[0])
     return mix(low ^ key[1]) << 32 | low
 
 
 def derive_ahead(key: tuple[int, int], step: int, rank: int, steps: int) -> list[int]:
-    """Of so many steps."""
+    """The same for so many steps."""
     return [derive(key, step + i, rank) for i in range(steps)]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One generator: `seed` sets it by 64 bits, and `state` tells where it is. One that has a `twister` is set by that,
-    and not by `seed`."""
+    """One generator. `seed` sets it by 64 bits, and `state` returns its state. If it has a `twister`, that sets it, and
+    not `seed`."""
 
     seed: Callable[[int], object]
     state: Callable[[], object]
     twister: NumpyTwister | PythonTwister | None = None
 
     def fingerprint(self) -> int:
-        """63 bits of where it is."""
+        """A digest of its state, in 63 bits."""
         found = hashlib.blake2b(digest_size=8)
         _update(found, self.state())
         return int.from_bytes(found.digest(), "little") >> 1
 
 
 def source_of(generator: Any) -> Source | None:
-    """None for what is no generator. Raises `LoopError` for one that cannot be set."""
+    """The source for a generator; None for any other object. Raises `LoopError` for a generator that cannot be set."""
     match generator:
         case torch.Generator():
             return Source(generator.manual_seed, generator.get_state)
@@ -110,8 +112,8 @@ def source_of(generator: Any) -> Source | None:
 
 
 def global_sources(device: torch.device) -> dict[str, Source]:
-    """The generators that a process has without making one. Not `torch.manual_seed`, which visits all devices and takes
-    a hundred times as long."""
+    """The generators that each process has. They are set one by one: `torch.manual_seed` visits all devices and takes a
+    hundred times as long."""
     found = {
         "torch": Source(torch.default_generator.manual_seed, torch.default_generator.get_state),
         "numpy": _numpy(),
@@ -125,7 +127,8 @@ def global_sources(device: torch.device) -> dict[str, Source]:
 
 
 class GeneratorState:
-    """A tracked `torch.Generator` as a commit holds it where generators are not set at each step: each rank's own."""
+    """A tracked `torch.Generator` as a commit stores it, if generators are not set at each step: each rank has its
+    own."""
 
     everstep_per_rank = True
 
@@ -140,7 +143,7 @@ class GeneratorState:
 
 
 def generators_to_put_back(state: Mapping[str, Any]) -> list[Any]:
-    """What a step that is repeated needs from before it, of a run's state: nothing where each step sets its own."""
+    """The generators in a run's state that a repeated step needs as they were: none if each step sets its own."""
     seeds = state.get(STATE)
     if isinstance(seeds, Randomness) and seeds.each_step:
         return []
@@ -148,10 +151,10 @@ def generators_to_put_back(state: Mapping[str, Any]) -> list[Any]:
 
 
 class Randomness:
-    """The random numbers of a run. `start` when its state is to be restored, `settle` when it is and whenever the world
-    has changed, `begin` at each step."""
+    """The random numbers of a run. Call `start` before its state is restored, `settle` after that and whenever the
+    world has changed, and `begin` at each step."""
 
-    everstep_optional = True  # commits of older versions have none
+    everstep_optional = True  # commits of older versions lack it
 
     def __init__(self, rng: Rng, device: torch.device) -> None:
         if not isinstance(rng, bool) and rng not in ("rank", "saved"):
@@ -161,30 +164,32 @@ class Randomness:
         self._device = device
         self._sources: dict[str, Source] = {}
         self._tracked: dict[str, Source] = {}
-        self._generators: dict[str, Any] = {}  # what the sources of `_tracked` set: the census looks for them here
-        self._own: dict[str, int] = {}  # what this process's script has left in each
-        self._seeds: dict[str, int] = {}  # the run's
-        self._alike: dict[str, int] = {}  # who draws the same numbers: one of the three; unknown in a world of one
+        self._generators: dict[str, Any] = {}  # the tracked generators: the untracked-state check looks for them here
+        self._own: dict[str, int] = {}  # the state in which this process's script left each
+        self._seeds: dict[str, int] = {}  # the run's seeds
+        self._alike: dict[str, int] = {}  # which ranks draw the same numbers; unknown in a world of one
         self._ready: list[tuple[Source, tuple[int, int], int]] = []
-        # For `AHEAD` steps from the first on, of this rank: what sets each generator. Made together, because in a step
-        # it would be computed by a processor whose caches hold the model.
+        # For `AHEAD` steps from the first on, of this rank: the values that set each generator. They are made together,
+        # because in a step the processor's caches hold the model.
         self._ahead: list[tuple[Callable[[int], object], list[int]]] = []
         self._numpy: list[tuple[NumpyTwister, list[tuple[memoryview, int]]]] = []
         self._python: list[tuple[PythonTwister, list[bytes]]] = []
-        self._first, self._rank = 0, -1  # no rank: nothing is made yet
+        self._first, self._rank = 0, -1  # rank -1: nothing is made yet
         self._shared: torch.Generator | None = None
-        self._untouched: bytes | None = None  # the shared generator, as it was made before the first step
+        self._untouched: bytes | None = None  # the shared generator's state before the first step
         self._step: int | None = None
-        self.shape = Shape()  # of the run's mesh: the ranks of a replica draw alike
+        self.shape = Shape()  # the run's mesh: the ranks of a replica draw the same numbers
 
     def share(self, shape: Shape) -> None:
-        """Ranks are to draw alike. Raises `LoopError` where the session does not set the generators."""
+        """Let the ranks of a replica draw the same numbers. Raises `LoopError` if the session does not set the
+        generators."""
         if not self.each_step:
             raise LoopError(f"{shape} and start(rng=…): the ranks of a replica must draw the same numbers (dropout), "
                             "which the session sees to; leave `rng=` out, or write rng='rank'")  # fmt: skip
 
     def track(self, name: str, generator: Any) -> Any:
-        """Take a generator that the script tracks under `name`; what its commits hold for that, None for nothing."""
+        """Take a generator that the script tracks under `name`. Return the object that commits store for it; None if
+        they store nothing."""
         source = source_of(generator)
         assert source is not None
         if self.each_step:
@@ -204,11 +209,11 @@ class Randomness:
 
     @property
     def generators(self) -> tuple[str, ...]:
-        """The names of those that are tracked."""
+        """The names of the tracked generators."""
         return tuple(self._tracked)
 
     def start(self) -> None:
-        """Note what the script has seeded, before anything is restored."""
+        """Note the script's seeds, before anything is restored."""
         if self.each_step:
             self._sources = global_sources(self._device) | {_tracked(n): s for n, s in self._tracked.items()}
         self._own = {name: source.fingerprint() for name, source in self._sources.items()}
@@ -220,7 +225,7 @@ class Randomness:
             )
 
     def settle(self, gather: Gather) -> None:
-        """Agree with the other ranks on what is not known yet. Collective."""
+        """Agree with the other ranks on the seeds that are not known yet. Collective."""
         names = sorted(self._own)
         told = gather([n for name in names for n in (self._seeds.get(name, -1), self._heard(name), self._own[name])])
         for i, name in enumerate(names):
@@ -234,7 +239,7 @@ class Randomness:
         log.debug("random numbers by step: %s", self.state_dict())
 
     def begin(self, step: int, rank: int) -> None:
-        """Set all generators for step number `step`, of the process that is rank `rank` now."""
+        """Set all generators for step number `step`, in the process that has rank `rank` now."""
         at = step - self._first
         if rank != self._rank or not 0 <= at < AHEAD:
             self._make_ahead(step, rank)
@@ -242,7 +247,7 @@ class Randomness:
         self._step = step
         for seed, values in self._ahead:
             seed(values[at])
-        # Both here, because a call of ours takes as long as the copy.
+        # Both are written out here, because a call of a function of ours takes as long as the copy.
         for of_python, states in self._python:
             of_python.place[:] = states[at]
             of_python.generator.gauss_next = None
@@ -291,9 +296,9 @@ class Randomness:
         return self._alike.get(name, -1)
 
     def _who(self, name: str, own: Sequence[int]) -> int:
-        """Of what the ranks' scripts have left in a generator. Where a script divides its model over the ranks of a
-        replica, one that it tracks and seeds otherwise in each is for masks of parts; the global ones it may have
-        seeded so for the parts' first values."""
+        """Which ranks draw the same numbers, by the states in which their scripts left a generator. If a script divides
+        its model over the ranks of a replica, and seeds a tracked generator differently in each, that is for masks of
+        parts. It may have seeded the global ones so only for the parts' first values."""
         places = self.shape.places
         replicas = [own[first : first + places] for first in range(0, len(own), places)]
         if len(set(own)) == 1:
@@ -302,7 +307,7 @@ class Randomness:
         return NONE if is_tracked and any(len(set(r)) > 1 for r in replicas) else REPLICA
 
     def _make_ready(self) -> None:
-        self._rank = -1  # what is made ahead is of another world
+        self._rank = -1  # the values made ahead are of another world
         self._ready = [
             (source, words(self._seeds[name], name), self._drawn_by(name)) for name, source in self._sources.items()
         ]
@@ -316,7 +321,7 @@ class Randomness:
 
 
 def settle(state: Mapping[str, Any], gather: Gather) -> None:
-    """`Randomness.settle`, of a run's state."""
+    """Call `Randomness.settle` for a run's state."""
     seeds = state.get(STATE)
     if isinstance(seeds, Randomness):
         seeds.settle(gather)
@@ -328,7 +333,7 @@ def _numpy() -> Source:
     def seed(value: int) -> None:
         np.random.set_state({**type(bits)(value).state, "has_gauss": 0, "gauss": 0.0})
 
-    # The script may have put another one in its place.
+    # The script may have replaced the generator.
     twister = NumpyTwister(bits) if isinstance(bits, np.random.MT19937) else None
     return Source(seed, lambda: np.random.get_state(legacy=False), twister)
 
@@ -346,18 +351,18 @@ def _bits(bits: Any) -> Source:
 
 
 def _seed_python(value: int) -> None:
-    """`random.seed(value)`, without what it does for values of other kinds."""
+    """The same as `random.seed(value)`, without its handling of other kinds of values."""
     _seed(_python, value)
     _python.gauss_next = None
 
 
 def _tracked(name: str) -> str:
-    """What a generator is called that the script tracks under `name`."""
+    """The internal name of a generator that the script tracks under `name`."""
     return f"tracked {name}"
 
 
 def _nothing(_: int) -> None:
-    """Of a generator that is only looked at."""
+    """The setter of a generator that is only read."""
 
 
 def _update(found: Any, value: Any) -> None:

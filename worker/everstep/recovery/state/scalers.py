@@ -1,10 +1,11 @@
-"""The gradient scalers of a run, also those that a class of the script's own holds.
+"""Finds the gradient scalers of a run, also those inside the script's own classes.
 
-timm and its like track an object whose `state_dict` is its scaler's. What torch's scaler notes within a step (that an
-optimizer's gradients were unscaled, say) is in no `state_dict`, so it has to be found to be put back.
+Libraries such as timm track an object whose `state_dict` is that of its scaler. Torch's scaler also keeps notes within
+a step (for example that an optimizer's gradients were unscaled). They are in no `state_dict`, so the scaler has to be
+found to put them back.
 
-The ranks of a replica that a script divides itself each look for infinities in their own gradients. One that finds some
-leaves its optimizer's step out, and the others would make theirs: that is found after the same step.
+If a script divides a replica itself, each rank looks for infinities in its own gradients. A rank that finds some leaves
+its optimizer's step out, while the others make theirs. That is found after the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from everstep.recovery.state.randomness import Gather
 
 
 def scalers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.amp.GradScaler]]:
-    """Those that are enabled among the tracked objects and their attributes, each once, by name."""
+    """The enabled scalers among the tracked objects and their attributes, each once, by name."""
     found: set[int] = set()
     for name, scaler in _all(state):
         if scaler.is_enabled() and id(scaler) not in found:
@@ -67,8 +68,8 @@ def _step(torchs: Any, heard: Callable[[], None], optimizer: Any, *arguments: An
 
 
 class Scales:
-    """Compares the scalers of `state` on the ranks of each replica, of `places` ranks, after each step of theirs. A
-    scaler that has left a step out has another scale, or another count of good steps, than one that has made it."""
+    """Compares the scalers of `state` on the ranks of each replica, of `places` ranks, after each of their steps. A
+    scaler that has left a step out differs from one that has made it in its scale, or in its count of good steps."""
 
     def __init__(self, state: Mapping[str, Any], places: int) -> None:
         self._scalers = sorted(scalers(state), key=lambda one: one[0]) if places > 1 else []
@@ -77,22 +78,22 @@ class Scales:
         self._due = False
 
     def moved(self) -> None:
-        """The world is another one, whose members may have scalers where those of the last had none."""
+        """Tell of a new world: its members may have scalers although those of the last one had none."""
         self._compared, self._due = self._places > 1, False
 
     def ended(self) -> None:
-        """A step has ended well."""
+        """Tell that a step has ended well."""
         self._due = self._compared
 
     def check(self, step: int, gather: Gather) -> None:
-        """Between two steps, on all ranks. `gather`: what each rank says; collective. Raises `LoopError` on all ranks
-        if the scalers of a replica differ after so many steps."""
+        """Compare between two steps, on all ranks. `gather`: the values of each rank; collective. Raises `LoopError` on
+        all ranks if the scalers of a replica differ after so many steps."""
         due, self._due = self._due, False
         if not due:
             return
         told = gather(self._tell())
         if not any(count for count, *_ in told):
-            self._compared = False  # nobody has one, in this world
+            self._compared = False  # no rank of this world has one
             return
         for first in range(0, len(told), self._places):
             replica = {rank: told[rank] for rank in range(first, min(first + self._places, len(told)))}
@@ -102,10 +103,10 @@ class Scales:
                 raise LoopError(_differ(step, {rank: said[3] for rank, said in with_scalers.items()}))
 
     def _tell(self) -> tuple[int, int, int, int]:
-        """How many scalers, and in 63 bits each: their names, all that they have counted, and the smallest scale."""
+        """The number of scalers, and in 63 bits each: their names, all their counts, and the smallest scale."""
         states = [(name, scaler.state_dict()) for name, scaler in self._scalers]
         scales = [(name, float(state["scale"]), int(state["_growth_tracker"])) for name, state in states]
-        # A positive number is less than another one if its bits are.
+        # Positive floats have the same order as their bits.
         smallest = min((struct.unpack("<q", struct.pack("<d", scale))[0] for _, scale, _ in scales), default=0)
         return len(scales), _digest([name for name, *_ in scales]), _digest(scales), smallest
 

@@ -1,4 +1,5 @@
-"""How a run's processes are arranged: replicas, each of so many shards, and which of them read the same data. Pure."""
+"""The arrangement of a run's processes: replicas, each of so many shards, and which processes read the same data.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
 
 REPLICATE: Final = "replicate"
-# What the mesh's other dimension is called: state is cut by FSDP2, by tensor parallelism, or by the script itself.
+# The name of the mesh's other dimension: state is sharded by FSDP2, by tensor parallelism, or by the script itself.
 SHARD: Final = "shard"
 TENSOR: Final = "tensor"
 MODEL: Final = "model"
@@ -18,27 +19,29 @@ MODEL: Final = "model"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a script has asked for: its state in so many `shards`, which `kind` says who cuts."""
+    """The arrangement that a script has asked for: its state in so many `shards`. `kind` says what makes the shards."""
 
     kind: str = SHARD
     shards: int = 1
 
     @property
     def readers(self) -> int:
-        """Neighbours in rank that read the same data: unless FSDP2 cuts they compute one replica together."""
+        """How many neighbours in rank read the same data: unless FSDP2 makes the shards, they compute one replica
+        together."""
         return self.shards if self.kind != SHARD else 1
 
     @property
     def places(self) -> int:
-        """How many ranks of a replica hold other parameters than each other, in tensors that do not say so."""
+        """How many ranks of a replica hold different parameters in plain tensors, which do not show it."""
         return self.shards if self.kind == MODEL else 1
 
     def reads_as(self, rank: int, world_size: int) -> World:
-        """What a process has to read of the data: a process that is alone before its first round all of it."""
+        """Which part of the data a process has to read. A process that is alone before its first round reads all of
+        it."""
         return World(rank // self.readers, max(1, world_size // self.readers))
 
     def of_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """How many parts the data may be cut into, for these sizes of worlds."""
+        """Into how many parts the data may be divided, for these sizes of worlds."""
         return tuple(size // self.readers for size in sizes if size % self.readers == 0)
 
     def __str__(self) -> str:
@@ -46,7 +49,7 @@ class Shape:
 
 
 def shape_of(shard: int | None, tensor: int | None, model: int | None) -> Shape:
-    """The shape that a script means. Raises `LoopError`."""
+    """The shape for the arguments of a script's `mesh(…)`. Raises `LoopError`."""
     given = {name: n for name, n in ((SHARD, shard), (TENSOR, tensor), (MODEL, model)) if n is not None}
     if len(given) > 1:
         raise LoopError(

@@ -1,13 +1,14 @@
-"""What a script switches in tracked modules while it trains, and `state_dict` does not say: which parameters require
-gradients, which modules are in training mode, how large a buffer is, which parameters have a gradient at all: an
-optimizer moves one whose gradient is zero (decay, momentum), and leaves one alone that has none.
+"""Saves switches of tracked modules that a script changes while it trains and that are not in `state_dict`: which
+parameters require gradients, which modules are in training mode, the sizes of buffers, and which parameters have a
+gradient at all. (An optimizer moves a parameter whose gradient is zero, by decay or momentum, but not one without a
+gradient.)
 
-A process that comes later has these as its script sets them before the loop: it would train what the others have
-frozen. So what was switched since the loop began is part of the training state. What a script sets before its loop is
-its own: a run that is resumed by another script, which freezes other layers, keeps what that script says.
+A process that comes later has the switches that its script sets before the loop, so it would train what the others have
+frozen. Therefore switches that changed since the loop began are part of the training state. Switches set before the
+loop are not: if another script resumes the run and freezes other layers, its settings hold.
 
-Invariant: a process gets switches only if its script begins as the one did that made them. The order in the state is
-before the modules, whose `load_state_dict` needs buffers of the right size.
+Invariant: a process gets switches only if its script begins with the same settings as the script that saved them. They
+come before the modules in the state, because `load_state_dict` needs buffers of the right size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GRADIENTS = "gradients"  # among what was switched
 
 @dataclass(frozen=True, slots=True)
 class _Began:
-    """One module as it was when the loop began."""
+    """The switches of one module when the loop began."""
 
     name: str
     module: torch.nn.Module
@@ -43,9 +44,10 @@ class _Began:
 
 
 class Switches:
-    """Of the modules in `state`. `start` once, when the script has built them and nothing is restored yet."""
+    """The switches of the modules in `state`. Call `start` once, when the script has built them and nothing is restored
+    yet."""
 
-    everstep_optional = True  # commits of before this was saved
+    everstep_optional = True  # older commits do not have it
     everstep_of_session = True  # so buffers, and what the script keeps, may have other sizes than when it began
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -54,7 +56,7 @@ class Switches:
         self._digest = ""
 
     def start(self) -> None:
-        """Note what the script has set before its loop."""
+        """Note the settings of the script before its loop."""
         tracked = [(key, bare(t)) for key, t in self._state.items() if isinstance(t, torch.nn.Module)]
         self._modules = [
             _Began(f"{key}.{path}" if path else key, m, m.training, _required(m), _buffers(m))
@@ -109,7 +111,7 @@ class Switches:
                     yield f"{began.name}.{key}", p
 
     def _gradients(self) -> dict[str, list[str]]:
-        """Which parameters have one, in few words: mostly all or none do."""
+        """Which parameters have a gradient, in a short form, because mostly all or none do."""
         parameters = list(self._parameters())
         found = {"with": [name for name, p in parameters if p.grad is not None]}
         if not found["with"]:
@@ -125,7 +127,7 @@ def _required(module: torch.nn.Module) -> dict[str, bool]:
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, list[Any] | None]:
-    """Their types and shapes; None for those that are to come."""
+    """The buffers' types and shapes; None for buffers that do not exist yet."""
     if not module._buffers:
         return {}
     left_out = module._non_persistent_buffers_set
@@ -137,7 +139,7 @@ def _kind(buffer: torch.Tensor | None) -> list[Any] | None:
 
 
 def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None) -> None:
-    """For what is about to be loaded into a buffer."""
+    """Make room for a value that is about to be loaded into a buffer."""
     live = module._buffers.get(name)
     if kind is None or _kind(live) == kind or (live is not None and is_lazy(live)):
         return
@@ -147,7 +149,7 @@ def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None) -> No
 
 
 def _align(target: Any) -> None:
-    """Let the wrappers of a module be in its mode."""
+    """Put the wrappers of a module into its mode."""
     inner = bare(target)
     while isinstance(target, torch.nn.Module) and target is not inner:
         target.training = inner.training

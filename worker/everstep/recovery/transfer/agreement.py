@@ -1,6 +1,6 @@
-"""From what each member of a new round holds, who gives its state to whom. Pure.
+"""Decides which member of a new round gives its state to which others. Pure.
 
-Invariant: afterwards all members hold the same state, the newest that any of them has whole, or nobody had any.
+Invariant: afterwards all members hold the same state, the newest that any of them has whole, or no member had one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from everstep.recovery.validity import Validity
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """One member: completed steps, and a digest of what is replicated, by which silent divergence shows."""
+    """One member: its completed steps, and a digest of its replicated state, which shows silent divergence."""
 
     step: int
     validity: Validity
@@ -22,8 +22,8 @@ class MemberState:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """`holder` gives, `receivers` take; `diverged` are those of them that believed to be where the holder is. Without a
-    `holder` nobody has a state: it comes from storage, or from rank 0's script."""
+    """`holder` sends its state to `receivers`. `diverged`: those receivers that had completed the same steps as the
+    holder. Without a `holder` no member has a state: it comes from storage, or from rank 0's script."""
 
     step: int
     holder: int | None
@@ -32,11 +32,12 @@ class Agreement:
 
 
 class NoState(RuntimeError):
-    """Members trained, and no whole state is left among them: the last commit is what there is, if there is one."""
+    """Members trained, and no whole state is left among them. Only the last commit can help, if there is one."""
 
 
 def agree(states: Sequence[MemberState]) -> Agreement:
-    """By rank. The most steps win, then the better validity, then the lowest rank. Raises `NoState`."""
+    """The agreement of members given by rank. The most steps win, then the better validity, then the lowest rank.
+    Raises `NoState`."""
     usable = [(s.step, s.validity, -rank) for rank, s in enumerate(states) if s.validity > Validity.NONE]
     if not usable:
         if any(s.validity is Validity.TORN for s in states):

@@ -1,8 +1,8 @@
-"""Brings one member's training state to those that are behind or new, from memory to memory.
+"""Sends one member's training state to members that are behind or new, from memory to memory.
 
-The state is taken apart as for a checkpoint, so what a checkpoint can hold can be sent, and nothing is pickled. Objects
-that are each rank's own (random generators) are not sent. Invariant: a receiver's state is the holder's, bit by bit, or
-an error says that it is not.
+The state is taken apart as for a checkpoint. So all that a checkpoint can contain can be sent, and nothing is pickled.
+Objects of which each rank has its own (random generators) are not sent. Invariant: a receiver's state equals the
+holder's, bit by bit, or an error is raised.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from everstep.recovery.sharding.fsdp import NotRecoverable
 
 
 class TransferFailed(RuntimeError):
-    """What arrived is not what was sent."""
+    """The received data differs from the sent data."""
 
 
 def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], members: Members) -> None:
-    """Bring the holder's state to the receivers. Collective: every member takes part, because a broadcast is what
-    reaches several fastest."""
+    """Send the holder's state to the receivers. Collective: every member takes part, because a broadcast reaches
+    several members fastest."""
     mine = members.rank == holder
     tensors: dict[str, torch.Tensor] = {}
     buffers: list[Any] = []
@@ -71,5 +71,5 @@ def _header(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], buff
 
 
 def local_bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of what this process holds of a tensor."""
+    """The bytes of this process's part of a tensor."""
     return to_bytes(local(tensor))

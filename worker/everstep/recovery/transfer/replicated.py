@@ -1,4 +1,4 @@
-"""How the members of a new round come to one state when each holds all of it; for shards see `sharded`.
+"""Brings the members of a new round to one state if each holds all of it; for shards see `sharded`.
 
 Invariant: afterwards all members hold the same state, the newest that any of them has whole, or one from storage.
 """
@@ -17,13 +17,14 @@ from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
-# Brings the state that nobody has from storage, on all members; completed steps, None if nothing was committed.
+# Restores the state from storage on all members, if none of them has it. Returns the completed steps; None if nothing
+# was committed.
 Start = Callable[[], int | None]
 
 
 def settle(state: Mapping[str, Any], members: Members, step: int, validity: Validity, start: Start) -> tuple[int, str]:
-    """Bring all members to the newest whole state; completed steps, and what was done, in words. Collective. Raises
-    `PeerLost`, `TransferFailed`, and `NoState` if there is neither a whole state in memory nor one in storage."""
+    """Bring all members to the newest whole state. Returns the completed steps, and a text that says what was done.
+    Collective. Raises `PeerLost`, `TransferFailed`, and `NoState` if there is no whole state in memory or storage."""
     digest = state_digest(state) if validity > Validity.NONE else 0
     told = members.gather((step, int(validity), digest))
     try:

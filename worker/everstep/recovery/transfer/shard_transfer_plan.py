@@ -1,10 +1,9 @@
-"""From what each member of a new round holds of a sharded state, who gives which shard to whom. Pure.
+"""Decides which member of a new round sends which shard of a sharded state to which other. Pure.
 
-Of `shards` shards, rank r has number r % shards. A state is whole if all of its shards are among the members, in
-whatever replicas. A version of it is (step, made): completed steps, and the round in which the last of them was
-made, because members that were parted may have made the same step twice, of other sums.
-
-Invariant: afterwards all members hold shards of one version, the newest that is whole, or nobody trains on from memory.
+Of `shards` shards, rank r has number r % shards. A state is whole if the members hold all of its shards, in whatever
+replicas. Its version is (step, made): the completed steps, and the round in which the last of them was made, because
+separated members may have made the same step twice, with other sums. Invariant: afterwards all members hold shards of
+one version, the newest whole one, or no member trains on from memory.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 
 from everstep.recovery.validity import Validity
 
-NEW = -1  # made in no round: by the script
+NEW = -1  # made by the script, in no round
 
 
 @dataclass(frozen=True, slots=True)
 class MemberShard:
-    """One member: its version, the number of the shard that it holds, and a digest of its parameters. For one that has
-    voted (`Validity.VOTED`) `made` is the round of the vote."""
+    """One member: its version, the number of its shard, and a digest of its parameters. For a member that has voted
+    (`Validity.VOTED`) `made` is the round of the vote."""
 
     step: int
     made: int
@@ -31,8 +30,8 @@ class MemberShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardTransferPlan:
-    """Version (step, made) is what all go on with. `transfers`: (receiver, sender), by receiver. `diverged`: receivers
-    that believed to hold just what the sender does."""
+    """All members go on with version (step, made). `transfers`: (receiver, sender), by receiver. `diverged`: receivers
+    that had the sender's version and shard, but other values."""
 
     step: int
     made: int
@@ -41,23 +40,23 @@ class ShardTransferPlan:
 
 
 def undecided(members: Sequence[MemberShard]) -> bool:
-    """Whether a member has yet to hear what became of the step that it voted for."""
+    """Whether a member does not know yet whether the step that it voted for was made."""
     return any(m.validity is Validity.VOTED for m in members)
 
 
 def was_made(voter: MemberShard, members: Sequence[MemberShard]) -> bool:
-    """Whether any member has made the step that `voter` voted for. If so the voter must make it too; if not it must
-    not, for the others repeat it."""
+    """Whether any member has made the step that `voter` voted for. If so, the voter must make it too. If not, it must
+    not make it, because the others repeat it."""
     return any(_trained(m) and (m.step, m.made) == (voter.step + 1, voter.made) for m in members)
 
 
 def fresh(members: Sequence[MemberShard]) -> bool:
-    """Whether nobody has trained: the state is what the scripts made, unless storage has one."""
+    """Whether no member has trained. Then the state is what the scripts made, unless storage has one."""
     return all(m.validity is Validity.NONE for m in members)
 
 
 def plan_transfers(members: Sequence[MemberShard], shards: int) -> ShardTransferPlan | None:
-    """By rank. None if no version is whole among them."""
+    """The plan for members given by rank; None if no version is whole among them."""
     new = fresh(members)
     holders = [rank for rank, m in enumerate(members) if new or _trained(m)]
     versions = sorted({(members[rank].step, members[rank].made) for rank in holders}, reverse=True)

@@ -1,8 +1,8 @@
-"""Brings shards from members to members, from memory to memory: only what a receiver needs, only from one sender.
+"""Sends shards between members, from memory to memory: only what a receiver needs, and from one sender only.
 
-As in `broadcast` the state is taken apart as for a checkpoint, nothing is pickled, and each tensor has a checksum. All
-senders send at once, in blocks, each to its receivers. Invariant: nothing of a receiver's state changes before all of
-it has arrived and was checked.
+As in `broadcast`, the state is taken apart as for a checkpoint, nothing is pickled, and each tensor has a checksum. All
+senders send at once, in blocks, each to its receivers. Invariant: a receiver's state does not change before all of the
+new one has arrived and was checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK: Final = 16 * 2**20  # bytes to one receiver at a time
 
 @dataclass(frozen=True, slots=True)
 class ReceivedShard:
-    """What has arrived from `sender`."""
+    """The data that has arrived from `sender`."""
 
     sender: int
     values: Mapping[str, Any]
@@ -40,8 +40,8 @@ class ReceivedShard:
 def exchange(
     state: Mapping[str, Any], transfers: Sequence[tuple[int, int]], device_mesh: Any, members: Members
 ) -> ReceivedShard | None:
-    """Send and receive according to `transfers`, (receiver, sender); what this rank received. Collective. Raises
-    `PeerLost`, `TransferFailed`."""
+    """Send and receive according to `transfers`, (receiver, sender). Returns what this rank received. Collective.
+    Raises `PeerLost`, `TransferFailed`."""
     mine = [receiver for receiver, sender in transfers if sender == members.rank]
     sender = next((g for receiver, g in transfers if receiver == members.rank), None)
     head, body = _pack(state, device_mesh, members.rank) if mine else (b"", _Body([]))
@@ -57,13 +57,13 @@ def exchange(
 
 
 def unpack(state: Mapping[str, Any], received: ReceivedShard, device_mesh: Any, rank: int) -> None:
-    """Put what has arrived into `state`, whose shard's number is the sender's."""
+    """Load the received data into `state`, whose shard has the sender's number."""
     tensors: dict[str, torch.Tensor] = {}
     at = 0
     for name, kind, local, whole, _ in received.described:
         dtype = getattr(torch, kind)
         size = dtype.itemsize * torch.Size(local).numel()
-        # A copy: a view needs an address that its type can have.
+        # The bytes are copied, because a view needs an address that is aligned for its type.
         tensor = torch.empty(local, dtype=dtype)
         if size:
             tensor.view(-1).view(torch.uint8).copy_(received.body[at : at + size])
@@ -91,7 +91,7 @@ def _pack(state: Mapping[str, Any], device_mesh: Any, rank: int) -> tuple[bytes,
 
 
 def _spell(name: str, placement: Any) -> int | None:
-    """The axis that is sharded; None for one that is replicated."""
+    """The axis that is sharded; None for a replicated tensor."""
     if placement.is_replicate():
         return None
     if type(placement).__name__ != "Shard":
@@ -124,7 +124,7 @@ def _check(received: ReceivedShard) -> None:
 
 
 class _Body:
-    """Buffers end to end."""
+    """Several buffers as one sequence of bytes."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = buffers
@@ -132,7 +132,7 @@ class _Body:
         self._number = self._into = 0
 
     def take(self, most: int) -> torch.Tensor:
-        """The next bytes, at most so many."""
+        """The next bytes, at most `most` of them."""
         found = torch.empty(min(most, self.size), dtype=torch.uint8)
         self.size -= found.numel()
         place, at = memoryview(_view(found)), 0
@@ -153,7 +153,7 @@ def _view(data: torch.Tensor) -> Any:
 def _deliver(
     body: _Body, receivers: Sequence[int], sender: int | None, sizes: Sequence[int], members: Members
 ) -> torch.Tensor:
-    """Send `body` to each of `receivers`; what `sender` sent here. `sizes` are those of all ranks' bodies."""
+    """Send `body` to each of `receivers`. Return what `sender` sent here. `sizes`: the sizes of all ranks' bodies."""
     arrived = torch.empty(sizes[sender] if sender is not None else 0, dtype=torch.uint8)
     for at in range(0, max(sizes), BLOCK):
         block = body.take(BLOCK)

@@ -1,13 +1,13 @@
-"""How the members of a new round come to one state when each holds a shard of it (HSDP).
+"""Brings the members of a new round to one state if each holds a shard of it (HSDP).
 
-A step changes every shard, and a shard that was changed cannot be changed back. So all members vote before the first
-optimizer of a step: who has heard all votes makes the step, and who loses a peer while it waits for them asks the
-members of the next round whether any of them has made it, and then does as they did. Where all members have a copy of
-their shard from when the step began (`undo`), they vote when the step's block has ended: collectives that follow the
-optimizer can fail, and until then each can go back.
+A step changes every shard, and a changed shard cannot be changed back. So all members vote before the first optimizer
+of a step. A member that has heard all votes makes the step. A member that loses a peer while it waits for votes asks
+the members of the next round whether any of them made the step, and does the same. If all members have an undo copy of
+their shard from the beginning of the step, they vote when the step's block has ended: collectives after the optimizer
+can fail, and until the vote each member can go back.
 
-Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do; the shards
-that are trained on are of one version (`shard_transfer_plan`).
+Invariants: a member that has voted neither makes nor repeats the step before it knows what the others do. The shards
+that are trained on have one version (`shard_transfer_plan`).
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ log = logging.getLogger("everstep.train")
 
 
 class ShardedState:
-    """This process's shard. `mesh` says which it is to have, `holds` which it has."""
+    """This process's shard. `mesh` says which one it should have, `holds` which one it has."""
 
     def __init__(self, mesh: RecoverableMesh, members: Members) -> None:
         self.mesh = mesh
         self._members = members
         self.holds = mesh.shard
         self._made = (0, NEW)  # the last step that was made, and in which round
-        self._undoes = False  # all members copy their shards, in this world
+        self._undoes = False  # whether all members copy their shards in this world
         self._voted: tuple[int, int] | None = None  # completed steps at the last vote, and its round
-        self._spoiled = False  # memory holds parts of what was being restored
+        self._spoiled = False  # whether memory holds parts of an interrupted restore
         self._state: Mapping[str, Any] = {}
         self._objects = fsdp.ShardedObjects({})
 
     def track(self, state: Mapping[str, Any]) -> None:
-        """What makes up the training state."""
+        """Set the objects that make up the training state."""
         self._state = state
         self._objects = fsdp.ShardedObjects(state, self.mesh.over)
 
     def may_undo(self) -> bool:
-        """Whether this member may copy its shard when a step begins: all do, or none."""
+        """Whether this member may copy its shard when a step begins: either all members do, or none."""
         return self._undoes
 
     def roll_back(self) -> None:
-        """The step in hand failed."""
+        """Clean up after the present step failed."""
         self._objects.reset()
 
     def vote(self, step: int, round_: int, can_undo: bool, update: Update) -> None:
-        """Say that step number `step` can be made, and wait until all members of the round say so. Raises `PeerLost`:
-        then only `decided` knows whether it is made. `can_undo`: this member can copy its shard when a step begins; if
-        all can, they do, and vote when a step has ended. Raises `LoopError` on all members if some of them make the
-        `update` of their optimizers and others have left it out."""
+        """Vote that step number `step` can be made, and wait until all members of the round have voted. Raises
+        `PeerLost`: then only `decided` tells whether the step is made. `can_undo`: this member can copy its shard when
+        a step begins; if all can, they do so, and vote when a step has ended. Raises `LoopError` on all members if some
+        of them make the `update` of their optimizers and others have left it out."""
         self._voted = (step, round_)
         told = self._members.gather((int(not can_undo), int(update)))
         self._undoes = not any(cannot for cannot, _ in told)
@@ -73,7 +73,8 @@ class ShardedState:
         self._made = (step + 1, round_)
 
     def arrived(self) -> None:
-        """Wait for the gradients of the step in hand: what is voted for can be made. Raises `PeerLost`."""
+        """Wait for the gradients of the present step, so that a step that was voted for can be made. Raises
+        `PeerLost`."""
         self._objects.arrived()
 
     def may_make(self, step: int) -> bool:
@@ -91,10 +92,10 @@ class ShardedState:
         return True
 
     def settle(self, step: int, validity: Validity, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
-        """Bring all members to one version; completed steps, and what was done, in words. Collective. Raises
-        `PeerLost`, and `NoState` if there is neither a whole state in memory nor one in storage."""
+        """Bring all members to one version. Returns the completed steps, and a text that says what was done.
+        Collective. Raises `PeerLost`, and `NoState` if there is no whole state in memory or storage."""
         self._undoes = False
-        # A new state has a digest, too: scripts may have drawn other random numbers.
+        # A new state has a digest too, because scripts may have drawn different random numbers.
         told = self._gather(self._member(step, validity, state_digest(self._state)))
         found = shard_transfer_plan.plan_transfers(told, self.mesh.shards)
         if found is None:
@@ -116,9 +117,9 @@ class ShardedState:
         return done, _words(found, received, self.holds)
 
     def _check_alike(self) -> None:
-        """What the scripts have made of parameters that are not cut is the same on all ranks. Raises `LoopError`."""
+        """Check that parameters that are not sharded are the same on all ranks. Raises `LoopError`."""
         if self.mesh.over is self.mesh.device_mesh:
-            return  # FSDP2 cuts all
+            return  # FSDP2 shards all of them
         whole = dict(tensor_parallel.whole_here(self._state))
         mine = xxhash.xxh3_64_intdigest(b"".join(content(t).to_bytes(8, "little") for t in whole.values())) >> 1
         if len({digest for (digest,) in self._members.gather((mine,))}) > 1:
@@ -130,10 +131,10 @@ class ShardedState:
 
     def answer_undecided(self, step: int, validity: Validity) -> None:
         """Tell members that voted for a step whether it was made, until none of them asks. Collective, and the first
-        one in a round: those members begin with `decided`."""
+        collective of a round: those members begin with `decided`."""
         mine = self._member(step, validity, 0)
         while shard_transfer_plan.undecided(self._gather(mine)):
-            pass  # it decides by what it was told just now, ends its step, and asks again
+            pass  # it has its answer now, ends its step, and asks again
 
     def _member(self, step: int, validity: Validity, digest: int) -> MemberShard:
         made = self._made[1] if self._made[0] == step else NEW
@@ -149,7 +150,7 @@ class ShardedState:
         gone = shard_transfer_plan.missing(told, self.mesh.shards)
         log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
                   len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
-        self._spoiled = True  # also of a new state: a shard may be another one's by now
+        self._spoiled = True  # this holds for a new state too: a shard may be replaced by now
         self._take(None)
         step = start()
         if step is None:
@@ -162,7 +163,7 @@ class ShardedState:
         return step
 
     def _take(self, received: shard_transfers.ReceivedShard | None) -> None:
-        """Hold the shard that the mesh says."""
+        """Hold the shard that the mesh assigns."""
         if self.holds != self.mesh.shard:
             self._objects.hold(self.mesh.shard)
         self.holds = self.mesh.shard
