@@ -1,1 +1,1 @@
-"""Reads the text of the script's loop, and finds what a new process would not have. Runs none of it."""
+"""Reads the text of the script's loop, and finds values that a new process would not have. Runs none of the script."""

@@ -1,4 +1,4 @@
-"""What to write in place of plain variables that a loop carries: lines that work where they are put."""
+"""Makes the advice for loop-carried variables: lines of code to write in their place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everstep.train.guards.script_text.value_origins import FORWARD, ITERATORS
 from everstep.train.guards.untracked.covered import OWN_NAMES, word
 
 NAMED = 8  # variables in one text
-_LONGEST = 60  # of a value that is written out
+_LONGEST = 60  # characters of a value that is written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Text:
 
 
 def text_of(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken: Iterable[str] = ()) -> Text:
-    """Of variables of the loop in `file`, the most harmful first. `taken`: names of what is tracked by now."""
+    """The advice for variables of the loop in `file`, the most harmful first. `taken`: the names that are tracked
+    already."""
     taken = {*taken, *OWN_NAMES}
     more = f". {len(found) - 1} more variables are carried, see the log" if len(found) > 1 else ""
     worst = found[0]
@@ -73,7 +74,7 @@ def _said(f: LoopCarried, file: str, at_file: str) -> str:
 def _lines(found: list[LoopCarried], values: Mapping[str, Any], taken: set[str]) -> list[str]:
     lines = [f"Use `step.number` in place of {f.name}" for f in found if f.counts]
     tracked = dict[str, None]()
-    dicts = dict[str, list[LoopCarried]]()  # what they are attributes of → those that go into one dictionary
+    dicts = dict[str, list[LoopCarried]]()  # the owner of the attributes → the variables that go into one dictionary
     for f in found:
         *front, last = PARTS.findall(f.name)
         owner = "".join(front)
@@ -96,20 +97,20 @@ def _lines(found: list[LoopCarried], values: Mapping[str, Any], taken: set[str])
 
 
 def _is_inside(function: Any, name: str, values: Mapping[str, Any], path: str) -> bool:
-    """A default or a variable of its closure, and no attribute."""
+    """Whether it is a default or a closure's variable of a function, and not an attribute."""
     return name not in vars(function) and held(values, path) is not MISSING
 
 
 def _is_whole(f: LoopCarried, value: Any) -> bool:
-    """It can be tracked as it is, and stays the same object."""
+    """Whether it can be tracked as it is, and stays the same object."""
     return isinstance(value, list | dict) and not f.bound
 
 
 def _dictionary(owner: str, inside: list[LoopCarried], values: Mapping[str, Any], taken: set[str]) -> str:
-    """Tracked, and made where the variables are."""
+    """The advice to track a dictionary that is made where the variables are."""
     kept, uses = list[str](), list[str]()
     name = f"{owner}.carried" if owner else "carried"
-    for f in {f.name: f for f in inside}.values():  # one may be carried in two functions
+    for f in {f.name: f for f in inside}.values():  # one variable may be carried in two functions
         key, value = word(f.name), held(values, f.name)
         kind = type(value).__name__
         place = f"{name}[{key!r}]"
@@ -171,7 +172,7 @@ def _of_function(name: str, function: str, value: Any, taken: set[str]) -> str:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """A keyword that nothing is tracked by yet."""
+    """A keyword under which nothing is tracked yet."""
     while name in taken:
         name = f"{name}_2"
     taken.add(name)

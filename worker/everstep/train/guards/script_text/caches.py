@@ -1,4 +1,4 @@
-"""What a loop keeps and a new process makes again as it was: it carries nothing from step to step."""
+"""Recognises caches: values that a loop keeps but a new process makes again as they were. They are not loop-carried."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from everstep.train.guards.script_text.value_origins import NONE, VARYING, Value
 
 
 class Caches(Values):
-    """Of statements, where the walk stands."""
+    """Judges statements at the present place of the walk."""
 
     def _is_memo(self, target: ast.Subscript, source: ast.AST | None) -> bool:
-        """Whether it keeps, behind `if key not in kept:`, what follows from the key: a new process makes it again."""
+        """Whether it stores, after `if key not in kept:`, a value that depends on the key only: a new process makes it
+        again."""
         asked = (ast.unparse(target.slice), ast.unparse(target.value))
         if asked not in self.script.asked or not isinstance(source, ast.expr):
             return False
         source = self.script.source(source)
         parts = {ast.unparse(n) for n in ast.walk(source) if isinstance(n, ast.expr)}
         if asked[1] in parts:
-            return False  # it follows from what was there
+            return False  # the value depends on what was stored before
         if self._is_of_sample(target.slice, source):
             return True
         if asked[0] not in parts:
-            return False  # that it is there says something by itself
+            return False  # the presence of the key is information by itself
         with self._trying():
             for part in ast.walk(target.slice):
                 if isinstance(part, ast.expr) and (key := self._key(part)) is not None:
@@ -33,13 +34,13 @@ class Caches(Values):
             return not self._value(source)
 
     def _is_of_sample(self, index: ast.expr, source: ast.expr) -> bool:
-        """Whether it is what a module that does not change makes of the sample with this index."""
+        """Whether it is the result of an unchanging module for the sample with this index."""
         calls = (n.func for n in ast.walk(source) if isinstance(n, ast.Call))
         frozen = any((key := self._key(f)) is not None and self.script.known.is_frozen(key) for f in calls)
         return frozen and is_index(index) and self._value(source) | self._value(index) <= VARYING
 
     def _is_of_current(self, s: ast.If) -> bool:
-        """Whether it only makes anew what follows from a value, where that is another than before."""
+        """Whether it only makes a value again when another value, on which it depends, has changed."""
         for now, body in current_of(s):
             with self._trying():
                 for part in ast.walk(now):
@@ -58,7 +59,7 @@ class Caches(Values):
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """What is found out with other variables changes none of the walk's."""
+        """A context whose findings, made with other variables, leave those of the walk unchanged."""
         env, uses = dict(self.env), len(self.uses)
         yield
         self.env = env

@@ -1,4 +1,4 @@
-"""Functions that a loop calls, walked through with what they are given: their parameters, closures and defaults."""
+"""Walks through functions that a loop calls, with their arguments, closures and defaults."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from everstep.train.guards.script_text.scripts import Called, defaults_of, parameters_of
 from everstep.train.guards.script_text.value_origins import NONE, Arguments, Scope, Taint, Values
 
-DEPTH = 8  # calls in each other
+DEPTH = 8  # levels of nested calls
 _MADE = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.Call
 
 
 class Calls(Values):
-    """Of functions, where the walk stands."""
+    """Handles calls of functions at the present place of the walk."""
 
     _calls: list[str]
     _made = 0
@@ -28,7 +28,7 @@ class Calls(Values):
         name = f"{called.module}.{function.name}"
         if len(self._calls) >= DEPTH or name in self._calls:
             return given
-        # A closure is of the file that it is in.
+        # A closure belongs to the file that contains it.
         scope = Scope(inner=True, of=called if called.module or called.name else self._scopes[-1].of)
         scope.names |= called.names
         self._scopes.append(scope)
@@ -76,18 +76,19 @@ class Calls(Values):
         self._bind_defaults(called, missing, bound)
 
     def _bind_self(self, called: Called, passed: int, names: list[str], missing: set[str]) -> None:
-        """Takes the object that a method is called of from the `names` that its arguments are bound to."""
+        """Take the object of a method call from the `names` to which the arguments are bound."""
         scope = self._scopes[-1]
         if called.owner and names:
             missing.discard(names[0])
             scope.names[names.pop(0)] = called.owner
-        elif names and names[0] == "self":  # of an object that has no name here
+        elif names and names[0] == "self":  # the object has no name here
             scope.names["self"] = f"{called.function.name}#{self._made}.self"
-            if passed < len(names):  # else it is passed: `Class.method(object, …)`
+            if passed < len(names):  # otherwise it is passed: `Class.method(object, …)`
                 missing.discard(names.pop(0))
 
     def _bind_defaults(self, called: Called, missing: set[str], bound: set[str]) -> None:
-        """Such a list or dictionary is made once, with the function; another variable is itself."""
+        """Bind defaults. A list or dictionary as default is made once, with the function; another variable stands for
+        itself."""
         scope = self._scopes[-1]
         for name, default in defaults_of(called.function):
             if name not in missing or name in bound:
@@ -98,14 +99,14 @@ class Calls(Values):
                 scope.names[name] = key
 
     def _key_in(self, scope: Scope, e: ast.expr) -> str | None:
-        """As the loop, or the function of `scope`, calls it."""
+        """The variable's name in the loop, or in the function of `scope`."""
         self._scopes.append(scope)
         key = self._key(e)
         self._scopes.pop()
         return key
 
     def _bind_locals(self, function: ast.FunctionDef) -> set[str]:
-        """Each call has its own. Those that it binds."""
+        """Bind the function's own variables, which each call has for itself."""
         self._made += 1
         shared = {n for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for n in node.names}
         bound = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}

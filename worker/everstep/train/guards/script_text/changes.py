@@ -1,4 +1,4 @@
-"""What a loop does to one of its variables, for `loop_carried`, and what follows from all of it. Pure."""
+"""Describes what a loop does to one of its variables, for `loop_carried`, and what follows from all changes. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from everstep.train.guards.script_text.value_origins import NONE, Taint
 class Change:
     line: int
     file: str
-    kept: Taint = NONE  # what its new value comes from
-    control: Taint = NONE  # what decides whether it is changed
+    kept: Taint = NONE  # the origins of its new value
+    control: Taint = NONE  # the origins of the decision to change it
     state: bool = False
     bound: bool = False
-    made: bool = False  # an object of a class, which the census knows
+    made: bool = False  # it is an object of a class, which the untracked-state check knows
 
 
 def states_of(changes: Mapping[str, Change]) -> set[str]:
-    """Of what is changed, what a new process could not make as it is: not constants that are made once."""
+    """The changed variables that a new process could not make again: all except constants that are made once."""
     found = {name for name, c in changes.items() if c.state or "*" in c.kept | c.control or name in c.kept}
     while more := {n for n, c in changes.items() if n not in found and (c.kept | c.control) & (found - {n})}:
         found |= more
@@ -28,7 +28,7 @@ def states_of(changes: Mapping[str, Change]) -> set[str]:
 
 
 def behind(taint: Taint, changes: Mapping[str, Change]) -> Taint:
-    """With the variables from which these were changed."""
+    """The variables, and those from which they were changed."""
     found = set(taint)
     waiting = list(taint)
     while waiting:

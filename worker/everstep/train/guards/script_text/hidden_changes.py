@@ -1,15 +1,14 @@
-"""Finds global variables of the script that change from step to step by no line of its text.
+"""Finds global variables of the script that change from step to step although no line of its text changes them.
 
-`loop_carried` reads the text for what the loop carries in plain variables. A variable that `exec`, `globals()` or
-`setattr` changes is in no such line, so nothing tells where its value flows. A new process does not have it. Where it
-affects what is trained, the first step of that process may still be right, and a later one wrong (a counter and its
-threshold), when no trained process is left to compare with. So it is refused while all processes still have it.
+`loop_carried` finds loop-carried variables in the text. A variable that `exec`, `globals()` or `setattr` changes is in
+no such line, so the flow of its value is unknown. A new process does not have it. If it affects training, the first
+step of that process may still be right, and a later one wrong (a counter and its threshold), when there is no trained
+process to compare with. So it is refused while all processes still have it.
 
-Function locals are not looked at: `exec` cannot change them. A list, dictionary or set counts only if its module alone
-refers to it and no loop or function names it: nothing else can change it then.
-
-Invariants: none of the script's code is called; only names that were there after the first step are compared; a
-variable that any line may change is left to the reader of the text.
+Local variables of functions are left out, because `exec` cannot change them. A list, dictionary or set counts only if
+nothing but its module refers to it, and no loop or function names it: then nothing else can change it. Invariants: none
+of the script's code is called. Only names that existed after the first step are compared. A variable that some line may
+change is left to `loop_carried`.
 """
 
 from __future__ import annotations
@@ -33,36 +32,36 @@ MOST_NAMED = 8
 FEW = 16  # elements of a container that are compared
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set)
-_ALONE = 2  # references: the module's, and that of the call that counts them
-_Scope = tuple[str, dict[str, Any]]  # a file of the script's, and the globals of its module
+_ALONE = 2  # references: one of the module, and one of the call that counts them
+_Scope = tuple[str, dict[str, Any]]  # a file of the script, and the globals of its module
 
 
 class HiddenChanges:
-    """Of one process. `is_untracked`: whether the script has declared a name untracked."""
+    """The check in one process. `is_untracked`: whether the script has declared a name untracked."""
 
     def __init__(self, is_untracked: Callable[..., bool]) -> None:
         self._is_untracked = is_untracked
         self._steps = 0
-        self._line: dict[str, int] = {}  # of each file, where its module was after the first step
+        self._line: dict[str, int] = {}  # for each file, the line at which its module was after the first step
         self._first: dict[str, dict[str, Any]] = {}
         self._explained = set[tuple[str, str]]()
 
     def completed(self, frame: types.FrameType | None) -> None:
-        """A step is complete, `frame` asks for the next one. Compares after the 2nd, 4th, 8th, … step with the first.
-        Raises `LoopError`."""
+        """Check after a complete step, when `frame` asks for the next one. This compares the 2nd, 4th, 8th, … step with
+        the first. Raises `LoopError`."""
         self._steps += 1
         if self._steps & (self._steps - 1):
             return
         try:
             found = list(self._look(frame))
-        except Exception:  # of a script that nobody has thought of
+        except Exception:  # an unforeseen script may cause any error
             log.warning("the script's global variables could not be compared", exc_info=True)
             return
         if found:
             raise LoopError(text_of_hidden(found))
 
     def _look(self, frame: types.FrameType | None) -> Iterator[tuple[str, str]]:
-        """Each variable that was changed by no line, and its file."""
+        """The variables that changed although no line changes them, each with its file."""
         for file, variables in self._scopes(frame):
             now = _values(variables)
             before = self._first.setdefault(file, now)
@@ -75,7 +74,7 @@ class HiddenChanges:
                     yield name, file
 
     def _scopes(self, frame: types.FrameType | None) -> list[_Scope]:
-        """The modules of the functions that run. Only of files, whose whole text is known."""
+        """The modules of the running functions. Only files count, because their whole text is known."""
         found: dict[str, dict[str, Any]] = {}
         for _ in range(FRAMES):
             if frame is None:
@@ -112,7 +111,7 @@ def _inside(value: Any) -> tuple[Any, ...] | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Also of a NaN with itself."""
+    """Whether two values are the same. A NaN is the same as itself."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or (type(one) is type(other) and bool(one == other))
@@ -120,7 +119,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _may_change(file: str, name: str, line: int, *, contained: bool) -> bool:
     """Whether some line of the script may change this variable of `file` in the loop. `line`: where the module was
-    after the first step, so what stands there or behind it may still run."""
+    after the first step, so that line and all later ones may still run."""
     names = _names(file)
     if names is None or name in names.bound_in_loops or name in names.declared_global:
         return True
@@ -132,14 +131,14 @@ def _may_change(file: str, name: str, line: int, *, contained: bool) -> bool:
 
 
 class _Names:
-    """What a file's text says of its module's variables."""
+    """The uses of a module's variables in the text of its file."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.bound_in_loops = set[str]()
         self.bound_once: dict[str, list[int]] = {}  # by name, the lines
         self.declared_global = set[str]()
-        self.attributes = set[str]()  # that are given values: `config.count = …`, in another module too
-        self.mentioned = set[str]()  # in loops and functions
+        self.attributes = set[str]()  # attributes that are assigned: `config.count = …`, in other modules too
+        self.mentioned = set[str]()  # names in loops and functions
         for node in ast.walk(tree):
             if isinstance(node, ast.Global):
                 self.declared_global.update(node.names)
@@ -149,7 +148,8 @@ class _Names:
             self._read(statement, within=False, own=True)
 
     def _read(self, node: ast.AST, *, within: bool, own: bool) -> None:
-        """`within`: in a loop or function. `own`: what is bound there is the module's."""
+        """Read a part of the text. `within`: it is in a loop or function. `own`: names bound there belong to the
+        module."""
         within = within or isinstance(node, ast.For | ast.AsyncFor | ast.While)
         for name in _bound(node) if own else ():
             if within:

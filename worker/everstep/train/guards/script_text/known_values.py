@@ -1,4 +1,4 @@
-"""What the variables of a script hold before its loop, and the text of what they would run.
+"""Reads the values of a script's variables before its loop, and the text of the functions among them.
 
 Invariant: none of the script's code is called.
 """
@@ -35,14 +35,14 @@ from everstep.train.guards.script_text.sources import code_of, definition, tree_
 from everstep.train.guards.script_text.syntax_patterns import counts_itself
 from everstep.train.guards.script_text.value_origins import ITERATORS, STEPS
 
-GIVE = ("__getitem__", "__getitems__", "__iter__")  # of a dataset
+GIVE = ("__getitem__", "__getitems__", "__iter__")  # methods of a dataset that give samples
 LOOKED_AT = 64  # elements of a container
 MISSING = object()
 PARTS = re.compile(r"\[(?:'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\w+)\]|\.?[^.\[]+")  # of "a.b['c']"
 
 
 def held(values: Mapping[str, Any], name: str) -> Any:
-    """What a name with dots stands for: of a function its closure and its defaults too."""
+    """The value of a name with dots. The parts of a function are its closure and its defaults too."""
     first, *rest = PARTS.findall(name) or [""]
     value = values.get(first, MISSING)
     if value is MISSING:
@@ -88,7 +88,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _of_class(value: Any, name: str) -> types.FunctionType | None:
-    """A method of the script's."""
+    """A method of a class of the script."""
     found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
     return found if isinstance(found, types.FunctionType) and is_script(found.__code__.co_filename) else None
 
@@ -109,7 +109,7 @@ def kind_of(value: Any) -> str | None:
     if kind.__module__ not in ("builtins", "collections"):
         return "object"
     elements = value.values() if isinstance(value, Mapping) else value if isinstance(value, Collection) else ()
-    # The census looks at these while they train.
+    # The untracked-state check looks at these while they train.
     heavy = any(isinstance(v, torch.Tensor | torch.nn.Module | np.ndarray) for v in islice(elements, LOOKED_AT))
     return "object" if heavy else kind.__name__
 
@@ -120,14 +120,15 @@ def constant(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _is_schedule(value: Any) -> bool:
-    """Of a library's, as timm's."""
+    """Whether it is a schedule of a library such as timm."""
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<none>"
     moves = isinstance(getattr(value, "__dict__", {}).get("optimizer"), torch.optim.Optimizer)
     return moves and not is_script(file) and hasattr(type(value), "step")
 
 
 def _is_position(value: Any) -> bool:
-    """Whether what comes next depends on how often it was asked. Reading a DataLoader is told by others (`byhand`)."""
+    """Whether its next value depends on the number of earlier calls. Reads of a DataLoader are found elsewhere
+    (`byhand`)."""
     if _reads_loader(value):
         return False
     if not isinstance(value, types.GeneratorType):
@@ -155,8 +156,8 @@ def _reads_loader(value: Any, depth: int = 0) -> bool:
 
 
 class KnownValues(Unknown):
-    """Of `values`, as the file called `file` sees them. `moving`: ids of what training moves; `data`: of the datasets
-    that it reads."""
+    """The known values, as the file called `file` sees them. `moving`: the ids of objects that training changes.
+    `data`: the ids of the datasets that it reads."""
 
     def __init__(
         self, values: Mapping[str, Any], file: str, moving: Collection[int], data: Collection[int] = ()
@@ -230,7 +231,7 @@ class KnownValues(Unknown):
         owner = held(self._values, "".join(front)) if front else MISSING
         function = None if owner is MISSING else _of_class(owner, "state_dict")
         if isinstance(owner, torch.nn.Module) or function is None or not last.startswith("."):
-            return isinstance(owner, torch.nn.Module)  # which saves none of its plain attributes
+            return isinstance(owner, torch.nn.Module)  # it saves none of its plain attributes
         tree = tree_of(function.__code__.co_filename)
         text = definition(tree, function.__code__) if tree is not None else None
         if text is None:
@@ -252,7 +253,7 @@ def _reads(functions: Iterable[ast.FunctionDef], attribute: str) -> bool:
 
 
 def _with_methods(tree: ast.Module, kind: type, method: str) -> list[ast.FunctionDef]:
-    """One, and those that it calls."""
+    """A method, and the methods that it calls."""
     classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
     methods = {n.name: n for c in classes for n in c.body if isinstance(n, ast.FunctionDef)}
     found = [methods[method]] if method in methods else []

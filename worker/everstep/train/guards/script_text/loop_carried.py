@@ -1,14 +1,15 @@
-"""Which plain variables of a script are carried from one step to the next, and reach what is trained: by its text.
+"""Finds loop-carried variables in a script's text: plain variables whose values go from one step to the next and affect
+training.
 
-A number, a list or a flag that the loop changes and reads again in the next step is in no checkpoint: a process that
-begins anew has what stood there before the loop. This walks through the body of the loop as it would run, once for each
-branch, with the functions and methods of the same file that it calls, and notes for each name from which variables of
-the step before its value comes. Of these it tells only those that reach the gradients, a hyperparameter, the
-parameters, a schedule, the end of the loop, or what the script itself saves. What is only printed or summed up for a
-log is none of them, nor a constant that is made in the first step, nor what is bound anew in each step before it is
-read.
+A number, a list or a flag that the loop changes and reads again in the next step is in no checkpoint: a new process has
+its value from before the loop. This walks through the body of the loop as it would run, once for each branch, with the
+functions and methods of the same file that it calls. It notes for each name from which variables of the step before its
+value comes. It reports only variables that affect the gradients, a hyperparameter, the parameters, a schedule, the end
+of the loop, or what the script itself saves. It does not report values that are only printed or summed up for a log,
+constants made in the first step, and variables that each step binds again before it reads them.
 
-Pure: a syntax tree in, findings out. What is not understood is passed over: a finding is to be near certain.
+It is pure: it turns a syntax tree into findings. It skips what it does not understand, because a finding has to be
+nearly certain.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from everstep.train.guards.script_text.value_origins import (
     Taint,
 )
 
-# Of what the loop begins with. Tensors, modules and what holds them are watched while they train (`untracked_state`).
+# Kinds of values with which the loop begins. Tensors, modules and their containers are watched while they train
+# (`untracked_state`).
 PLAIN = frozenset({
     "int", "float", "bool", "str", "NoneType", "list", "tuple", "dict", "set", "deque", "defaultdict", "Counter",
 })  # fmt: skip
@@ -57,8 +59,8 @@ _HARM = (
 
 @dataclass(frozen=True, slots=True)
 class LoopCarried:
-    """`name` is changed by the loop in `line`, and `use` in line `at` depends on what the step before left in it.
-    `bound`: the loop gives the name to another object. `counts`: it is the index of an enumeration of steps."""
+    """The loop changes `name` in `line`, and `use` in line `at` depends on the value from the step before. `bound`: the
+    loop gives the name to another object. `counts`: it is the index of an enumeration of steps."""
 
     name: str
     line: int
@@ -66,9 +68,9 @@ class LoopCarried:
     at: int
     bound: bool = True
     counts: bool = False
-    file: str = ""  # of `line`, if it is not the loop's
+    file: str = ""  # the file of `line`, if it is not the loop's
     at_file: str = ""
-    own: bool = False  # comes from data, of which each rank has its own
+    own: bool = False  # it comes from data, and each rank has its own
 
 
 def loop_carried(
@@ -77,8 +79,8 @@ def loop_carried(
     begin: Mapping[str, Taint] | None = None,
     also: Collection[tuple[ast.FunctionDef, str]] = (),
 ) -> list[LoopCarried]:
-    """Of a loop over steps, or of a function that takes one step; by name, in order. `begin`: what else is known.
-    `also`: functions that are called between two steps, and of methods the name of what they are called on."""
+    """The findings for a loop over steps, or for a function that takes one step, in the order of names. `begin`: what
+    else is known. `also`: functions that are called between two steps, and for methods the name of their object."""
     walk = _Walk(script, begin or {}, (), frozenset())
     try:
         walk.run(loop, also)
@@ -104,7 +106,8 @@ def loop_carried(
 
 
 def _is_plain(script: Script, name: str) -> bool:
-    """Or an element that a dictionary of plain values does not have yet, or an attribute that a function has not."""
+    """Whether it is a plain value, an element that a dictionary of plain values does not have yet, or a missing
+    attribute of a function."""
     kind = script.kind(name)
     owner, dot, _ = name.rpartition(".")
     if kind is None and name.endswith("]"):
@@ -115,12 +118,14 @@ def _is_plain(script: Script, name: str) -> bool:
 
 
 def harm(use: str) -> int:
-    """What is summed up in gradients or parameters is lost for good; what the script saves can be saved again."""
+    """The harm of a finding: effects on gradients or parameters are lost for good, but what the script saves can be
+    saved again."""
     return next((i for i, what in enumerate(_HARM) if what in use), len(_HARM))
 
 
 class _Walk(Calls, Caches):
-    """`names`: variables that the loop changes. `flags`: those of them that hold a constant, made once."""
+    """The walk. `names`: the variables that the loop changes. `flags`: those of them that hold a constant, made
+    once."""
 
     def __init__(self, script: Script, begin: Mapping[str, Taint], names: Iterable[str], flags: frozenset[str]) -> None:
         super().__init__(script)
@@ -131,8 +136,8 @@ class _Walk(Calls, Caches):
         self.changes: dict[str, Change] = {}
         self.counts = set[str]()  # indices of an enumeration of steps
         self._calls = []
-        self._attributes: dict[str, tuple[str, int, str]] = {}  # of modules and datasets, that are read elsewhere
-        self._inside = False  # a step, whose batch was read before
+        self._attributes: dict[str, tuple[str, int, str]] = {}  # of modules and datasets, read elsewhere
+        self._inside = False  # whether the walk is inside a step, whose batch was read before
 
     def run(self, loop: ast.stmt, also: Iterable[tuple[ast.FunctionDef, str]]) -> None:
         match loop:
@@ -152,7 +157,7 @@ class _Walk(Calls, Caches):
                 self._scopes.pop()
         for function, owner in also:
             self._enter(Called(function, owner), [], dict.fromkeys(parameters_of(function), VARYING))
-        for key, use in self._attributes.items():  # as the next step finds them
+        for key, use in self._attributes.items():  # with their values at the next step
             self.uses.append((self.env.get(key, NONE), *use))
 
     def _loop_target(self, loop: ast.For) -> None:
@@ -176,7 +181,7 @@ class _Walk(Calls, Caches):
         self._control = before
 
     def _left_by(self, s: ast.If) -> Taint:
-        """What decides whether the rest of the block is reached."""
+        """The origins of the decision whether the rest of the block is reached."""
         return NONE if self._decided(s.test) is not None else self._test(s.test)
 
     def _statement(self, s: ast.stmt) -> None:  # noqa: PLR0912
@@ -234,7 +239,8 @@ class _Walk(Calls, Caches):
             self._use(value | self._control, RETURNED, s.lineno)
 
     def _for(self, s: ast.For) -> None:
-        """Taken once at least: an empty one is rare, and its variables would all seem to be carried."""
+        """Walk a loop as if it ran once at least: an empty one is rare, and all of its variables would seem to be
+        carried."""
         of = path_of(s.iter.func) if isinstance(s.iter, ast.Call) else path_of(s.iter)
         value = self._value(s.iter)
         for part in ast.walk(s.iter):
@@ -284,7 +290,7 @@ class _Walk(Calls, Caches):
         yield
         self._scopes[-1].loops -= 1
 
-    # What is changed.
+    # Changes of variables.
 
     def _assign_to(self, target: ast.expr, value: ast.expr) -> None:
         if (
@@ -333,7 +339,8 @@ class _Walk(Calls, Caches):
                     self._mutate(root, value | self._value(target.slice), target.lineno)
 
     def _set_of_module(self, target: ast.Attribute, key: str, value: Taint) -> None:
-        """The switches of a module are part of the state. What it sets itself, its own text says (`check_modules`)."""
+        """Attributes of a module: its switches are part of the state. `check_modules` looks at attributes that the
+        module sets itself."""
         own = isinstance(target.value, ast.Name) and target.value.id == "self"
         if (own and any(name.endswith(".forward") for name in self._calls)) or target.attr in (
             "training",
@@ -353,7 +360,8 @@ class _Walk(Calls, Caches):
         self._use(value | self._control, FORWARD, target.lineno)
 
     def _write(self, key: str, value: Taint, line: int, source: ast.AST | None = None) -> None:
-        """A constant that is made in the first step, and kept, is not another one for what decided that."""
+        """Note a change of a variable. A constant that is made once in the first step does not depend on what decided
+        to make it."""
         change = self._change(key, value - {key, f"?{key}"} if or_itself(source, key) else value, line)
         change.bound |= source is not None
         change.made |= isinstance(source, ast.Call) and (path_of(source.func) or "").rpartition(".")[2][:1].isupper()

@@ -1,11 +1,9 @@
-"""Reads the text of the script's loop before its first step, and refuses what a new process could not go on with.
+"""Reads the text of the script's loop before its first step, and refuses a loop that a new process could not continue.
 
-`loop_carried` says which plain variables are carried from step to step and reach what is trained; this finds the loop
-among the frames that run, and what its variables hold now. Found there too: a generator function that hands out a
-step's batch from within the step, and a rank that was read from the environment before the loop. Where there is no text
-(a prompt, a library's loop) nothing is said.
-
-Invariant: none of the script's code is called, and nothing of the script's is kept alive.
+`loop_carried` finds the loop-carried variables. This module finds the loop among the running frames, and the present
+values of its variables. It also finds a generator function that yields a step's batch from inside the step, and a rank
+that was read from the environment before the loop. If there is no text (a prompt, a library's loop), it reports
+nothing. Invariant: none of the script's code is called, and no object of the script is kept alive.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_po
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The loop over steps, or the function that takes one, in `file`; and the variables seen there."""
+    """The loop over steps in `file`, or the function that takes one step, with the variables that it can read."""
 
     file: str
     tree: ast.Module
@@ -67,10 +65,9 @@ def check_loop(
     changes: bool,
     nested: bool,
 ) -> None:
-    """Raises `LoopError` for what is wrong by the text of the loop that `frame` is called from, or of the `function`
-    that takes a step. `evaluations`: functions that are called between two steps; `data`: ids of the datasets that are
-    trained on. `changes`: the world may change.
-    `nested`: it is called from a loop over epochs."""
+    """Raises `LoopError` for a mistake in the text of the loop from which `frame` is called, or of the `function` that
+    takes a step. `evaluations`: functions that are called between two steps. `data`: the ids of the datasets that are
+    trained on. `changes`: the world may change. `nested`: the loop is inside a loop over epochs."""
     with _never_in_the_way():
         for place in _of_function(function) if function is not None else _of_frame(frame):
             texts = [*map(Text, (*_texts_of_generator(place), *_texts_of_ranks(place)))] if changes else []
@@ -81,8 +78,8 @@ def check_loop(
 
 
 def check_modules(state: Mapping[str, Any], is_untracked: Callable[..., bool]) -> None:
-    """Raises `LoopError` for plain attributes by which a tracked module's forward pass sets its parameters up, or that
-    it counts with."""
+    """Raises `LoopError` for plain attributes with which a tracked module's forward pass counts, or sets up its
+    parameters."""
     with _never_in_the_way():
         if texts := _texts_of_modules(state, is_untracked):
             raise error_of(texts)
@@ -96,7 +93,7 @@ def error_of(texts: list[Text]) -> LoopError:
 
 @contextmanager
 def _never_in_the_way() -> Iterator[None]:
-    """A script that cannot be read for a reason that nobody has thought of trains as it would without this."""
+    """A context that ignores unforeseen errors: a script that cannot be read trains as it would without this check."""
     try:
         yield
     except LoopError:
@@ -105,11 +102,12 @@ def _never_in_the_way() -> Iterator[None]:
         log.warning(UNREAD, exc_info=True)
 
 
-# Where the loop is.
+# The place of the loop.
 
 
 def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
-    """The script's frame that asks for the step; and where that is a generator function, those that ask it for one."""
+    """The script's frame that asks for the step. If that is a generator function, also the frames that ask it for
+    one."""
     while frame is not None:
         if is_script(frame.f_code.co_filename):
             if (place := _of_script(frame)) is not None:
@@ -149,7 +147,7 @@ def _of_function(function: Any) -> Iterator[_Place]:
 
 
 def _between(place: _Place, functions: Collection[Any]) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Of `functions`, those of the same file; and the variable that a method is called on."""
+    """Those of `functions` that are in the same file, each with the variable on which a method is called."""
     for function in functions:
         own = function.__self__ if isinstance(function, types.MethodType) else None
         owner = next((name for name, value in place.values.items() if value is own), "") if own is not None else ""
@@ -165,12 +163,12 @@ def _end(node: ast.stmt | ast.expr) -> int:
 
 
 def _takes(loop: ast.While, line: int) -> bool:
-    """Whether it takes its steps by `next` there."""
+    """Whether the loop takes its steps by `next` there."""
     calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n))
     return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
 
 
-# What is refused.
+# The refusals.
 
 
 def _texts_of_loop(
@@ -184,7 +182,7 @@ def _texts_of_loop(
 ) -> list[Text]:
     covered, values = Covered(state), place.values
     known = KnownValues(values, place.file, covered.objects, data)
-    # A loader is tracked for its position, and not for what it reads.
+    # A loader is tracked for its position, and not for the data that it reads.
     kept = covered.objects - (set(data) - {id(target) for target in state.values()})
 
     def is_tracked(name: str) -> bool:
@@ -217,7 +215,7 @@ def _texts_of_loop(
 
 
 def _is_of_run(place: _Place, name: str) -> bool:
-    """Whether the loop over epochs gives it a value that comes from the run's own count of steps."""
+    """Whether the loop over epochs gives it a value from the run's own count of steps."""
     given = (value for target, value in bound(place.tree) if path_of(target) == name)
     return any(isinstance(part, ast.Attribute) and part.attr == "step" for value in given for part in ast.walk(value))
 
@@ -238,7 +236,8 @@ def _texts_of_generator(place: _Place) -> Iterator[str]:
 
 
 def _texts_of_ranks(place: _Place) -> Iterator[str]:
-    """A process keeps its variables when it is given another rank. Each variable is told once."""
+    """Refuse ranks in variables: a process keeps its variables when it gets another rank. Each variable is named
+    once."""
     told = set[str]()
     names = read_ranks(place.tree, (place.loop.lineno, _end(place.loop)))
     runs = [part for body in _reached(place) for part in ast.walk(body)] if names else []
@@ -257,7 +256,7 @@ def _texts_of_ranks(place: _Place) -> Iterator[str]:
 
 
 def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
-    """Whether the loop gives the variable a value of its own, in every step, before it is read in this line of it."""
+    """Whether the loop gives the variable a new value in every step before this line reads it."""
     blocks = [loop]
     for block in blocks:
         blocks.extend(n for n in getattr(block, "body", ()) if isinstance(n, ast.With))
@@ -267,7 +266,7 @@ def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
 
 
 def _reached(place: _Place) -> list[ast.stmt]:
-    """The loop, and the functions and own methods of the file that it calls."""
+    """The loop, and the functions and methods of the same file that it calls."""
     functions = {n.name: n for n in ast.walk(place.tree) if isinstance(n, ast.FunctionDef)}
     found: list[ast.stmt] = [place.loop]
     for body in found:

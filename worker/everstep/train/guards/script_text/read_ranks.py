@@ -1,8 +1,8 @@
-"""Which variables of a script hold a rank, or a number of ranks, that was read from the environment.
+"""Finds variables of a script that hold a rank, or a number of ranks, from the environment.
 
-Read from the text. A variable holds one if it was given one, what was computed from one, or the answer to a question
-about one (`main = RANK == 0`). What a call makes is not a rank (a model that is wrapped, a logger); neither is the
-answer to whether there are ranks at all (`"RANK" in os.environ`, `rank != -1`), which is the same in every world.
+The text decides. A variable holds a rank if it was assigned one, a value computed from one, or the answer to a question
+about one (`main = RANK == 0`). The result of a call is not a rank (a wrapped model, a logger). Neither is the answer to
+the question whether there are ranks at all (`"RANK" in os.environ`, `rank != -1`), which is the same in every world.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from everstep.train.guards.script_text.syntax_patterns import path_of
 
 RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _CONVERSIONS = frozenset({"int", "str", "float", "bool", "min", "max", "abs"})
-_ABSENT = (None, "", "-1", -1)  # what scripts take for the rank where there is none
+_ABSENT = (None, "", "-1", -1)  # what scripts use as the rank if there is none
 
 
 def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
-    """Path of each variable that is bound outside of the lines `within`, and the line where."""
+    """The path of each such variable that is bound outside of the lines `within`, and its line."""
     found = dict[str, int]()
     changed = ((n.target, n.value) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
     for target, value in sorted((*bound(tree), *changed), key=lambda pair: pair[1].lineno):
@@ -28,7 +28,7 @@ def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
 
 
 def bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What is assigned to what, in the order of the lines; `a, b = c, d` one by one."""
+    """The assignments in the order of the lines; `a, b = c, d` is two."""
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign)]
     for n in sorted(found, key=lambda n: n.lineno):
         if n.value is None:
@@ -42,7 +42,7 @@ def bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def holds(value: ast.expr, names: Collection[str]) -> bool:
-    """Whether the expression is a rank, or says something of one. `names`: the variables that hold one."""
+    """Whether the expression is a rank, or depends on one. `names`: the variables that hold one."""
     if (path_of(value) or "") in names:
         return True
     match value:
@@ -57,7 +57,7 @@ def holds(value: ast.expr, names: Collection[str]) -> bool:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return not _asks_whether_any(op, right) and (holds(left, names) or holds(right, names))
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            # Of objects the one that fits is chosen once; of values each rank has its own.
+            # A choice between objects is made once; a choice between values gives each rank its own.
             chosen = not any(isinstance(e, ast.Call) for e in (body, orelse)) and holds(test, names)
             return chosen or holds(body, names) or holds(orelse, names)
         case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():

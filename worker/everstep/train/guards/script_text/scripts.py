@@ -1,4 +1,4 @@
-"""A file of the script's for `loop_carried` to walk through, and what can be asked of its variables. Pure."""
+"""A file of the script for `loop_carried` to walk through, with questions about its variables. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from everstep.train.guards.script_text.syntax_patterns import asked_for, path_of
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A function of a script's, and the names under which the loop knows its free variables. `owner`: of a method, what
-    it is called on. `name`: what it is called by, if that lives longer than the loop; its defaults live with it.
-    `module`: of another file, whose globals have this in front of their names; `file` is the file's name."""
+    """A function of a script, and the names under which the loop knows its free variables. `owner`: the object on which
+    a method is called. `name`: the function's name, if that lives longer than the loop; its defaults live as long.
+    `module`: the prefix of globals of another file, and `file` is that file's name."""
 
     function: ast.FunctionDef
     owner: str = ""
@@ -23,10 +23,10 @@ class Called:
     module: str = ""
     file: str = ""
     functions: Mapping[str, ast.FunctionDef] = field(default_factory=dict)  # of that file
-    given: Mapping[str, str] = field(default_factory=dict)  # parameters that it was bound with before (`partial`)
+    given: Mapping[str, str] = field(default_factory=dict)  # parameters that were bound before (`partial`)
 
     def sibling(self, name: str) -> Called | None:
-        """A function of the same other file."""
+        """A function of the same file, if that is not the loop's."""
         found = self.functions.get(name)
         if found is None:
             return None
@@ -35,10 +35,10 @@ class Called:
 
 
 class Unknown:
-    """What is known of the script's variables: nothing."""
+    """Knows nothing of the script's variables."""
 
     def called(self, name: str, method: str = "") -> Called | None:
-        """What runs when `name` is called, or its method: a function that the text of the file does not tell."""
+        """The function that runs when `name` or its method is called, if the text of the file does not show it."""
         del name, method
         return None
 
@@ -59,9 +59,8 @@ class Unknown:
 
 
 class Script:
-    """A file of the script's. `kind(name)`: the name of the class of what `name` ("best", "self.best") is before the
-    loop; None if there is no such thing. `decided(test)`: what a test says that only constants are in, as far as can be
-    told."""
+    """A file of the script. `kind(name)`: the name of the class of `name` ("best", "self.best") before the loop; None
+    if there is no such variable. `decided(test)`: the result of a test with constants only, as far as it is known."""
 
     def __init__(
         self,
@@ -88,16 +87,16 @@ class Script:
         return type(self.known) is Unknown
 
     def without_others(self) -> Script:
-        """The file alone, where there is too much to be looked at."""
+        """The file alone, if the script is too large to be looked at with its other files."""
         return Script(self._tree, self.kind, self.decided)
 
     def source(self, e: ast.expr) -> ast.expr:
-        """What a name stands for that is assigned once in the file; else itself."""
+        """The value of a name that is assigned once in the file; otherwise the name."""
         found = [n.value for n in self._assigned if isinstance(e, ast.Name) and e.id in map(path_of, n.targets)]
         return found[0] if len(found) == 1 else e
 
     def method(self, owner: str, name: str) -> Called | None:
-        """Of a class of the file, or of the first of its bases there that has it; or as far as is known otherwise."""
+        """The method of a class of the file, of its first base there that has it, or from what else is known."""
         held, seen = self.classes.get(self.kind(owner) or ""), set[str]()
         while held is not None and held.name not in seen:
             seen.add(held.name)
@@ -117,7 +116,7 @@ def is_static(function: ast.FunctionDef) -> bool:
 
 
 def globals_of(function: ast.FunctionDef, module: str) -> dict[str, str]:
-    """What a function of another file reads and does not bind, with its module in front."""
+    """The names that a function of another file reads and does not bind, with its module as prefix."""
     names = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}
     return {name: f"{module}.{name}" for name in names - vars(builtins).keys()}
 
@@ -128,7 +127,7 @@ def parameters_of(function: ast.FunctionDef) -> list[str]:
 
 
 def defaults_of(function: ast.FunctionDef) -> Iterable[tuple[str, ast.expr]]:
-    """Parameters, and what they are where nothing is given for them."""
+    """The parameters with their defaults."""
     a = function.args
     positional = [p.arg for p in (*a.posonlyargs, *a.args)]
     yield from zip(positional[len(positional) - len(a.defaults) :], a.defaults, strict=True)

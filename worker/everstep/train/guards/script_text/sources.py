@@ -1,4 +1,4 @@
-"""The text of the script's functions, and where in it they are defined."""
+"""Reads the text of the script's functions, and finds their definitions in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from everstep.train.guards.script_objects import is_script
 
-LARGEST = 2**20  # bytes of a file that is read
-DECORATORS = 20  # lines of them
+LARGEST = 2**20  # bytes of the largest file that is read
+DECORATORS = 20  # most lines of decorators
 
 
 def tree_of(path: str) -> ast.Module | None:
-    """None where there is no text."""
+    """The syntax tree of a file; None if there is no text."""
     text = "".join(linecache.getlines(path))
     if not text or len(text) > LARGEST:
         return None
@@ -30,8 +30,8 @@ def tree_of(path: str) -> ast.Module | None:
 
 
 def program() -> str | None:
-    """The digest of the script's arguments, of the files that they name, and of the text of all files of its own that
-    this process has loaded. None where the script is no file (a prompt, a notebook)."""
+    """A digest of the script's arguments, of the files that they name, and of all files of the script that this process
+    has loaded. None if the script is no file (a prompt, a notebook)."""
     if getattr(sys.modules.get("__main__"), "__file__", None) is None:
         return None
     found = hashlib.sha256(repr(sys.argv).encode())
@@ -46,14 +46,14 @@ def program() -> str | None:
 
 
 def code_of(function: Any) -> types.CodeType | None:
-    """Of a function of the script's, without its decorators."""
+    """The code of a function of the script, without its decorators."""
     function = inspect.unwrap(function) if callable(function) else None
     found = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
     return function.__code__ if found else None
 
 
 def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None:
-    """A lambda, too, is told as a function, if it is the only one of its line."""
+    """The definition of a function. A lambda counts as one, if it is the only one in its line."""
     if code.co_name == "<lambda>":
         found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
         return _named(found[0]) if len(found) == 1 else None

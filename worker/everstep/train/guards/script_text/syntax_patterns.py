@@ -1,4 +1,4 @@
-"""What an expression or a statement of a script says by its form alone. Pure: syntax trees in, answers out."""
+"""Recognises forms of expressions and statements of a script. Pure: it answers questions about syntax trees."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def path_of(e: ast.AST) -> str | None:
 
 
 def root_of(e: ast.expr) -> ast.expr:
-    """What an element or a slice is of."""
+    """The object of an element or a slice."""
     while isinstance(e, ast.Subscript) and path_of(e) is None:
         e = e.value
     return e
 
 
 def or_itself(source: ast.AST | None, key: str) -> bool:
-    """Whether it is what it was, or something else: `x = x or 1`."""
+    """Whether it keeps its value or gets another: `x = x or 1`."""
     match source:
         case ast.BoolOp(values=operands):
             pass
@@ -45,7 +45,7 @@ def or_itself(source: ast.AST | None, key: str) -> bool:
 
 
 def asked_for(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Keys and containers, as written, where a file finds out whether the key is there."""
+    """The keys and containers, as written, in a file's tests whether a key exists."""
     for n in ast.walk(tree):
         match n:
             case ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[container]):
@@ -62,7 +62,7 @@ def is_property(method: ast.FunctionDef) -> bool:
 
 
 def is_index(key: ast.expr) -> bool:
-    """Whether it says which sample it is: `idx`, `batch.index`, `int(i)`. A label is not one: many samples share it."""
+    """Whether it identifies a sample: `idx`, `batch.index`, `int(i)`. A label does not: many samples share it."""
     while isinstance(key, ast.Call) and (key.args or isinstance(key.func, ast.Attribute)):
         key = key.args[0] if key.args else key.func.value if isinstance(key.func, ast.Attribute) else key
     while isinstance(key, ast.Subscript):
@@ -72,7 +72,8 @@ def is_index(key: ast.expr) -> bool:
 
 
 def current_of(s: ast.If) -> Iterator[tuple[ast.expr, list[ast.Assign]]]:
-    """`if now != last: last = now; made = f(now)`: the value that the rest may be made of, and the assignments."""
+    """For `if now != last: last = now; made = f(now)`: the value from which the rest may be made, and the
+    assignments."""
     tests = s.test.values if isinstance(s.test, ast.BoolOp) and isinstance(s.test.op, ast.Or) else [s.test]
     body = [n for n in s.body if isinstance(n, ast.Assign)]
     targets = {path_of(root_of(t)) for n in body for t in n.targets}
@@ -103,7 +104,7 @@ def _asks_absent(test: ast.expr, targets: set[str | None]) -> bool:
 
 
 def _sized(e: ast.expr) -> ast.expr:
-    """What `mask.shape[0]`, `mask.size(1)` and `len(mask)` are a size of."""
+    """The object whose size `mask.shape[0]`, `mask.size(1)` and `len(mask)` are."""
     match e:
         case ast.Subscript(value=ast.Attribute(value=held, attr="shape")) | ast.Call(func=ast.Name("len"), args=[held]):
             return held
@@ -117,7 +118,8 @@ def _mentions(e: ast.expr, paths: set[str | None]) -> bool:
 
 
 def counts_itself(function: ast.FunctionDef) -> bool:
-    """Whether what a generator yields depends on how often it was asked; not if it begins anew for each."""
+    """Whether the values of a generator depend on the number of earlier calls. They do not if it begins again each
+    time."""
     asked = [n for n in ast.walk(function) if isinstance(n, ast.Yield | ast.YieldFrom)]
     loops = [n for n in function.body if isinstance(n, ast.While)]
     if len(asked) != 1 or not isinstance(asked[0], ast.Yield) or len(loops) != 1:

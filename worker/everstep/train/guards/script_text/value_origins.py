@@ -1,8 +1,8 @@
-"""What the values of expressions come from, for `loop_carried`: a set of names, and of a few marks.
+"""Finds the origins of the values of expressions, for `loop_carried`: a set of names and of a few marks.
 
-A name is a variable's as the step before left it; "?name" one that holds a constant which is made once. The marks: "*"
-comes from data, parameters or random numbers and is another one in each step; "#" is a function of the step's number;
-"@groups" are an optimizer's groups of parameters, "@parameters" are parameters, "@modules" are modules.
+A name stands for a variable with its value from the step before; "?name" for one with a constant that is made once. The
+marks: "*" comes from data, parameters or random numbers, and differs in each step. "#" is a function of the step's
+number. "@groups" are an optimizer's groups of parameters, "@parameters" are parameters, and "@modules" are modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from everstep.train.guards.script_text.scripts import Called, Script
 from everstep.train.guards.script_text.syntax_patterns import is_property, path_of, root_of
 
-BUDGET = 30_000  # nodes that are looked at, of a script with all its calls
+BUDGET = 30_000  # most nodes that are looked at, in a script with all its calls
 Taint = frozenset[str]
 Arguments = list[tuple[ast.expr, Taint]]
 NONE: Taint = frozenset()
@@ -24,7 +24,7 @@ VARYING: Taint = frozenset({"*"})
 NUMBER: Taint = frozenset({"#"})
 GROUPS, PARAMETERS = frozenset({"@groups"}), frozenset({"@parameters", "*"})
 MODULES = frozenset({"@modules"})
-# Kinds of what `next` advances, and no checkpoint holds.
+# Kinds of objects that `next` advances and no checkpoint holds.
 ITERATORS = frozenset({
     "count", "cycle", "chain", "islice", "accumulate", "pairwise", "starmap", "takewhile", "zip_longest", "enumerate",
     "zip", "map", "filter", "generator", "list_iterator", "tuple_iterator", "range_iterator", "list_reverseiterator",
@@ -47,36 +47,36 @@ FORWARD = "the forward pass"
 DATA = "what the dataset gives, where it is read in this process (num_workers=0)"
 DRAWN = "what is drawn at random"
 _SEEDS = frozenset({"manual_seed", "manual_seed_all", "seed", "seed_all", "set_seed", "seed_everything"})
-_ASKS = ("get_", "is_")  # of torch.distributed: no other rank has to answer
+_ASKS = ("get_", "is_")  # names in torch.distributed for which no other rank has to answer
 RETURNED = "what is returned"
-STEPS = "Optimizer"  # the kind of all that moves training by its `step`: optimizers, schedules, scalers
+STEPS = "Optimizer"  # the kind of all objects whose `step` changes the training: optimizers, schedules, scalers
 
 
 @dataclass(slots=True)
 class Scope:
-    """Of a function that is walked through: the names under which the loop knows its variables."""
+    """The scope of a function in the walk: the names under which the loop knows its variables."""
 
     names: dict[str, str] = field(default_factory=dict)
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
     of: Called | None = None
     returned: Taint = NONE
-    loops: int = 0  # of its own, around the statement in hand
-    inner: bool = False  # a call's, not the loop's own
+    loops: int = 0  # its own loops around the present statement
+    inner: bool = False  # whether it is the scope of a call, and not the loop's own
 
 
 class Spent(Exception):
-    """The script is too large to be looked at."""
+    """Raised if the script is too large to be looked at."""
 
 
 class Values:
-    """Of expressions, where the walk stands."""
+    """Finds the origins of expressions at the present place of the walk."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.env: dict[str, Taint] = {}
-        self.elements = set[str]()  # names in it that end with a constant key
-        self.uses: list[tuple[Taint, str, int, str]] = []  # with the line and, if it is another, the file
-        self._control: Taint = NONE  # what decides whether the statement in hand is reached
+        self.elements = set[str]()  # names that end with a constant key
+        self.uses: list[tuple[Taint, str, int, str]] = []  # each with the line and, if it is another one, the file
+        self._control: Taint = NONE  # the origins of the decision to reach the present statement
         self._scopes = [Scope()]
         self._spent = 0
 
@@ -99,12 +99,12 @@ class Values:
 
     @property
     def _file(self) -> str:
-        """Of the statement in hand, if it is not the loop's."""
+        """The file of the present statement, if it is not the loop's."""
         of = self._scopes[-1].of
         return of.file if of is not None else ""
 
     def _test(self, e: ast.expr) -> Taint:
-        """What decides a branch: there a flag counts for what it says."""
+        """The origins of the test of a branch. There a flag counts with its value."""
         return frozenset(t.lstrip("?") for t in self._value(e) if t[0] != "@")
 
     def _value(self, e: ast.AST | None) -> Taint:
@@ -143,7 +143,7 @@ class Values:
         return self._all(ast.iter_child_nodes(e))
 
     def _whole(self, key: str) -> Taint:
-        """With its elements that were written to by a constant key."""
+        """The origins of a container with its elements that were written by a constant key."""
         value = self.env.get(key, NONE)
         for k in self.elements:
             if k.startswith(f"{key}["):
@@ -172,7 +172,7 @@ class Values:
         arguments = [(a, self._value(a)) for a in e.args]
         keywords = self._keywords(e)
         given = frozenset[str]().union(*(taint for _, taint in arguments), *keywords.values())
-        for argument in (*e.args, *(k.value for k in e.keywords)):  # a closure that is called there
+        for argument in (*e.args, *(k.value for k in e.keywords)):  # a closure may be called there
             if isinstance(argument, ast.Name) and (inner := self._function(argument.id)) is not None:
                 given |= self._enter(inner, [], {})
         if path in _LEAVE:
@@ -184,7 +184,7 @@ class Values:
         name = e.func.id
         if (called := self._function(name) or self._called(e.func)) is not None:
             return self._enter(called, arguments, keywords)
-        if name == "len":  # of a tensor it is part of its shape; a list grows
+        if name == "len":  # the length of a tensor is a part of its shape; a list grows
             return frozenset(t for t in given if t[0] not in "*#@")
         if name in _SHAPES:
             return NONE
@@ -230,7 +230,7 @@ class Values:
         if name in ("modules", "named_modules", "children", "named_children"):
             return receiver | MODULES
         self._reach(name, receiver, given, path_of(func.value) or "", e.lineno)
-        # What is frozen or thawed is part of the state (`switches`).
+        # Frozen and thawed parameters are part of the state (`switches`).
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place and "@parameters" in receiver | given:
             self._use(given | self._control, "the parameters", e.lineno)
@@ -240,7 +240,7 @@ class Values:
         return receiver | given | (VARYING if varies else NONE)
 
     def _keywords(self, e: ast.Call) -> dict[str | None, Taint]:
-        """By None what `**options` may hold beside its elements that are known."""
+        """The origins of keyword arguments. None stands for unknown elements of `**options`."""
         found: dict[str | None, Taint] = {}
         for k in e.keywords:
             value = self._value(k.value)
@@ -257,7 +257,7 @@ class Values:
             self._mutate(key, NONE, e.lineno)
 
     def _called(self, func: ast.expr) -> Called | None:
-        """What runs when it is called: an object of a class of the file, or a function that the file does not tell."""
+        """What runs in a call of an object of a class of the file, or of a function that the file does not show."""
         owner = self._key(func)
         if owner is None or "#" in owner:
             return None
@@ -265,7 +265,7 @@ class Values:
         return next((m for m in methods if m is not None), None) or self.script.known.called(owner)
 
     def _reach(self, name: str, receiver: Taint, given: Taint, path: str, line: int) -> None:
-        """What is trained is moved by this call, if its name says so."""
+        """Note that this call changes what is trained, if its name says so."""
         if name in _SEEDS:
             self._use(given | self._control, DRAWN, line)
         elif name == "backward":
@@ -282,7 +282,7 @@ class Values:
             self._use(given | self._control, f"{path}.{name}()", line)
 
     def _decided(self, e: ast.expr) -> bool | None:
-        """What a test says in all steps, if nothing that it asks for is changed by the loop."""
+        """The result of a test in all steps, if the loop changes none of its variables."""
         match e:
             case ast.BoolOp():
                 said = {self._decided(v) for v in e.values}
@@ -315,10 +315,10 @@ class Values:
         return self.script.decided(key)
 
     def _function(self, name: str) -> Called | None:
-        """Of the same file, or of the function that is walked through."""
+        """A function of the same file, or of the function in the walk."""
         for scope in reversed(self._scopes):
             if name in scope.functions:
-                # A closure of what is walked through.
+                # A closure of the function in the walk.
                 return Called(scope.functions[name], names=self._scopes[-1].names)
         of = self._scopes[-1].of
         if of is not None and of.module:

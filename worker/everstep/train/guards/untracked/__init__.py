@@ -1,1 +1,1 @@
-"""Watches what training moves, and finds what nothing tracked holds."""
+"""The untracked-state check: finds state that training changes and nothing tracked holds."""

@@ -1,9 +1,10 @@
-"""Whether a thing has changed since it was looked at, without a copy of it.
+"""Finds out whether an object has changed since the last look, without a copy of it.
 
-A tensor's mark is a digest of a part of its bytes, and the version that torch counts with each write: `.data` and numpy
-write without counting, and a write may miss the part. Bounded: `HEAD` and `SPREAD` bytes of each tensor, one copy from
-each device. Not every write is another value: DDP hands a constant buffer out again before each forward. So of a tensor
-that was written to and whose part is the same, all bytes are digested, from the first such write on.
+A tensor's mark is a digest of a part of its bytes, together with the version that torch counts with each write. Both
+are needed: `.data` and numpy write without counting, and a write may miss the part. The cost is bounded: `HEAD` and
+`SPREAD` bytes of each tensor, and one copy from each device. Not every write changes a value: DDP sends a constant
+buffer again before each forward pass. So if a tensor was written to and its part is the same, all its bytes are
+digested, from the first such write on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SPREAD = 1024
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """`whole`: the digest is of all bytes, and says all. `full`: the digest of all bytes, where it was asked for."""
+    """A mark. `whole`: the digest covers all bytes. `full`: the digest of all bytes, if it was asked for."""
 
     identity: int
     shape: tuple[int, ...]
@@ -38,18 +39,18 @@ class Mark:
     full: int | None = None
 
     def moved_to(self, now: Mark) -> bool:
-        """Whether the values are other ones, as far as was looked."""
+        """Whether the values have changed, as far as the marks show."""
         if (self.shape, self.digest) != (now.shape, now.digest):
             return True
         return self.full is not None and now.full is not None and self.full != now.full
 
     def written_to(self, now: Mark) -> bool:
-        """Whether the same tensor was written to, and its part does not say with what."""
+        """Whether the same tensor was written to, although its digested part is the same."""
         return not now.whole and self.identity == now.identity and self.version != now.version
 
 
 def marks_of(tensors: Sequence[torch.Tensor]) -> list[Mark | None]:
-    """In order. None: of a tensor that has no bytes to look at (lazy, meta, sparse)."""
+    """The tensors' marks, in order. None: the tensor has no bytes to look at (lazy, meta, sparse)."""
     found: list[Mark | None] = [None] * len(tensors)
     parts: dict[torch.device, list[tuple[int, torch.Tensor, bool]]] = {}
     with torch.no_grad():
@@ -58,7 +59,7 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> list[Mark | None]:
             if part is not None:
                 parts.setdefault(part[0].device, []).append((i, *part))
         for device, listed in parts.items():
-            # From another device in one piece: each copy waits for it.
+            # Parts on another device are copied in one piece, because each copy waits for the device.
             data = torch.cat([part for _, part, _ in listed]) if device.type != "cpu" else None
             flat: Any = data.cpu().numpy() if data is not None else None
             at = 0
@@ -71,7 +72,7 @@ def marks_of(tensors: Sequence[torch.Tensor]) -> list[Mark | None]:
 
 
 def mark_of_array(array: np.ndarray[Any, Any]) -> Mark | None:
-    """None: of one that holds objects, or is no plain block of memory and large."""
+    """The mark of an array. None: it holds objects, or is large and no plain block of memory."""
     if array.dtype.hasobject or not (array.flags.c_contiguous or array.nbytes <= 2**16):
         return None
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -81,19 +82,19 @@ def mark_of_array(array: np.ndarray[Any, Any]) -> Mark | None:
 
 
 def state_of_generator(generator: Generator) -> int:
-    """A digest of where it is."""
+    """A digest of the generator's state."""
     if isinstance(generator, torch.Generator):
         data: Any = generator.get_state().numpy()
         return xxhash.xxh3_64_intdigest(data)
     if isinstance(generator, np.random.Generator):
         return hash(repr(generator.bit_generator.state))
     if isinstance(generator, random.SystemRandom):
-        return 0  # it has none
+        return 0  # it has no state
     return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
 
 
 def full_digest(tensor: torch.Tensor) -> int:
-    """Of all its bytes."""
+    """A digest of all bytes of a tensor."""
     local: Any = tensor.detach()
     if is_sharded(tensor):
         local = local.to_local()
@@ -101,7 +102,7 @@ def full_digest(tensor: torch.Tensor) -> int:
 
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
-    """Bytes of a tensor that tell whether it has changed, and whether these are all; a view of them on the CPU."""
+    """The bytes of a tensor that are digested, and whether these are all. On the CPU they are a view."""
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     local: Any = tensor.detach()
@@ -123,7 +124,7 @@ def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
 
 
 def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """A small block, contiguous, of one that is not."""
+    """A small contiguous block of a tensor that is not contiguous."""
     for axis in range(tensor.dim()):
         tensor = tensor.narrow(axis, 0, min(tensor.shape[axis], 8))
     found: torch.Tensor = tensor.contiguous().reshape(-1)[: HEAD // tensor.element_size()]

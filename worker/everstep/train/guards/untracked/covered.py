@@ -1,7 +1,8 @@
-"""What the tracked objects hold, and so what a checkpoint or a member's state brings back.
+"""Finds what the tracked objects hold, and so what a checkpoint or another member's state restores.
 
-Strict where it can be: a parameter is held if a tracked module, tensor, list or mapping holds it, or if its memory is
-in the `state_dict` of another tracked object. What else such an object reaches by its attributes is its author's.
+A parameter counts as held if a tracked module, tensor, list or mapping holds it, or if its memory is in the
+`state_dict` of another tracked object. Other objects that such an object reaches by its attributes are its author's
+concern.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES
 from everstep.train.guards.script_objects import walk
 
-OWN_NAMES = ("step", "data", "rng")  # what the session tracks by these names is its own
+OWN_NAMES = ("step", "data", "rng")  # the session's own objects are tracked under these names
 
 _OWN = torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
 
 
 class Covered:
-    """Of `state` as it is now."""
+    """The coverage of `state` as it is now."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.objects = set[int]()
@@ -33,7 +34,7 @@ class Covered:
             self._add(key, target)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether its values are saved and handed on."""
+        """Whether its values are saved and sent to new members."""
         return id(tensor) in self._tensors or _memory(tensor) in self._memory
 
     def _add(self, key: str, target: Any) -> None:
@@ -45,7 +46,7 @@ class Covered:
         elif isinstance(target, torch.optim.Optimizer):
             self.optimizers[key] = target
             self._reach(key, target)
-            for state in list(target.state.values()):  # what a checkpoint was loaded into may share its memory
+            for state in list(target.state.values()):  # a loaded checkpoint may share its memory
                 for value in state.values() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
                         self._add_tensor(value)
@@ -68,7 +69,7 @@ class Covered:
                 self._reach("", vars(part))
 
     def _add_schedule(self, schedule: Any) -> None:
-        """With those that it is made of, and without the optimizer that it moves."""
+        """Add a schedule with its parts, but without the optimizer that it changes."""
         self.objects.add(id(schedule))
         for part in getattr(schedule, "_schedulers", ()):
             self._add_schedule(part)
@@ -89,9 +90,9 @@ class Covered:
 
     def _add_other(self, key: str, target: Any) -> None:
         if key == SWITCHES:
-            return  # it refers to all modules, and saves other things of them
+            return  # it refers to all modules, but saves other things of them
         if type(target).__module__.startswith("everstep."):
-            for name, part in vars(target).items():  # a loader's data set, its generators: the loader answers for them
+            for name, part in vars(target).items():  # a loader's dataset and generators: the loader saves what it needs
                 self._reach(name, part)
             return
         found = self._reach(key, target)
@@ -100,16 +101,17 @@ class Covered:
         try:
             saved = list(walk([(key, target.state_dict())]))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-            return  # the first save says so
-        # Of what it saves, what it holds: a copy is gone when this returns, and its memory is another's.
+            return  # the first save reports that
+        # Only saved tensors that it really holds count: a copy is freed when this returns, and its memory is reused.
         reached = {_memory(h.value) for h in walk([(key, target)]) if isinstance(h.value, torch.Tensor)}
         self._memory |= {_memory(h.value) for h in saved if isinstance(h.value, torch.Tensor)} & reached - {None}
-        # One that only refers to an optimizer, as schedules do, saves none.
+        # An object that only refers to an optimizer, as schedules do, saves none.
         if any(isinstance(h.value, Mapping) and "param_groups" in h.value for h in saved):
             self.optimizers |= found
 
     def _reach(self, key: str, target: Any) -> dict[str, torch.optim.Optimizer]:
-        """All that it reaches is its own, but no module's parameters; the optimizers among it."""
+        """Count all that the object reaches as its own, except parameters of modules. Return the optimizers among
+        it."""
         found: dict[str, torch.optim.Optimizer] = {}
         for held in walk([(key, target)]):
             value = held.value
@@ -121,7 +123,7 @@ class Covered:
                 continue
             self.objects.add(id(value))
         if isinstance(target, torch.optim.Optimizer):
-            self.optimizers |= found  # a wrapper that is an optimizer itself
+            self.optimizers |= found  # the wrapper may be an optimizer itself
         return found
 
     def _add_tensor(self, tensor: torch.Tensor | None) -> None:
@@ -132,7 +134,7 @@ class Covered:
 
 
 def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """What a step may write to: of modules, and those that are tracked themselves."""
+    """The tensors to which a step may write: those of modules, and tensors that are tracked themselves."""
     for target in state.values():
         if isinstance(target, torch.nn.Module):
             yield from target.parameters()
@@ -142,7 +144,7 @@ def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def word(name: str) -> str:
-    """A keyword for what is called `name`."""
+    """A keyword for the object called `name`."""
     for part in reversed(name.replace("[", ".").replace("]", "").replace("'", "").split(".")):
         if part.isidentifier():
             return part
@@ -150,7 +152,7 @@ def word(name: str) -> str:
 
 
 def keyword(name: str, taken: Collection[str]) -> str:
-    """The same, and one by which nothing is tracked yet: those of a session's own, and `taken`."""
+    """The same, but a keyword that neither the session uses nor `taken` contains."""
     found, used = word(name), {*taken, *OWN_NAMES}
     if found in used:
         found = "_".join(part for part in name.replace("[", ".").split(".") if part.isidentifier()) or found

@@ -25,7 +25,8 @@ _OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Hooks:
-    """On what is in `state`; made when the loop begins. `is_free`: whether what has this name may be lost."""
+    """The hooks on objects in `state`. Make it when the loop begins. `is_free`: whether an object with this name may be
+    lost."""
 
     def __init__(self, state: Mapping[str, Any], is_free: Callable[[str], bool]) -> None:
         self._state = state
@@ -34,8 +35,8 @@ class Hooks:
         self._looks = 0
 
     def check(self) -> None:
-        """A step is complete. Of the steps in which hooks were registered the 1st, 2nd, 4th, 8th, … are looked at.
-        Raises `LoopError`."""
+        """Check after a complete step. Of the steps in which hooks were registered, the 1st, 2nd, 4th, 8th, … are
+        checked. Raises `LoopError`."""
         if self._next == RemovableHandle.next_id:
             return
         self._next = RemovableHandle.next_id

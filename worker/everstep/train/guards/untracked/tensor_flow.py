@@ -1,11 +1,10 @@
-"""Which untracked tensors reach the parameters in one step.
+"""Finds which untracked tensors affect the parameters in one step.
 
-While a `TensorFlow` is entered it sees each function of torch's that the script calls, and notes what was computed from
-the tensors that it was given. One of them reaches the parameters if a loss is computed from it on which `backward` is
-called, or a gradient, or if it is written into a tracked tensor. What it cannot see (a custom autograd function,
-numbers taken out of a tensor) ends the trail, so that "does not reach" is weaker than "reaches".
-
-Invariant: changes no value, and keeps no tensor alive.
+While a `TensorFlow` is entered, it sees each torch function that the script calls, and notes which tensors were
+computed from the given ones. A tensor reaches the parameters if `backward` is called on a loss computed from it, if a
+gradient is computed from it, or if it is written into a tracked tensor. Steps that it cannot see (a custom autograd
+function, numbers taken out of a tensor) end the trail, so "does not reach" is less certain than "reaches". Invariant:
+it changes no value, and keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-ROWS = 2**17  # of a tensor that is overwritten row by row
+ROWS = 2**17  # most rows of a tensor that is overwritten row by row
 _NONE: frozenset[str] = frozenset()
 _OVERWRITES = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "set_"})
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
@@ -32,12 +31,12 @@ class TensorFlow(TorchFunctionMode):
     def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._sources = {name: weakref.ref(tensor) for name, tensor in sources.items()}
-        self._from: Any = WeakTensorKeyDictionary()  # tensor → the names it was computed from
-        self._rows: dict[str, set[int]] = {}  # of a source: those that were overwritten in this step
+        self._from: Any = WeakTensorKeyDictionary()  # tensor → the names from which it was computed
+        self._rows: dict[str, set[int]] = {}  # the rows of a source that were overwritten in this step
         self._entered = False
         self._over = False
         self.reached = set[str]()
-        self.overwritten = set[str]()  # wholly, before anything of the step before was read from there
+        self.overwritten = set[str]()  # sources that were wholly overwritten before their old values were read
         for name, tensor in sources.items():
             self._from[tensor] = frozenset({name})
 
@@ -46,17 +45,17 @@ class TensorFlow(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, tracked: Iterable[torch.Tensor]) -> None:
-        """See nothing more. `tracked`: what may have been written to."""
+        """Stop watching. `tracked`: the tensors that may have been written to."""
         if not self._over:
             self._over = True
             self.note(tracked)
-        # One that the script has entered since is above this one, and is left first.
+        # A mode that the script has entered since is above this one, and is left first.
         if self._entered and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
             self._entered = False
             self.__exit__(None, None, None)
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What these were computed from reaches the parameters."""
+        """Note that the sources of these tensors reach the parameters."""
         for tensor in tensors:
             self.reached |= self._from.get(tensor, _NONE)
 
@@ -90,7 +89,7 @@ class TensorFlow(TorchFunctionMode):
             self.overwritten |= self._from.pop(target, _NONE)
 
     def _is_overwritten(self, name: str, target: torch.Tensor, others: list[Any]) -> bool:
-        """Whether nothing is left of what a tensor held when the step began."""
+        """Whether nothing is left of a tensor's values at the beginning of the step."""
         if name in _OVERWRITES:
             return True
         held = self._from.get(target, _NONE)
@@ -117,7 +116,7 @@ class TensorFlow(TorchFunctionMode):
 
 
 def is_safe() -> bool:
-    """Whether seeing each function changes nothing: compiled code would be compiled again for this step alone."""
+    """Whether watching each function has no effect: compiled code would be compiled again for this step alone."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return getattr(compiler, "FRAME_COUNTER", 0) == 0
 

@@ -1,12 +1,12 @@
-"""All that training moves is tracked, or refused by name: what is not tracked is lost with its process.
+"""Refuses untracked state that training changes, with its name: such state is lost with its process.
 
-What can be told before the first step is told there: a parameter of a tracked optimizer that nothing tracked holds, a
-schedule of such an optimizer, a gradient scaler, an average of weights, a module in DDP or FSDP. An optimizer is judged
-when it steps. The rest is watched at the 1st, 2nd, 4th, 8th, … step of a world (`verdicts`).
+Some of it is found before the first step: a parameter of a tracked optimizer that nothing tracked holds, a schedule of
+such an optimizer, a gradient scaler, an average of weights, a module in DDP or FSDP. An optimizer is judged when it
+steps. All other state is watched in the 1st, 2nd, 4th, 8th, … step of a world (`verdicts`).
 
-Knows no process group: who asks says how ranks compare a number. Invariants: nothing is moved by looking at it, and
-nothing of the script's is kept alive; all ranks raise after the same step; a step that is not watched costs one look-up
-for each optimizer that steps.
+This module knows no process group: its caller says how ranks compare a number. Invariants: looking at an object does
+not change it, and no object of the script is kept alive. All ranks raise after the same step. A step that is not
+watched costs one look-up for each optimizer that steps.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger("everstep.train")
 
 NAMED = 8  # names in one text
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-# Another kernel, with other last bits, is chosen for these in evaluation where functions are seen.
+# For these modules torch chooses another kernel, with other last bits, in evaluation while functions are watched.
 _FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
-_live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this process: its threads may be several runs
+_live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this process, whose threads may be several runs
 
 
 class UntrackedStateCheck:
-    """Of the tracked `state`. `untracked`: names of what may be lost; it may grow."""
+    """The check for the tracked `state`. `untracked`: the names of what may be lost; the set may grow."""
 
     def __init__(self, state: Mapping[str, Any], untracked: Collection[str] = ()) -> None:
         self._state = state
@@ -53,11 +53,11 @@ class UntrackedStateCheck:
         self._thread = threading.get_ident()
         self._steps = 0
         self.in_step = False
-        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of those judged good
-        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when the loop began
-        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # not tracked, and older than the loop
+        self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of good ones
+        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at the beginning
+        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # untracked optimizers that are older than the loop
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # not tracked, and perhaps without a name
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # untracked modules, perhaps without a name
         self._first: dict[str, Seen] = {}
         self._begin: dict[str, Seen] = {}
         self._generators: list[tuple[str, Any, int]] = []
@@ -67,7 +67,7 @@ class UntrackedStateCheck:
         self._hook: Any = None
 
     def start(self) -> None:
-        """The script has built its objects. Raises `LoopError` for what is wrong by now."""
+        """Check when the script has built its objects. Raises `LoopError` for what is wrong already."""
         self._thread = threading.get_ident()
         self._covered = Covered(self._state)
         for optimizer in self._covered.optimizers.values():
@@ -78,7 +78,7 @@ class UntrackedStateCheck:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        """No step is taken any more."""
+        """Stop, because no more steps are taken."""
         _live.discard(self)
         if self._hook is not None:
             self._hook.remove()
@@ -86,15 +86,15 @@ class UntrackedStateCheck:
         self._end_flow()
 
     def moved(self) -> None:
-        """The world is another one."""
+        """Tell of a new world."""
         self._steps = 0
 
     def uncount(self) -> None:
-        """The newest step was not one of the run's."""
+        """Take back the newest step, which was not one of the run."""
         self._steps -= 1
 
     def begins(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._end_flow()
         self._steps += 1
         self.in_step = True
@@ -111,15 +111,15 @@ class UntrackedStateCheck:
             self._flow.begin()
 
     def over(self) -> None:
-        """The step's block has ended, well or not."""
+        """End a step's block, whether it ended well or not."""
         self._end_flow()
         self.in_step = False
         self._drawn = [name for name, generator, at in self._generators if state_of_generator(generator) != at]
         self._generators = []
 
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
-        """A step is complete on all ranks. `same`: whether all ranks say this number of 63 bits; collective. Raises
-        `LoopError` on all ranks if one of them holds something that moves and is not tracked."""
+        """Check after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits;
+        collective. Raises `LoopError` on all ranks if one of them holds untracked state that changes."""
         if self._hook is None or not self._is_watched():
             return
         self._end_flow()
@@ -179,7 +179,7 @@ class UntrackedStateCheck:
             self._flow.end(tensors_of(self._state))
 
     def _held(self) -> dict[str, Held]:
-        """What the script holds, by name; and modules that are older than the loop and that it holds in hidden ways."""
+        """The script's objects by name, and modules older than the loop that it holds in hidden ways."""
         found = list(walk(variables(sys._getframe(1))))
         seen = {id(h.value) for h in found}
         hidden = [m for m in self._modules if id(m) not in seen]
@@ -191,7 +191,7 @@ class UntrackedStateCheck:
         return names
 
     def _is_free(self, held: Held) -> bool:
-        """Whether nothing tracked holds it, in this run or in another of this process."""
+        """Whether nothing tracked holds it, in this run or in another run of this process."""
         return not (
             any(c._holds(held.value) for c in {*_live, self}) or self.is_untracked(held.name, type(held.value).__name__)
         )
@@ -200,15 +200,15 @@ class UntrackedStateCheck:
         return id(value) in self._covered.objects or (isinstance(value, torch.Tensor) and self._covered.holds(value))
 
     def is_untracked(self, *names: str) -> bool:
-        """Whether the script has said that it may be lost: by its name, that of what holds it, or its class's."""
+        """Whether the script has said that it may be lost: by its name, its owner's name, or its class's."""
         return any(
             name == said or name.startswith((f"{said}.", f"{said}[")) for name in names for said in self._untracked
         )
 
-    # Before the first step.
+    # Checks before the first step.
 
     def _find(self) -> None:
-        """What is there to move, whether it has moved or not."""
+        """Find objects that training is going to change, whether they have changed yet or not."""
         named = {id(h.value): h for h in walk(variables(sys._getframe(1)))}
         kinds = (Optimizer, LRScheduler, torch.nn.Module, torch.amp.GradScaler)
         found = [h.value for h in named.values() if isinstance(h.value, kinds)]
@@ -229,7 +229,8 @@ class UntrackedStateCheck:
                 raise LoopError(str(Finding(name, f"is {what}", track(name, self._state))))
 
     def _known(self, value: Any, named: bool) -> str | None:
-        """What it is, if it is of use for training alone. One without a name may be garbage of something earlier."""
+        """A description of the object, if it is useful for training only. An object without a name may be left from
+        earlier code."""
         if isinstance(value, LRScheduler):
             tracked = any(value.optimizer is o for o in self._covered.optimizers.values())
             return f"a learning-rate scheduler ({type(value).__name__}) of a tracked optimizer" if tracked else None
@@ -245,7 +246,7 @@ class UntrackedStateCheck:
     def _is_lost(self, tensor: torch.Tensor) -> bool:
         return not any(c._holds(tensor) for c in {*_live, self})
 
-    # An optimizer steps.
+    # Checks when an optimizer steps.
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._flow is not None:
@@ -262,7 +263,7 @@ class UntrackedStateCheck:
                 self._check_stranger(optimizer)
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
-        """Of a tracked optimizer: all of them are held by something tracked."""
+        """Check that something tracked holds each parameter of a tracked optimizer."""
         name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if self._covered.holds(parameter) or self.is_untracked(name):
@@ -275,7 +276,8 @@ class UntrackedStateCheck:
         self._sizes[optimizer] = _size(optimizer)
 
     def _check_groups(self, optimizer: Optimizer) -> None:
-        """A new process makes the optimizer as it was before the loop: it cannot hold the state of another group."""
+        """Check the groups: a new process makes the optimizer as it was before the loop, and cannot hold the state of
+        another group."""
         before, now = self._groups.get(optimizer), len(optimizer.param_groups)
         name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
         if before is None or now <= before or self.is_untracked(name):
@@ -288,7 +290,8 @@ class UntrackedStateCheck:
         )
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
-        """One that was made in this step of parameters that were too leaves nothing behind."""
+        """Check an untracked optimizer. One that was made in this step, of parameters made in this step, leaves nothing
+        behind."""
         name = next(
             (h.name for h in walk(variables(sys._getframe(1))) if h.value is optimizer), type(optimizer).__name__
         )
@@ -307,7 +310,7 @@ def _size(optimizer: Optimizer) -> int:
 
 
 def _generators(held: list[Held]) -> Iterator[Held]:
-    """Those of the script's own: the global ones are saved, and have their own rules."""
+    """The script's own generators. The global ones are saved, and have their own rules."""
     common = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
     common |= {id(g) for g in torch.cuda.default_generators}
     return (h for h in held if isinstance(h.value, Generator) and id(h.value) not in common)

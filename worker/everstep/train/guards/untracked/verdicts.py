@@ -1,8 +1,8 @@
-"""What is wrong with what a step has moved: from two looks at what the script holds and nothing tracked does.
+"""Judges what a step has changed, by two looks at objects that the script holds and nothing tracked holds.
 
-Harmless, or not to be told: what does not change; a variable that is bound anew in each step and not read before; what
-is overwritten before it is read; what changes and, as far as was seen, reaches no parameter. That last is the reader's
-to judge, and comes as a name for a warning. Pure: reads the objects it is given, and nothing else.
+These are harmless, or cannot be judged: objects that do not change; a variable that each step binds again before it
+reads it; a value that is overwritten before it is read; and an object that changes but, as far as was seen, affects no
+parameter. A warning names the last kind, for the user to judge. Pure: it reads only the objects that it is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everstep.train.guards.untracked.covered import keyword, word
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor, array or queue under a name when it was looked at. Not kept alive."""
+    """A named tensor, array or queue as it was at one look. It is not kept alive."""
 
     held: weakref.ref[Any]
     mark: Mark
@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`line`: what to write instead."""
+    """A finding. `line`: what to write instead."""
 
     name: str
     what: str
@@ -49,12 +49,13 @@ class Finding:
 
 
 def track(name: str, taken: Collection[str] = ()) -> str:
-    """The line that tracks `name`; `taken`: what is tracked by now."""
+    """The line that tracks `name`. `taken`: the names that are tracked already."""
     return f"run.track({keyword(name, taken)}={name}) before run.steps()"
 
 
 def look(held: Iterable[Held], first: dict[str, Seen]) -> dict[str, Seen]:
-    """By name, those that can be compared. `first`: when each was first seen, or first written to; it is added to."""
+    """The objects that can be compared, by name. `first`: each as it was first seen, or first written to; this adds to
+    it."""
     listed = list(held)
     tensors = [h for h in listed if isinstance(h.value, torch.Tensor)]
     marked = [(h, m) for h, m in zip(tensors, marks_of([h.value for h in tensors]), strict=True) if m is not None]
@@ -79,11 +80,10 @@ def look(held: Iterable[Held], first: dict[str, Seen]) -> dict[str, Seen]:
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Of what nothing tracked holds: `first`, when it was first seen, `begin` and `now`, before and after a step.
-
-    `held`: all that the script holds, by name. `reached`: what was seen to reach parameters. `overwritten`: what was,
-    before it was read. `drawn`: generators that moved. `shapes`: of what is trained, a count for each tracked object.
-    `taken`: the names of those.
+    """Looks at objects that nothing tracked holds: `first` when they were first seen, `begin` and `now` before and
+    after a step. `held`: all objects of the script, by name. `reached`: those that were seen to affect parameters.
+    `overwritten`: those that were overwritten before they were read. `drawn`: generators that changed. `shapes`: the
+    shapes of trained tensors, counted for each tracked object. `taken`: the names of the tracked objects.
     """
 
     first: Mapping[str, Seen]
@@ -98,7 +98,7 @@ class Looks:
 
 
 def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
-    """What is refused, and the names of what changes and may be of no importance."""
+    """The findings to refuse, and the names of objects that change but may not matter."""
     moved = sorted(name for name, seen in looks.now.items() if name in looks.first and looks.first[name].moved_to(seen))
     found: dict[str, Finding] = {}
     for name in moved:
@@ -121,7 +121,7 @@ def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
 
 
 def subject_of(name: str, held: Mapping[str, Held]) -> str:
-    """What one tracks to have `name` tracked: the whole module, list or mapping that it is a part of."""
+    """What has to be tracked so that `name` is: the whole module, list or mapping of which it is a part."""
     for _ in range(32):
         owner = held.get(held[name].owner) if name in held else None
         if owner is None or not isinstance(owner.value, torch.nn.Module | Mapping | list | tuple):
@@ -131,7 +131,7 @@ def subject_of(name: str, held: Mapping[str, Held]) -> str:
 
 
 def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
-    """Of a tensor on which the loss of the step depended. It may be constant."""
+    """The finding for a tensor on which the loss of the step depended. None if it is constant."""
     begin, now = looks.begin[name], looks.now.get(name)
     if name in moved:
         subject = subject_of(name, looks.held)
@@ -143,7 +143,7 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
     if now is not None and now.held() is begin.held():
         return None
     if now is not None and not begin.mark.moved_to(now.mark):
-        return None  # made anew with the same values
+        return None  # it is made again with the same values
     if now is not None and "." in name and now.mark.shape != begin.mark.shape:
         return None  # a cache that grows, of masks or of positions
     what = "is carried from one step to the next, and the loss depends on it"
@@ -156,7 +156,8 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
 
 
 def _copies(moved: list[str], looks: Looks) -> list[str]:
-    """What holds a tensor of the shape of each trained parameter: an average of them, or a copy of an earlier step."""
+    """The objects that hold a tensor of the shape of each trained parameter: an average, or a copy from an earlier
+    step."""
     groups: dict[str, Counter[tuple[int, ...]]] = {}
     for name in moved:
         if isinstance(looks.held[name].value, torch.Tensor) and looks.held[name].value.is_floating_point():
