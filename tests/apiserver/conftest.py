@@ -1,85 +1,33 @@
-"""Jobs at a real API server: the CRD installed once, and a helper that makes, reads and changes TrainingJobs.
+"""Jobs, clients, networks and operators at a real API server, with the CRD installed once.
 
-No operator runs and no admission policy is installed unless a test module does so.
+No operator runs and no admission policy is installed unless a test does so.
 """
 
 from __future__ import annotations
 
-import copy
-import json
+import contextlib
 import subprocess
-import urllib.error
-from collections.abc import Callable, Iterator
-from typing import Any
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from everstep_operator.kube.credentials import KubeConfig
+from everstep_operator.kube.errors import KubeError
+from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from support import ROOT
+from support.apiserver.jobs import Jobs
+from support.apiserver.network import Network
+from support.apiserver.operators import NewPlace, Place
+from support.apiserver.waiting import make_namespace
+from support.conformity.bodies import NAMESPACES
 from testcluster import programs
-
-ABSENT = "<absent>"
-CONTAINER = {"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}
-
-
-class Jobs:
-    """TrainingJobs of one namespace. `control_plane` has the rest of kubectl."""
-
-    def __init__(self, control_plane: Any, namespace: str) -> None:
-        self.control_plane = control_plane
-        self.namespace = namespace
-
-    def body(self, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-        """A good job with changes: each a path of the spec (`recovery.maxRestarts`) and its value, or "<absent>"."""
-        spec: dict[str, Any] = {"replicas": 2, "template": {"spec": {"containers": [copy.deepcopy(CONTAINER)]}}}
-        for path, value in changes.items():
-            *parents, last = path.split(".")
-            node = spec
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            if value == ABSENT:
-                node.pop(last)
-            else:
-                node[last] = value
-        meta = {"name": name, "namespace": self.namespace}
-        return {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": meta, "spec": spec}
-
-    def kubectl(self, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
-        """kubectl in this namespace."""
-        done: subprocess.CompletedProcess[str] = self.control_plane.kubectl(
-            *arguments, "--namespace", self.namespace, input=input
-        )
-        return done
-
-    def try_create(self, name: str, changes: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
-        return self.kubectl("create", *flags, "-f", "-", input=json.dumps(self.body(name, changes)))
-
-    def create(self, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-        """The job as stored."""
-        done = self.try_create(name, changes)
-        assert done.returncode == 0, done.stderr
-        return self.get(name)
-
-    def get(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.control_plane.get(self._path(name))))
-
-    def exists(self, name: str) -> bool:
-        try:
-            self.control_plane.get(self._path(name))
-        except urllib.error.HTTPError as e:
-            if e.code == 404:
-                return False
-            raise
-        return True
-
-    def _path(self, name: str) -> str:
-        return f"/apis/everstep.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs/{name}"
-
-    def patch(self, name: str, body: dict[str, Any], *flags: str) -> subprocess.CompletedProcess[str]:
-        return self.kubectl("patch", f"tjob/{name}", *flags, "--type=merge", "-p", json.dumps(body))
+from testcluster.controlplane import ControlPlane
 
 
 @pytest.fixture(scope="module")
-def jobs(crd: Any, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+def jobs(crd: ControlPlane, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """A namespace for the jobs of one test module."""
     namespace = request.module.__name__.rpartition(".")[2].replace("_", "-")
     done = crd.kubectl("create", "namespace", namespace)
@@ -92,7 +40,7 @@ Helm = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def helm(control_plane: Any) -> Helm:
+def helm(control_plane: ControlPlane) -> Helm:
     """`helm <verb> <release> <the chart> ...`; fails the test unless told `expect_failure=True`."""
 
     def call(verb: str, release: str, *flags: str, expect_failure: bool = False) -> subprocess.CompletedProcess[str]:
@@ -107,3 +55,51 @@ def helm(control_plane: Any) -> Helm:
         return done
 
     return call
+
+
+@pytest.fixture
+async def client(crd: ControlPlane) -> AsyncGenerator[HttpKubeClient, None]:
+    async with HttpKubeClient(KubeConfig(str(crd.kubeconfig))) as made:
+        yield made
+
+
+@pytest.fixture
+async def network(control_plane: ControlPlane, tmp_path: Path) -> AsyncGenerator[Network, None]:
+    made = Network(control_plane.kubeconfig, tmp_path)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def far_client(network: Network) -> AsyncGenerator[HttpKubeClient, None]:
+    """A client whose every byte goes through `network`."""
+    async with HttpKubeClient(KubeConfig(str(network.kubeconfig)), limits=ClientLimits(request_seconds=3.0)) as made:
+        yield made
+
+
+@pytest.fixture
+async def new_place(client: HttpKubeClient) -> AsyncGenerator[NewPlace, None]:
+    """Makes namespaces in which pods can be created; they go when the test ends."""
+    made: list[str] = []
+
+    async def make() -> Place:
+        made.append(f"test-{uuid.uuid4().hex[:16]}")
+        await make_namespace(client, made[-1])
+        return Place(client, made[-1])
+
+    yield make
+    for name in made:
+        with contextlib.suppress(KubeError):
+            await client.delete(NAMESPACES, None, name)
+
+
+@pytest.fixture
+async def place(new_place: NewPlace) -> Place:
+    return await new_place()
+
+
+@pytest.fixture
+async def namespace(place: Place) -> str:
+    """A fresh namespace in which pods can be made."""
+    return place.namespace

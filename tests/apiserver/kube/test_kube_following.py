@@ -16,6 +16,9 @@ from everstep_operator.runtime.cache import Added, Deleted, Delta
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.runtime.informer import Informer, Timing
 from everstep_operator.runtime.leader import LeaderElector
+from support.apiserver.network import Network
+from support.apiserver.waiting import compact, eventually
+from support.conformity.bodies import pod
 
 pytestmark = pytest.mark.apiserver
 
@@ -33,9 +36,7 @@ async def running(*coroutines: Any) -> AsyncGenerator[list["asyncio.Task[None]"]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_watch_tells_every_change_and_ends_with_a_bookmark(
-    client: HttpKubeClient, namespace: str, kube: Any
-) -> None:
+async def test_watch_tells_every_change_and_ends_with_a_bookmark(client: HttpKubeClient, namespace: str) -> None:
     start = (await client.list(PODS, namespace)).resource_version
     events: list[Any] = []
 
@@ -45,7 +46,7 @@ async def test_watch_tells_every_change_and_ends_with_a_bookmark(
                 events.append(event)
 
     collecting = asyncio.create_task(collect())
-    made = await client.create(PODS, namespace, kube.pod_body("w0", job="a"))
+    made = await client.create(PODS, namespace, pod("w0", job="a"))
     await client.patch_status(PODS, namespace, "w0", {"phase": "Running"})
     await client.delete(PODS, namespace, "w0", grace_seconds=0)
     await collecting
@@ -58,19 +59,17 @@ async def test_watch_tells_every_change_and_ends_with_a_bookmark(
     assert isinstance(events[-1], Bookmark)
 
 
-async def test_object_that_leaves_a_selector_is_deleted_for_its_watcher(
-    client: HttpKubeClient, namespace: str, kube: Any
-) -> None:
+async def test_object_that_leaves_a_selector_is_deleted_for_its_watcher(client: HttpKubeClient, namespace: str) -> None:
     informer = Informer(
         client, PODS, clock=CLOCK, rng=lambda: 0.5, namespace=namespace, label_selector="job=a",
         indexers={"job": lambda pod: [pod.metadata.labels["job"]]},
     )  # fmt: skip
     async with running(informer.run()):
-        await client.create(PODS, namespace, kube.pod_body("w0", job="a"))
-        await client.create(PODS, namespace, kube.pod_body("x0", job="b"))
-        await kube.eventually("the pod is seen", lambda: len(informer.by_index("job", "a")) == 1)
+        await client.create(PODS, namespace, pod("w0", job="a"))
+        await client.create(PODS, namespace, pod("x0", job="b"))
+        await eventually("the pod is seen", lambda: len(informer.by_index("job", "a")) == 1)
         await client.merge_patch(PODS, namespace, "w0", {"metadata": {"labels": {"job": "b"}}})
-        await kube.eventually("the pod is gone", lambda: informer.list() == ())
+        await eventually("the pod is gone", lambda: informer.list() == ())
 
 
 class Follower:
@@ -92,24 +91,24 @@ class Follower:
 
 
 async def test_delete_missed_behind_a_cut_and_compacted_away_is_found(
-    client: HttpKubeClient, far_client: HttpKubeClient, network: Any, namespace: str, kube: Any, control_plane: Any
+    client: HttpKubeClient, far_client: HttpKubeClient, network: Network, namespace: str, control_plane: Any
 ) -> None:
     follower = Follower(far_client, namespace)
     async with running(follower.informer.run()):
         for name in ("w0", "w1"):
-            await client.create(PODS, namespace, kube.pod_body(name))
-        await kube.eventually("both are seen", lambda: follower.names() == ["w0", "w1"])
+            await client.create(PODS, namespace, pod(name))
+        await eventually("both are seen", lambda: follower.names() == ["w0", "w1"])
         network.cut()
         await client.delete(PODS, namespace, "w0", grace_seconds=0)
         replaced = await client.get(PODS, namespace, "w1")
         await client.delete(PODS, namespace, "w1", uid=replaced.metadata.uid, grace_seconds=0)
-        again = await client.create(PODS, namespace, kube.pod_body("w1"))
+        again = await client.create(PODS, namespace, pod("w1"))
         # A restarted server has no history older than its start: the watch must meet 410.
         await asyncio.to_thread(control_plane.stop_apiserver)
-        await kube.compact(control_plane, again.metadata.resource_version)
+        await asyncio.to_thread(compact, control_plane, again.metadata.resource_version)
         await asyncio.to_thread(control_plane.start_apiserver)
         network.heal()
-        await kube.eventually("the cache is right", lambda: follower.names() == ["w1"])
+        await eventually("the cache is right", lambda: follower.names() == ["w1"])
         assert follower.deleted() == ["w0", "w1"]
         current = follower.informer.get(namespace, "w1")
         assert current is not None
@@ -124,38 +123,37 @@ def interruptions(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_frozen_connection_is_noticed_and_replaced(
     client: HttpKubeClient,
     far_client: HttpKubeClient,
-    network: Any,
+    network: Network,
     namespace: str,
-    kube: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     follower = Follower(far_client, namespace)
     async with running(follower.informer.run()):
-        await kube.eventually("synced", lambda: follower.informer.has_synced)
+        await eventually("synced", lambda: follower.informer.has_synced)
         # With the first pod: then a watch is open, and not just being begun again.
         follower.informer.add_handler(lambda _: network.freeze() if follower.names() == ["w0"] else None)
-        await client.create(PODS, namespace, kube.pod_body("w0"))
-        await kube.eventually("silence is noticed", lambda: interruptions(caplog))
+        await client.create(PODS, namespace, pod("w0"))
+        await eventually("silence is noticed", lambda: interruptions(caplog))
         assert "no event, bookmark or end for 4 s" in interruptions(caplog)[-1]
-        await client.create(PODS, namespace, kube.pod_body("w1"))
+        await client.create(PODS, namespace, pod("w1"))
         assert follower.names() == ["w0"]
         network.heal()
-        await kube.eventually("the pod is seen", lambda: follower.names() == ["w0", "w1"])
+        await eventually("the pod is seen", lambda: follower.names() == ["w0", "w1"])
 
 
 async def test_informer_survives_an_api_server_restart(
-    client: HttpKubeClient, namespace: str, kube: Any, control_plane: Any, caplog: pytest.LogCaptureFixture
+    client: HttpKubeClient, namespace: str, control_plane: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     follower = Follower(client, namespace)
     async with running(follower.informer.run()) as tasks:
-        await client.create(PODS, namespace, kube.pod_body("w0"))
-        await kube.eventually("the pod is seen", lambda: follower.names() == ["w0"])
+        await client.create(PODS, namespace, pod("w0"))
+        await eventually("the pod is seen", lambda: follower.names() == ["w0"])
         await asyncio.to_thread(control_plane.stop_apiserver)
-        await kube.eventually("it is noticed", lambda: interruptions(caplog))
+        await eventually("it is noticed", lambda: interruptions(caplog))
         assert follower.names() == ["w0"]
         await asyncio.to_thread(control_plane.start_apiserver)
-        await client.create(PODS, namespace, kube.pod_body("w1"))
-        await kube.eventually("the new pod is seen", lambda: follower.names() == ["w0", "w1"])
+        await client.create(PODS, namespace, pod("w1"))
+        await eventually("the new pod is seen", lambda: follower.names() == ["w0", "w1"])
         assert [delta.object.metadata.name for delta in follower.deltas if isinstance(delta, Added)] == ["w0", "w1"]
         assert follower.deleted() == []
         assert not tasks[0].done()
@@ -183,7 +181,7 @@ class NeverTwo:
 
 
 async def test_leader_behind_a_dead_network_is_replaced_and_never_overlaps(
-    client: HttpKubeClient, far_client: HttpKubeClient, network: Any, namespace: str, kube: Any
+    client: HttpKubeClient, far_client: HttpKubeClient, network: Network, namespace: str
 ) -> None:
     first = elector(far_client, namespace, "a_10.0.0.1:8080")
     second = elector(client, namespace, "b_10.0.0.2:8080")
@@ -191,7 +189,7 @@ async def test_leader_behind_a_dead_network_is_replaced_and_never_overlaps(
     async with running(never_two.run(), first.run()) as (watcher, _):
         assert await asyncio.wait_for(first.wait_leading(), 20) == 1
         async with running(second.run()):
-            await kube.eventually("the second follows", lambda: second.holder_address() == "10.0.0.1:8080")
+            await eventually("the second follows", lambda: second.holder_address() == "10.0.0.1:8080")
             network.freeze()
             cut, late = time.monotonic(), never_two.late
             await asyncio.wait_for(first.wait_lost(1), 20)
@@ -202,7 +200,7 @@ async def test_leader_behind_a_dead_network_is_replaced_and_never_overlaps(
             assert lost - held_up <= 4.5
             assert taken >= lost
             network.heal()
-            await kube.eventually("the first follows", lambda: first.holder_address() == "10.0.0.2:8080")
+            await eventually("the first follows", lambda: first.holder_address() == "10.0.0.2:8080")
             assert second.require() == 2
         assert not watcher.done()
     lease = await client.get(LEASES, namespace, "operator")

@@ -13,6 +13,8 @@ from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.resources import PODS
 from everstep_operator.kube.transport import HttpKubeClient
+from support.apiserver.waiting import eventually
+from support.conformity.bodies import pod
 
 pytestmark = pytest.mark.apiserver
 
@@ -26,21 +28,21 @@ class Clock:
 
 
 async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_not_reviewed(
-    namespace: str, control_plane: Any, kube: Any
+    namespace: str, control_plane: Any
 ) -> None:
     asked: list[str] = []
     source = KubeConfig(str(control_plane.kubeconfig))
     clock = Clock()
     async with HttpKubeClient(source, on_answer=lambda verb, what, code, seconds: asked.append(what)) as client:
-        made = await client.create(PODS, namespace, kube.pod_body("w0"))
+        made = await client.create(PODS, namespace, pod("w0"))
         flags = ("--bound-object-kind", "Pod", "--bound-object-name", "w0", "--bound-object-uid", made.metadata.uid)
         create = ("create", "token", "default", "-n", namespace)
         token = control_plane.kubectl(*create, "--audience", TOKEN_AUDIENCE, *flags).stdout.strip()
         other = control_plane.kubectl(*create).stdout.strip()
         keys = SigningKeys(client.signing_keys, monotonic=clock)
         cache = IdentityCache(authenticator(client), audience=TOKEN_AUDIENCE, keys=keys, monotonic=clock)
-        pod = PodIdentity(namespace, "w0", made.metadata.uid)
-        assert await cache.identify(token) == pod
+        known = PodIdentity(namespace, "w0", made.metadata.uid)
+        assert await cache.identify(token) == known
         await keys.ready()
         assert asked.count("tokenreviews") == 1
 
@@ -57,4 +59,4 @@ async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_n
             clock.now += 16
             return isinstance(await cache.identify(token), Refusal)
 
-        await kube.eventually("the token died with its pod", refused)
+        await eventually("the token died with its pod", refused)

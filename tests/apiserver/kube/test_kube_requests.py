@@ -15,17 +15,19 @@ from everstep_operator.kube.resources import PODS, Resource, custom_resource
 from everstep_operator.kube.session import Request
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
+from support.apiserver.waiting import compact, eventually
+from support.conformity.bodies import CONFIGMAPS, NAMESPACES, pod
 
 pytestmark = pytest.mark.apiserver
 
 
-async def test_object_lives_from_create_to_delete(client: HttpKubeClient, namespace: str, kube: Any) -> None:
-    made = await client.create(PODS, namespace, kube.pod_body("w0", job="j"))
+async def test_object_lives_from_create_to_delete(client: HttpKubeClient, namespace: str) -> None:
+    made = await client.create(PODS, namespace, pod("w0", job="j"))
     assert made.metadata.uid
     assert made.metadata.creation_timestamp is not None
     assert (await client.get(PODS, namespace, "w0")).metadata.uid == made.metadata.uid
     with pytest.raises(AlreadyExists, match=rf"create pods {namespace}/w0: 409 AlreadyExists"):
-        await client.create(PODS, namespace, kube.pod_body("w0"))
+        await client.create(PODS, namespace, pod("w0"))
     await client.delete(PODS, namespace, "w0", uid=made.metadata.uid, grace_seconds=0)
     with pytest.raises(NotFound):
         await client.get(PODS, namespace, "w0")
@@ -40,13 +42,13 @@ async def test_invalid_object_is_refused_with_its_fields(client: HttpKubeClient,
     assert {"spec.containers", "spec.restartPolicy"} <= {cause.field for cause in caught.value.causes}
 
 
-async def test_list_reads_all_pages_of_a_selector(client: HttpKubeClient, namespace: str, kube: Any) -> None:
+async def test_list_reads_all_pages_of_a_selector(client: HttpKubeClient, namespace: str) -> None:
     for n in range(7):
         body = {"metadata": {"name": f"c{n}", "labels": {"parity": "odd" if n % 2 else "even"}}}
-        await client.create(kube.CONFIGMAPS, namespace, body)
-    listed = await client.list(kube.CONFIGMAPS, namespace, label_selector="parity=even", limit=1)
+        await client.create(CONFIGMAPS, namespace, body)
+    listed = await client.list(CONFIGMAPS, namespace, label_selector="parity=even", limit=1)
     assert [item.metadata.name for item in listed.items] == ["c0", "c2", "c4", "c6"]
-    everywhere = await client.list(kube.CONFIGMAPS, label_selector="parity in (odd)", limit=2)
+    everywhere = await client.list(CONFIGMAPS, label_selector="parity in (odd)", limit=2)
     assert [item.metadata.name for item in everywhere.items if item.metadata.namespace == namespace] == [
         "c1",
         "c3",
@@ -56,10 +58,10 @@ async def test_list_reads_all_pages_of_a_selector(client: HttpKubeClient, namesp
 
 
 async def test_list_whose_history_is_compacted_between_pages_is_whole_and_new(
-    client: HttpKubeClient, namespace: str, kube: Any, control_plane: Any, monkeypatch: pytest.MonkeyPatch
+    client: HttpKubeClient, namespace: str, control_plane: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(4):
-        await client.create(kube.CONFIGMAPS, namespace, {"metadata": {"name": f"c{n}"}})
+        await client.create(CONFIGMAPS, namespace, {"metadata": {"name": f"c{n}"}})
     send = client._exchange
     pages = 0
 
@@ -69,54 +71,52 @@ async def test_list_whose_history_is_compacted_between_pages_is_whole_and_new(
         pages += 1
         if pages == 1:
             # A delete, its history compacted, and no cache that could still serve the old snapshot.
-            await client.delete(kube.CONFIGMAPS, namespace, "c3")
-            newest = await client.create(kube.CONFIGMAPS, namespace, {"metadata": {"name": "c9"}})
+            await client.delete(CONFIGMAPS, namespace, "c3")
+            newest = await client.create(CONFIGMAPS, namespace, {"metadata": {"name": "c9"}})
             control_plane.stop_apiserver()
-            await kube.compact(control_plane, newest.metadata.resource_version)
+            await asyncio.to_thread(compact, control_plane, newest.metadata.resource_version)
             await asyncio.to_thread(control_plane.start_apiserver)
         return body
 
     monkeypatch.setattr(client, "_exchange", meddle)
-    listed = await client.list(kube.CONFIGMAPS, namespace, limit=2)
+    listed = await client.list(CONFIGMAPS, namespace, limit=2)
     names = [item.metadata.name for item in listed.items if item.metadata.name.startswith("c")]
     assert names == ["c0", "c1", "c2", "c9"]
 
 
-async def test_stale_resource_version_conflicts(client: HttpKubeClient, namespace: str, kube: Any) -> None:
-    old = await client.create(PODS, namespace, kube.pod_body("w0"))
+async def test_stale_resource_version_conflicts(client: HttpKubeClient, namespace: str) -> None:
+    old = await client.create(PODS, namespace, pod("w0"))
     stale = old.metadata.resource_version
     new = await client.patch_status(PODS, namespace, "w0", {"phase": "Running"}, resource_version=stale)
     assert new.status.phase == "Running"
     with pytest.raises(Conflict):
         await client.patch_status(PODS, namespace, "w0", {"phase": "Failed"}, resource_version=stale)
     assert (await client.get(PODS, namespace, "w0")).status.phase == "Running"
-    configmap = await client.create(kube.CONFIGMAPS, namespace, {"metadata": {"name": "c"}, "data": {"a": "1"}})
+    configmap = await client.create(CONFIGMAPS, namespace, {"metadata": {"name": "c"}, "data": {"a": "1"}})
     body = {"metadata": {"name": "c", "resourceVersion": configmap.metadata.resource_version}, "data": {"a": "2"}}
-    await client.replace(kube.CONFIGMAPS, namespace, "c", body)
+    await client.replace(CONFIGMAPS, namespace, "c", body)
     with pytest.raises(Conflict):
-        await client.replace(kube.CONFIGMAPS, namespace, "c", body)
+        await client.replace(CONFIGMAPS, namespace, "c", body)
 
 
-async def test_status_patch_of_a_recreated_object_conflicts(client: HttpKubeClient, namespace: str, kube: Any) -> None:
-    old = await client.create(PODS, namespace, kube.pod_body("w0"))
+async def test_status_patch_of_a_recreated_object_conflicts(client: HttpKubeClient, namespace: str) -> None:
+    old = await client.create(PODS, namespace, pod("w0"))
     await client.delete(PODS, namespace, "w0", grace_seconds=0)
-    await client.create(PODS, namespace, kube.pod_body("w0"))
+    await client.create(PODS, namespace, pod("w0"))
     with pytest.raises(Conflict):
         await client.patch_status(
             PODS, namespace, "w0", {"phase": "Failed"}, resource_version=old.metadata.resource_version
         )
 
 
-async def test_merge_patch_deletes_by_null(client: HttpKubeClient, namespace: str, kube: Any) -> None:
-    await client.create(kube.CONFIGMAPS, namespace, {"metadata": {"name": "c", "annotations": {"a": "1", "b": "2"}}})
-    patched = await client.merge_patch(kube.CONFIGMAPS, namespace, "c", {"metadata": {"annotations": {"a": None}}})
+async def test_merge_patch_deletes_by_null(client: HttpKubeClient, namespace: str) -> None:
+    await client.create(CONFIGMAPS, namespace, {"metadata": {"name": "c", "annotations": {"a": "1", "b": "2"}}})
+    patched = await client.merge_patch(CONFIGMAPS, namespace, "c", {"metadata": {"annotations": {"a": None}}})
     assert patched.metadata.annotations == {"b": "2"}
 
 
-async def test_delete_with_another_uid_or_version_leaves_the_object(
-    client: HttpKubeClient, namespace: str, kube: Any
-) -> None:
-    made = await client.create(PODS, namespace, kube.pod_body("w0"))
+async def test_delete_with_another_uid_or_version_leaves_the_object(client: HttpKubeClient, namespace: str) -> None:
+    made = await client.create(PODS, namespace, pod("w0"))
     with pytest.raises(Conflict, match="UID"):
         await client.delete(PODS, namespace, "w0", uid="00000000-0000-0000-0000-000000000000")
     with pytest.raises(Conflict):
@@ -134,9 +134,9 @@ def bound_token(control_plane: Any, namespace: str, pod: str, uid: str, audience
 
 
 async def test_pod_bound_token_names_its_pod_and_dies_with_it(
-    client: HttpKubeClient, namespace: str, kube: Any, control_plane: Any
+    client: HttpKubeClient, namespace: str, control_plane: Any
 ) -> None:
-    made = await client.create(PODS, namespace, kube.pod_body("w0"))
+    made = await client.create(PODS, namespace, pod("w0"))
     token = bound_token(control_plane, namespace, "w0", made.metadata.uid, "everstep.dev/operator")
     identity = await client.review_token(token, ["everstep.dev/operator"])
     assert isinstance(identity, TokenIdentity)
@@ -149,7 +149,7 @@ async def test_pod_bound_token_names_its_pod_and_dies_with_it(
     async def refused() -> bool:
         return isinstance(await client.review_token(token, ["everstep.dev/operator"]), TokenRefused)
 
-    await kube.eventually("the token died with its pod", refused)
+    await eventually("the token died with its pod", refused)
 
 
 def account_files(folder: Path, control_plane: Any, token: str) -> InCluster:
@@ -161,7 +161,7 @@ def account_files(folder: Path, control_plane: Any, token: str) -> InCluster:
 
 
 async def test_service_account_without_rights_is_forbidden_until_it_gets_them(
-    client: HttpKubeClient, namespace: str, control_plane: Any, tmp_path: Path, kube: Any
+    client: HttpKubeClient, namespace: str, control_plane: Any, tmp_path: Path
 ) -> None:
     token = control_plane.kubectl("create", "token", "default", "-n", namespace).stdout.strip()
     async with HttpKubeClient(account_files(tmp_path, control_plane, token)) as poor:
@@ -179,7 +179,7 @@ async def test_service_account_without_rights_is_forbidden_until_it_gets_them(
                 return False
             return True
 
-        await kube.eventually("the role binding works", allowed)
+        await eventually("the role binding works", allowed)
 
 
 async def test_rotated_token_file_is_used_without_a_restart(
@@ -215,18 +215,18 @@ async def test_rotated_authority_is_trusted_without_a_restart(
             await rotating.get(PODS, namespace, "w0")
 
 
-async def test_terminating_namespace_is_told_apart(client: HttpKubeClient, namespace: str, kube: Any) -> None:
+async def test_terminating_namespace_is_told_apart(client: HttpKubeClient, namespace: str) -> None:
     body = {"metadata": {"name": "holds", "finalizers": ["everstep.dev/test"]}}
-    await client.create(kube.CONFIGMAPS, namespace, body)
-    await client.delete(kube.NAMESPACES, None, namespace)
+    await client.create(CONFIGMAPS, namespace, body)
+    await client.delete(NAMESPACES, None, namespace)
     with pytest.raises(Forbidden) as caught:
-        await client.create(PODS, namespace, kube.pod_body("w0"))
+        await client.create(PODS, namespace, pod("w0"))
     assert "NamespaceTerminating" in {cause.reason for cause in caught.value.causes}
-    await client.merge_patch(kube.CONFIGMAPS, namespace, "holds", {"metadata": {"finalizers": None}})
+    await client.merge_patch(CONFIGMAPS, namespace, "holds", {"metadata": {"finalizers": None}})
 
 
 async def test_custom_object_of_absurd_depth_hides_no_other(
-    client: HttpKubeClient, namespace: str, control_plane: Any, kube: Any
+    client: HttpKubeClient, namespace: str, control_plane: Any
 ) -> None:
     crds = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CRD", Unstructured, namespaced=False)
     things = custom_resource("test.everstep.dev", "v1", "things", "Thing", Unstructured)
@@ -252,7 +252,7 @@ async def test_custom_object_of_absurd_depth_hides_no_other(
             return False
         return True
 
-    await kube.eventually("the CRD is served", served)
+    await eventually("the CRD is served", served)
     await client.create(things, namespace, {"metadata": {"name": "good"}, "spec": {"n": 1}})
     depth = 2500
     evil = (

@@ -9,23 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from everstep_operator.kube.errors import NotFound
+from support.apiserver.operators import NewPlace, Operators, Place
 
 pytestmark = pytest.mark.apiserver
 
 LIFE = 60.0  # seconds
-NewPlace = Callable[[], Awaitable[Any]]
 
 
 class Story:
     """The job's life outside the operator: kubelets that run pods, one fault, and success."""
 
-    def __init__(self, place: Any) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
         self.broken: str | None = None
         self.seen: dict[str, set[str]] = {}  # the UIDs that each pod name ever had
@@ -121,25 +120,23 @@ async def assert_ended_well(story: Story) -> None:
     assert not twice, f"one incarnation of a worker was two pods: {twice}"
 
 
-async def undisturbed(new_place: NewPlace, operators_of: Any) -> list[str]:
+async def undisturbed(new_place: NewPlace) -> list[str]:
     """The writes of an operator to which nothing happens."""
     story = await new_story(new_place)
-    async with operators_of(story.place).run() as client:
+    async with Operators(story.place).run() as client:
         assert await tell(story)
     await assert_ended_well(story)
     return list(client.writes)
 
 
-async def test_operator_killed_after_any_single_write_leaves_the_same_job(
-    new_place: NewPlace, operators_of: Any
-) -> None:
+async def test_operator_killed_after_any_single_write_leaves_the_same_job(new_place: NewPlace) -> None:
     """Cases 17 and 18."""
-    writes = await undisturbed(new_place, operators_of)
+    writes = await undisturbed(new_place)
     assert len(writes) >= 12, writes
 
     async def life(dies_after: int) -> None:
         story = await new_story(new_place)
-        operators = operators_of(story.place)
+        operators = Operators(story.place)
         async with operators.run(dies_after=dies_after) as client:
             over = await tell(story, client.dead)
         if not over:
@@ -150,13 +147,13 @@ async def test_operator_killed_after_any_single_write_leaves_the_same_job(
     await in_groups([life(n) for n in range(1, len(writes) + 1)])
 
 
-async def test_answer_of_any_single_write_lost_leaves_the_same_job(new_place: NewPlace, operators_of: Any) -> None:
+async def test_answer_of_any_single_write_lost_leaves_the_same_job(new_place: NewPlace) -> None:
     """Case 31, for every write: it happened, and the operator was told that the connection broke."""
-    writes = await undisturbed(new_place, operators_of)
+    writes = await undisturbed(new_place)
 
     async def life(loses: int) -> None:
         story = await new_story(new_place)
-        async with operators_of(story.place).run(loses=loses):
+        async with Operators(story.place).run(loses=loses):
             assert await tell(story)
         await assert_ended_well(story)
 
@@ -170,24 +167,24 @@ async def in_groups(lives: list[Any], size: int = 8) -> None:
                 group.create_task(life)
 
 
-async def test_operator_that_dies_at_every_write_charges_a_loss_once(new_place: NewPlace, operators_of: Any) -> None:
+async def test_operator_that_dies_at_every_write_charges_a_loss_once(new_place: NewPlace) -> None:
     """Case 20: a crash loop in which each life gets one write done, or none."""
     story = await new_story(new_place)
     deaths = 0
     over = False
     while not over:
         assert deaths < 100, "no progress from life to life"
-        async with operators_of(story.place).run(dies_after=deaths % 2) as client:
+        async with Operators(story.place).run(dies_after=deaths % 2) as client:
             over = await tell(story, client.dead)
         deaths += 1
     assert deaths > 20
     await assert_ended_well(story)
 
 
-async def test_two_operators_that_both_believe_to_lead_make_one_pod_set(new_place: NewPlace, operators_of: Any) -> None:
+async def test_two_operators_that_both_believe_to_lead_make_one_pod_set(new_place: NewPlace) -> None:
     """Case 38: nothing rests on the Lease; compare-and-swap, names and UIDs are the fence."""
     story, other = await new_story(new_place), await new_place()
-    operators = operators_of(story.place)
+    operators = Operators(story.place)
     async with operators.run(), operators.run(lease=other.namespace):
         assert await tell(story)
     await assert_ended_well(story)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from everstep_operator.kube.resources import EVENTS, PODS, SERVICES, Resource
-from everstep_operator.kube.wire import Unstructured
+from everstep_operator.kube.wire import Unstructured, controller_uid
 from everstep_operator.main import JOBS
+from support.apiserver.operators import NewPlace, Operators, Place, wait_until_collected
+from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
 
@@ -20,8 +21,6 @@ FULL_PODS = Resource("", "v1", "pods", "Pod", Unstructured)
 SERVICE_SPECS = Resource("", "v1", "services", "Service", Unstructured)
 NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 SECRET = "hunter2-wandb-key"
-NewPlace = Callable[[], Awaitable[Any]]
-WaitFor = Callable[..., Awaitable[None]]
 
 
 def environment(pod: Unstructured) -> dict[str, str]:
@@ -29,17 +28,15 @@ def environment(pod: Unstructured) -> dict[str, str]:
     return {e["name"]: e.get("value", "") for e in container["env"]}
 
 
-async def test_new_job_gets_a_service_and_pods_that_know_who_they_are(
-    place: Any, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_new_job_gets_a_service_and_pods_that_know_who_they_are(place: Place) -> None:
     job = await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
 
         async def told() -> bool:
             return bool(await place.events() == ["WorldFormed"])
 
-        await wait_for("an event tells that the world formed", told)
+        await eventually("an event tells that the world formed", told)
     first, second = [await place.client.get(FULL_PODS, place.namespace, f"digits-w{i}-0") for i in (0, 1)]
     assert environment(first)["PET_RDZV_ENDPOINT"] == "localhost:29400"
     env = environment(second)
@@ -54,11 +51,9 @@ async def test_new_job_gets_a_service_and_pods_that_know_who_they_are(
     assert status["selector"] == "everstep.dev/job=digits"
 
 
-async def test_failed_pod_is_replaced_with_its_world_and_charged_once(
-    place: Any, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_failed_pod_is_replaced_with_its_world_and_charged_once(place: Place) -> None:
     await place.create_job(recovery={"backoffSeconds": {"initial": 0, "max": 0}})
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.end("digits-w1-0", 137)
         await place.running("digits-w0-1", "digits-w1-1")
@@ -74,9 +69,9 @@ async def test_failed_pod_is_replaced_with_its_world_and_charged_once(
     assert (await place.events()).count("WorkerLost") == 2
 
 
-async def test_columns_read_as_they_are_documented(place: Any, operators_of: Any, crd: Any) -> None:
+async def test_columns_read_as_they_are_documented(place: Place, crd: Any) -> None:
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.end("digits-w1-0", 137)
         await place.running("digits-w0-1", "digits-w1-1")
@@ -90,10 +85,10 @@ async def test_columns_read_as_they_are_documented(place: Any, operators_of: Any
     assert wide.stdout.splitlines()[1].split()[-1] == "train:1"
 
 
-async def test_replicas_edited_fifty_times_in_a_second_end_at_the_last_value(place: Any, operators_of: Any) -> None:
+async def test_replicas_edited_fifty_times_in_a_second_end_at_the_last_value(place: Place) -> None:
     """Case 7."""
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         for number in range(50):
             await place.edit_job(replicas=1 + (number * 7) % 5)
@@ -104,7 +99,7 @@ async def test_replicas_edited_fifty_times_in_a_second_end_at_the_last_value(pla
     assert status["world"]["size"] == 3
 
 
-async def settled(place: Any, size: int) -> None:
+async def settled(place: Place, size: int) -> None:
     """Wait until the job runs with exactly the pods of its published round, `size` of them."""
     deadline = asyncio.get_running_loop().time() + 40
     while True:
@@ -118,10 +113,10 @@ async def settled(place: Any, size: int) -> None:
         await asyncio.sleep(0.03)
 
 
-async def test_jobs_of_one_name_in_two_namespaces_do_not_meet(new_place: NewPlace, operators_of: Any) -> None:
+async def test_jobs_of_one_name_in_two_namespaces_do_not_meet(new_place: NewPlace) -> None:
     here, there = await new_place(), await new_place()
     jobs = [await here.create_job(), await there.create_job(replicas=1)]
-    async with operators_of(here).run(), operators_of(there).run():
+    async with Operators(here).run(), Operators(there).run():
         await here.running("digits-w0-0", "digits-w1-0")
         await there.running("digits-w0-0")
         await here.end("digits-w0-0", 137)
@@ -137,9 +132,7 @@ async def test_jobs_of_one_name_in_two_namespaces_do_not_meet(new_place: NewPlac
     assert len(set(ids)) == 2
 
 
-async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(
-    place: Any, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(place: Place) -> None:
     """Case 16. While it lasts nothing is written again and again, and no half of a world counts as running."""
     quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
     await place.client.create(QUOTAS, place.namespace, quota)
@@ -147,9 +140,9 @@ async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(
     async def counted() -> bool:
         return bool((await place.client.get(QUOTAS, place.namespace, "few")).status.get("hard"))
 
-    await wait_for("the quota is in force", counted)
+    await eventually("the quota is in force", counted)
     await place.create_job(replicas=3)
-    async with operators_of(place).run() as client:
+    async with Operators(place).run() as client:
 
         async def says_why() -> bool:
             await place.start_all()
@@ -161,7 +154,7 @@ async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(
                 and conditions["Ready"]["reason"] == "WaitingForQuorum"
             )
 
-        await wait_for("the job says what it waits for", says_why)
+        await eventually("the job says what it waits for", says_why)
         before = await place.job()
         writes = len(client.writes)
         await asyncio.sleep(2.5)  # a span in which nothing may happen: there is no condition to wait for
@@ -174,50 +167,44 @@ async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(
     assert (await place.status())["restarts"]["total"] == 0
 
 
-async def test_name_that_is_taken_is_named_and_left_alone_until_it_is_free(
-    place: Any, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_name_that_is_taken_is_named_and_left_alone_until_it_is_free(place: Place) -> None:
     stranger = {"metadata": {"name": "digits-w1-0"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
     made = await place.client.create(PODS, place.namespace, stranger)
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
 
         async def says_which() -> bool:
             conditions = {c["type"]: c for c in (await place.status()).get("conditions", ())}
             return "digits-w1-0 is taken" in conditions.get("Stalled", {}).get("message", "")
 
-        await wait_for("the job names the pod", says_which)
+        await eventually("the job names the pod", says_which)
         found = await place.client.get(PODS, place.namespace, "digits-w1-0")
         assert found.metadata.uid == made.metadata.uid
         await place.client.delete(PODS, place.namespace, "digits-w1-0")
         await place.running("digits-w0-0", "digits-w1-0")
 
 
-async def test_one_job_whose_pods_are_refused_does_not_stop_others(
-    place: Any, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_one_job_whose_pods_are_refused_does_not_stop_others(place: Place) -> None:
     """Case 24: the API server takes the job, and none of its pods."""
     template = {"spec": {"containers": [{"name": "worker", "image": "train:1", "imagePullPolicy": "Sometimes"}]}}
     await place.create_job("poisoned", template=template)
     await place.create_job("digits")
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
 
         async def says_why() -> bool:
             conditions = {c["type"]: c for c in (await place.status("poisoned")).get("conditions", ())}
             return "imagePullPolicy" in conditions.get("Stalled", {}).get("message", "")
 
-        await wait_for("the other job says why it stands still", says_why)
+        await eventually("the other job says why it stands still", says_why)
         assert await place.reason("poisoned") == "Pending"
 
 
-async def test_namespace_that_is_going_gets_no_pods_and_goes(
-    new_place: NewPlace, operators_of: Any, wait_for: WaitFor
-) -> None:
+async def test_namespace_that_is_going_gets_no_pods_and_goes(new_place: NewPlace) -> None:
     """Case 36: nothing of ours holds it back, and no half-deleted job is filled up again."""
     place = await new_place()
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.client.delete(NAMESPACES, None, place.namespace)
 
@@ -226,13 +213,13 @@ async def test_namespace_that_is_going_gets_no_pods_and_goes(
             jobs = (await place.client.list(JOBS, place.namespace)).items
             return not left and not jobs
 
-        await wait_for("the namespace is empty", empty)
+        await eventually("the namespace is empty", empty)
 
 
-async def test_status_that_a_user_emptied_is_repaired_and_rounds_go_on(place: Any, operators_of: Any) -> None:
+async def test_status_that_a_user_emptied_is_repaired_and_rounds_go_on(place: Place) -> None:
     """Case 15."""
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.end("digits-w1-0", 137)
         await place.running("digits-w0-1", "digits-w1-1")
@@ -243,13 +230,13 @@ async def test_status_that_a_user_emptied_is_repaired_and_rounds_go_on(place: An
 
 
 async def test_secret_of_the_spec_appears_in_no_status_and_no_event(
-    place: Any, operators_of: Any, wait_for: WaitFor, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Case 12: a program that prints its key, and fails."""
     container = {"name": "worker", "image": "t:1", "env": [{"name": "WANDB_API_KEY", "value": SECRET}]}
     await place.create_job(template={"spec": {"containers": [container]}}, recovery={"maxRestarts": 0})
     caplog.set_level("DEBUG")
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.end("digits-w1-0", 1, message=f"wandb: cannot log in with {SECRET}\nValueError: 401")
 
@@ -259,52 +246,48 @@ async def test_secret_of_the_spec_appears_in_no_status_and_no_event(
         async def told() -> bool:
             return "RestartBudgetExhausted" in await place.events()
 
-        await wait_for("the job failed", failed)
-        await wait_for("an event tells why", told)
+        await eventually("the job failed", failed)
+        await eventually("an event tells why", told)
     status = json.dumps(await place.status())
     assert "ValueError: 401" in status
     notes = [e.note for e in (await place.client.list(EVENTS, place.namespace)).items]
     assert SECRET not in status + str(notes) + caplog.text
 
 
-async def test_service_that_somebody_deleted_is_made_again(place: Any, operators_of: Any, wait_for: WaitFor) -> None:
+async def test_service_that_somebody_deleted_is_made_again(place: Place) -> None:
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.client.delete(SERVICES, place.namespace, "digits-workers")
 
         async def back() -> bool:
             return bool(await place.services() == ["digits-workers"])
 
-        await wait_for("the service is back", back)
+        await eventually("the service is back", back)
     assert (await place.status())["restarts"]["total"] == 0
 
 
-async def test_job_recreated_under_its_name_within_a_second_never_adopts_the_old_pods(
-    place: Any, operators_of: Any, owner_of: Any, collects: Any
-) -> None:
+async def test_job_recreated_under_its_name_within_a_second_never_adopts_the_old_pods(place: Place) -> None:
     """Case 8. The old pods keep their names until garbage collection has come round."""
-    await collects(place)
+    await wait_until_collected(place)
     old = await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.client.delete(JOBS, place.namespace, "digits", propagation="Background")
         new = await place.create_job()
         assert new.metadata.uid != old.metadata.uid
         await place.running("digits-w0-0", "digits-w1-0")
-        owners = {owner_of(pod) for pod in (await place.pods()).values()}
+        owners = {controller_uid(pod.metadata) for pod in (await place.pods()).values()}
         status = await place.status()
     assert owners == {new.metadata.uid}
     assert (status["world"]["round"], status["restarts"]["total"]) == (1, 0)
 
 
-async def test_deleted_job_leaves_nothing_behind(
-    place: Any, operators_of: Any, wait_for: WaitFor, collects: Any
-) -> None:
+async def test_deleted_job_leaves_nothing_behind(place: Place) -> None:
     """Case 91: in the middle of a recovery."""
-    await collects(place)
+    await wait_until_collected(place)
     await place.create_job()
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
         await place.end("digits-w1-0", 137)
         await place.client.delete(JOBS, place.namespace, "digits", propagation="Background")
@@ -312,4 +295,4 @@ async def test_deleted_job_leaves_nothing_behind(
         async def empty() -> bool:
             return not await place.names() and not await place.services()
 
-        await wait_for("pods and service are collected", empty)
+        await eventually("pods and service are collected", empty)

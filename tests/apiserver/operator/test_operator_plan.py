@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.apiserver.operators import Operators, Place
+from support.apiserver.waiting import eventually
+
 pytestmark = pytest.mark.apiserver
 
 
-async def everstep_plan(crd: Any, place: Any, *arguments: object) -> str:
+async def everstep_plan(crd: Any, place: Place, *arguments: object) -> str:
     """Its standard output."""
     command = [sys.executable, "-m", "everstep.cli.main", "plan", "digits", "--namespace", place.namespace]
     process = await asyncio.create_subprocess_exec(
@@ -28,7 +30,7 @@ async def everstep_plan(crd: Any, place: Any, *arguments: object) -> str:
     return out.decode()
 
 
-async def everything(place: Any) -> dict[str, str]:
+async def everything(place: Place) -> dict[str, str]:
     """Resource versions of the job and its pods."""
     job = await place.job()
     pods = {name: pod.metadata.resource_version for name, pod in (await place.pods()).items()}
@@ -36,10 +38,10 @@ async def everything(place: Any) -> dict[str, str]:
 
 
 async def test_plan_for_a_lost_worker_changes_nothing_and_is_what_the_operator_then_does(
-    crd: Any, place: Any, operators_of: Any, wait_for: Callable[..., Awaitable[None]], tmp_path: Path
+    crd: Any, place: Place, tmp_path: Path
 ) -> None:
     await place.create_job(recovery={"backoffSeconds": {"initial": 0, "max": 0}})
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-0", "digits-w1-0")
     await place.end("digits-w1-0", 137)
     before = await everything(place)
@@ -53,13 +55,13 @@ async def test_plan_for_a_lost_worker_changes_nothing_and_is_what_the_operator_t
     created = sorted(action.split()[2] for action in actions if action.startswith("create pod"))
     deleted = sorted(action.split()[2] for action in actions if action.startswith("delete pod"))
     assert deleted == ["digits-w0-0", "digits-w1-0"]
-    async with operators_of(place).run():
+    async with Operators(place).run():
         await place.running("digits-w0-1", "digits-w1-1")
 
         async def told() -> bool:
             return "WorkerLost" in await place.events()
 
-        await wait_for("the event that the plan has", told)
+        await eventually("the event that the plan has", told)
     assert any("event Warning WorkerLost" in event for event in said["events"])
     assert created == sorted(await place.names())
     text = await everstep_plan(crd, place)
@@ -67,6 +69,6 @@ async def test_plan_for_a_lost_worker_changes_nothing_and_is_what_the_operator_t
     assert "delete pod" not in text
 
 
-async def test_job_that_is_not_there_is_named_with_its_namespace(crd: Any, place: Any) -> None:
+async def test_job_that_is_not_there_is_named_with_its_namespace(crd: Any, place: Place) -> None:
     with pytest.raises(AssertionError, match=f"no TrainingJob digits in namespace {place.namespace}"):
         await everstep_plan(crd, place)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ import pytest
 
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import LEASES
+from support.apiserver.operators import Place
+from support.apiserver.waiting import eventually
 from testcluster.daemon import free_ports
 
 pytestmark = pytest.mark.apiserver
 
-WaitFor = Callable[..., Awaitable[None]]
 LEASE_SECONDS = 3
 
 
@@ -72,7 +73,7 @@ class Replica:
 
 
 @pytest.fixture
-def start(crd: Any, place: Any, tmp_path: Path) -> Iterator[Callable[[str], Replica]]:
+def start(crd: Any, place: Place, tmp_path: Path) -> Iterator[Callable[[str], Replica]]:
     made: list[Replica] = []
 
     def begin(name: str) -> Replica:
@@ -84,7 +85,7 @@ def start(crd: Any, place: Any, tmp_path: Path) -> Iterator[Callable[[str], Repl
         replica.end()
 
 
-async def holder(place: Any) -> str:
+async def holder(place: Place) -> str:
     try:
         lease = await place.client.get(LEASES, place.namespace, "everstep-operator")
     except NotFound:
@@ -93,15 +94,15 @@ async def holder(place: Any) -> str:
 
 
 async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_done_twice(
-    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+    place: Place, start: Callable[[str], Replica]
 ) -> None:
     """Case 22: the job ran on meanwhile; what happened to it is found by looking."""
     first = start("replica-a")
     await place.create_job()
-    await wait_for("the first replica is ready", first.is_ready)
+    await eventually("the first replica is ready", first.is_ready)
     await place.running("digits-w0-0", "digits-w1-0")
     second = start("replica-b")
-    await wait_for("the second replica is ready", second.is_ready)
+    await eventually("the second replica is ready", second.is_ready)
     # A machine that stands still for three seconds lets a Lease expire: then the second leads by now.
     leader, other = (first, second) if await first.leads() else (second, first)
     leader.send(signal.SIGKILL)
@@ -115,14 +116,14 @@ async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_do
 
 
 async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(
-    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+    place: Place, start: Callable[[str], Replica]
 ) -> None:
     """Case 39: it wakes with caches of round 1 and believes that it leads."""
     first = start("replica-a")
     await place.create_job()
     await place.running("digits-w0-0", "digits-w1-0")
     second = start("replica-b")
-    await wait_for("the second replica is ready", second.is_ready)
+    await eventually("the second replica is ready", second.is_ready)
     first.send(signal.SIGSTOP)
     await place.end("digits-w1-0", 137)
     await place.running("digits-w0-1", "digits-w1-1")
@@ -132,7 +133,7 @@ async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(
     async def follows() -> bool:
         return await first.is_ready() and not await first.leads()
 
-    await wait_for("the old leader knows that it follows", follows)
+    await eventually("the old leader knows that it follows", follows)
     assert {pod.metadata.uid for pod in (await place.pods()).values()} == uids
     await place.end("digits-w0-1", 137)
     await place.running("digits-w0-2", "digits-w1-2")
@@ -142,14 +143,14 @@ async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(
 
 
 async def test_operator_told_to_stop_gives_its_lease_back_and_ends(
-    place: Any, start: Callable[[str], Replica], wait_for: WaitFor
+    place: Place, start: Callable[[str], Replica]
 ) -> None:
     replica = start("replica-a")
 
     async def leads() -> bool:
         return await replica.is_ready() and await replica.leads()
 
-    await wait_for("it leads", leads)
+    await eventually("it leads", leads)
     replica.send(signal.SIGTERM)
     assert await asyncio.to_thread(replica.process.wait, 30) == 0
     assert await holder(place) == ""

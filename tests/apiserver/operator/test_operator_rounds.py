@@ -17,6 +17,8 @@ from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.clock import SystemClock
+from support.apiserver.operators import Place, wait_until_collected
+from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
 
@@ -26,7 +28,7 @@ SIZES = Sizes(1, 2)
 class Life:
     """One job, and any number of operators that all believe to lead."""
 
-    def __init__(self, place: Any, job: Any) -> None:
+    def __init__(self, place: Place, job: Any) -> None:
         self.place, self.ref = place, JobRef(place.namespace, job.metadata.name, job.metadata.uid)
         self.agents = [Agent(self.ref, Worker(f"uid-{i}", i, 0)) for i in range(2)]
         self.epochs = 0
@@ -58,7 +60,7 @@ async def formed(life: Life, rounds: RoundStore) -> None:
     assert await change(rounds, life.agents[0], Form("agent-0", 0, Waited.NOTHING))
 
 
-async def test_round_is_published_then_kept_and_another_operator_goes_on_with_the_same_versions(place: Any) -> None:
+async def test_round_is_published_then_kept_and_another_operator_goes_on_with_the_same_versions(place: Place) -> None:
     life = Life(place, await place.create_job())
     first = life.operator()
     await formed(life, first)
@@ -74,7 +76,7 @@ async def test_round_is_published_then_kept_and_another_operator_goes_on_with_th
     assert len((await life.kept()).joining) == 2
 
 
-async def test_operators_that_form_the_same_round_at_once_form_one(place: Any) -> None:
+async def test_operators_that_form_the_same_round_at_once_form_one(place: Place) -> None:
     life = Life(place, await place.create_job())
     operators = [life.operator() for _ in range(4)]
     for i in range(2):
@@ -90,7 +92,7 @@ async def test_operators_that_form_the_same_round_at_once_form_one(place: Any) -
     assert 1 <= kept.round <= await life.published() <= 4
 
 
-async def test_planner_that_writes_status_all_the_time_holds_no_round_up(place: Any) -> None:
+async def test_planner_that_writes_status_all_the_time_holds_no_round_up(place: Place) -> None:
     life = Life(place, await place.create_job())
     rounds = life.operator()
 
@@ -109,7 +111,7 @@ async def test_planner_that_writes_status_all_the_time_holds_no_round_up(place: 
     assert (await life.published(), (await life.kept()).round) == (1, 1)
 
 
-async def test_largest_document_is_kept(place: Any) -> None:
+async def test_largest_document_is_kept(place: Place) -> None:
     life = Life(place, await place.create_job())
     rounds = life.operator()
     members = tuple(Member(i, f"agent-{i:04}", address="x" * 190) for i in range(4096))
@@ -120,8 +122,8 @@ async def test_largest_document_is_kept(place: Any) -> None:
     assert await rounds.swap(life.agents[0], version, encode(Document(SIZES))) is not None
 
 
-async def test_document_goes_with_its_job(place: Any, collects: Any, wait_for: Any) -> None:
-    await collects(place)
+async def test_document_goes_with_its_job(place: Place) -> None:
+    await wait_until_collected(place)
     life = Life(place, await place.create_job())
     await formed(life, life.operator())
     await place.client.delete(JOBS, place.namespace, life.ref.name, propagation="Background")
@@ -130,4 +132,4 @@ async def test_document_goes_with_its_job(place: Any, collects: Any, wait_for: A
         listed = (await place.client.list(CONFIGMAPS, place.namespace)).items
         return f"{life.ref.name}-rounds" not in {one.metadata.name for one in listed}
 
-    await wait_for("the ConfigMap is collected", gone)
+    await eventually("the ConfigMap is collected", gone)

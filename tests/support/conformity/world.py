@@ -6,9 +6,7 @@ In the real one time passes by itself; in memory it is the world that lets it pa
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -22,6 +20,7 @@ from everstep_operator.kube.errors import KubeError, NotFound
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.runtime.clock import cancel
+from support.apiserver.waiting import compact
 from support.clocks.manual import ManualClock
 from support.conformity.bodies import ACCOUNTS, CONFIGMAPS, NAMESPACES, configmap
 
@@ -186,15 +185,9 @@ class ServerWorld(World):
         newest = await self.client.create(CONFIGMAPS, self.namespace, configmap("newest"))
         # Compacted in etcd, and no cache that still has it.
         await asyncio.to_thread(self.plane.stop_apiserver)
-        await asyncio.to_thread(self._compact, newest.metadata.resource_version)
+        await asyncio.to_thread(compact, self.plane, newest.metadata.resource_version)
         await asyncio.to_thread(self.plane.start_apiserver)
         return "1"
-
-    def _compact(self, version: str) -> None:
-        endpoint = next(value for value in self.plane.etcd.argv if value.startswith("http://127.0.0.1:"))
-        body = json.dumps({"revision": version, "physical": True}).encode()
-        with urllib.request.urlopen(f"{endpoint}/v3/kv/compaction", data=body, timeout=10) as reply:
-            assert reply.status == 200
 
 
 @asynccontextmanager

@@ -16,32 +16,20 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import pytest
-
-from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import ConnectionFailed, KubeError, NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES, Resource
 from everstep_operator.kube.transport import HttpKubeClient
-from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
+from everstep_operator.kube.wire import Pod, Unstructured
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
+from support.apiserver.waiting import LIMIT, eventually
+from support.conformity.bodies import CONFIGMAPS
 
-NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
-ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
-CONFIGMAPS = Resource("", "v1", "configmaps", "ConfigMap", Unstructured)
-LIMIT = 40.0  # seconds that any wait may take
 WRITES = ("create", "merge_patch", "patch_status", "replace", "delete")
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun", "train.py"]}]}}
 numbers = count()
-
-
-async def eventually(what: str, holds: Callable[[], Awaitable[bool]], limit: float = LIMIT) -> None:
-    deadline = time.monotonic() + limit
-    while not await holds():
-        assert time.monotonic() < deadline, f"not within {limit:.0f} s: {what}"
-        await asyncio.sleep(0.03)
 
 
 @dataclass
@@ -196,6 +184,9 @@ class CountingClient:
         return call
 
 
+NewPlace = Callable[[], Awaitable[Place]]
+
+
 class Operators:
     """Replicas of the operator in this process, for the jobs of one place."""
 
@@ -228,77 +219,20 @@ class Operators:
                 await self.place.client.delete(LEASES, settings.namespace, "everstep-operator")
 
 
-@pytest.fixture
-async def client(crd: Any) -> AsyncGenerator[HttpKubeClient, None]:
-    async with HttpKubeClient(KubeConfig(str(crd.kubeconfig))) as made:
-        yield made
-
-
-@pytest.fixture
-async def new_place(client: HttpKubeClient) -> AsyncGenerator[Callable[[], Awaitable[Place]], None]:
-    """Makes namespaces in which pods can be created; they go when the test ends."""
-    made: list[str] = []
-
-    async def make() -> Place:
-        name = f"operator-{next(numbers)}-{time.time_ns() % 10**9}"
-        made.append(name)
-        await client.create(NAMESPACES, None, {"metadata": {"name": name}})
-
-        async def has_account() -> bool:
-            try:
-                await client.get(ACCOUNTS, name, "default")
-            except NotFound:
-                return False
-            return True
-
-        await eventually("the namespace has its service account", has_account)
-        return Place(client, name)
-
-    yield make
-    for name in made:
-        with contextlib.suppress(KubeError):
-            await client.delete(NAMESPACES, None, name)
-
-
-@pytest.fixture
-async def place(new_place: Callable[[], Awaitable[Place]]) -> Place:
-    return await new_place()
-
-
-@pytest.fixture
-def operators_of() -> type[Operators]:
-    return Operators
-
-
-@pytest.fixture
-def wait_for() -> Callable[..., Awaitable[None]]:
-    return eventually
-
-
-@pytest.fixture
-def owner_of() -> Callable[[Pod], str | None]:
-    return lambda pod: controller_uid(pod.metadata)
-
-
-@pytest.fixture
-def collects() -> Callable[[Place], Awaitable[None]]:
-    """Waits until garbage collection knows TrainingJobs: it looks for new kinds twice a minute."""
-
-    async def wait(place: Place) -> None:
-        for number in range(int(LIMIT)):
-            owner = await place.create_job(f"canary-{number}")
-            reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": owner.metadata.name,
-                         "uid": owner.metadata.uid}  # fmt: skip
-            name = owner.metadata.name
-            await place.client.create(
-                CONFIGMAPS, place.namespace, {"metadata": {"name": name, "ownerReferences": [reference]}}
-            )
-            await place.client.delete(JOBS, place.namespace, name, propagation="Background")
-            deadline = time.monotonic() + 1.5
-            while time.monotonic() < deadline:
-                if name not in {o.metadata.name for o in (await place.client.list(CONFIGMAPS, place.namespace)).items}:
-                    return
-                await asyncio.sleep(0.03)
-        raise AssertionError("garbage collection does not see TrainingJobs")
-
-    return wait
+async def wait_until_collected(place: Place) -> None:
+    """Wait until garbage collection knows TrainingJobs: it looks for new kinds twice a minute."""
+    for number in range(int(LIMIT)):
+        owner = await place.create_job(f"canary-{number}")
+        reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": owner.metadata.name,
+                     "uid": owner.metadata.uid}  # fmt: skip
+        name = owner.metadata.name
+        await place.client.create(
+            CONFIGMAPS, place.namespace, {"metadata": {"name": name, "ownerReferences": [reference]}}
+        )
+        await place.client.delete(JOBS, place.namespace, name, propagation="Background")
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline:
+            if name not in {o.metadata.name for o in (await place.client.list(CONFIGMAPS, place.namespace)).items}:
+                return
+            await asyncio.sleep(0.03)
+    raise AssertionError("garbage collection does not see TrainingJobs")

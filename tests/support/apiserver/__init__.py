@@ -1,0 +1,1 @@
+"""A real API server, the operator's client, and the operator at work in it."""
