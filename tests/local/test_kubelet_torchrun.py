@@ -49,7 +49,10 @@ async def test_two_pods_of_the_operator_all_reduce(machine: Callable[..., Any], 
             del body["metadata"]["ownerReferences"]  # there is no such job to own it
             names.append(body["metadata"]["name"])
             await m.client.create(PODS, NS, body)
-        await m.until("both have ended", lambda: _ended(m, names), seconds=90)
+        try:
+            await m.until("both have ended", lambda: _ended(m, names), seconds=90)
+        except AssertionError as e:
+            raise AssertionError(f"{e}: {[await m.log(name) for name in names]}") from e
         found = [await m.pod(name) for name in names]
         logs = [await m.log(name) for name in names]
     assert [pod.status["phase"] for pod in found] == ["Succeeded", "Succeeded"], logs
