@@ -263,6 +263,24 @@ def test_hook_with_a_state_is_refused_where_commits_lack_it_unless_it_may_be_los
     check_hooks([ddp], lambda name: name == "PowerSGDState")
 
 
+class Rests:
+    """The state of a hook that commits can hold."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_hook_whose_state_is_tracked_is_let_through() -> None:
+    ddp, state = DistributedDataParallel(net()), Rests()
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    with pytest.raises(LoopError, match=r"in a Rests.*pass it to run\.track\(\)"):
+        check_hooks([ddp], lambda _: False, [Rests()])
+    check_hooks([ddp], lambda _: False, [Rests(), state])
+
+
 def test_hook_whose_state_only_says_how_is_let_through() -> None:
     ddp = DistributedDataParallel(net())
     ddp.register_comm_hook(torch.bfloat16, powerSGD_hook.powerSGD_hook)

@@ -99,7 +99,7 @@ class Recovery:
             self._sharded.track(state)
         self._state = state
         self._reducers = reducers
-        checks.check(reducers.alive(), self.program.places, self.program.is_across)
+        checks.check(reducers.alive(), self.program.places, self.program.is_across, state.values())
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
         self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None)
         for group in self._round.programs:

@@ -109,7 +109,7 @@ class FixedWorld:
         if kept := self._coordinator.saves:
             self._untracked_check.start()
             self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
-            checks.check_hooks(self._reducers.alive(), self._untracked_check.is_untracked)
+            checks.check_hooks(self._reducers.alive(), self._untracked_check.is_untracked, self._state.values())
         places = self._shape.places
         checks.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
         alive, is_free = self._reducers.alive(), self._untracked_check.is_untracked

@@ -20,9 +20,14 @@ _WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
 _HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks"  # whose state is DDP's own
 
 
-def check(parallel: Collection[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
+def check(
+    parallel: Collection[DistributedDataParallel],
+    places: int,
+    is_across: Callable[[Any], bool],
+    tracked: Collection[object] = (),
+) -> None:
     """Raises `LoopError` for the first of these that would be wrong, or fail, in another round. `places`, `is_across`:
-    see `check_places`."""
+    see `check_places`; `tracked`: objects that commits and new processes have."""
     check_places(parallel, places, is_across)
     optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
     compiled = [o._orig_mod for o in gc.get_objects() if type(o) is optimized]
@@ -39,7 +44,7 @@ def check(parallel: Collection[DistributedDataParallel], places: int, is_across:
                 "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
             )
         _check_cut(ddp)
-        _check_hooks(ddp, None)
+        _check_hooks(ddp, None, tracked)
         _check_builtin(ddp, name)
 
 
@@ -57,18 +62,22 @@ def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_ac
             )
 
 
-def check_hooks(parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool]) -> None:
-    """Check hooks in a world that does not change, with commits. Raises `LoopError` for the first hook with a state,
-    because no commit holds it, and for a module of which DDP removes parameters.
+def check_hooks(
+    parallel: Iterable[DistributedDataParallel], is_free: Callable[[str], bool], tracked: Collection[object] = ()
+) -> None:
+    """Check hooks in a world that does not change, with commits. Raises `LoopError` for the first hook with a state
+    that is not tracked, because no commit holds it, and for a module of which DDP removes parameters.
     `is_free`: whether the script has declared that the state of this name may be lost."""
     for ddp in parallel:
         _check_cut(ddp)
-        _check_hooks(ddp, is_free)
+        _check_hooks(ddp, is_free, tracked)
 
 
-def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
+def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None, tracked: Collection[object]) -> None:
     for hook, state in ddp._comm_hooks:
         if state is None or isinstance(state, _WITHOUT) or type(state).__module__ == _HARMLESS:
+            continue
+        if any(state is one for one in tracked):
             continue
         name, kind = type(ddp.module).__name__, type(state).__name__
         if is_free is not None and is_free(kind):
@@ -76,7 +85,8 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None) -> None:
         raise LoopError(
             f"register_comm_hook of DistributedDataParallel({name}): {getattr(hook, '__qualname__', hook)} keeps what "
             f"each rank has of its own in a {kind}, which is lost with its process, and no other rank has it. Use a "
-            "hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`"
+            "hook without a state: `register_comm_hook(None, default_hooks.bf16_compress_hook)`; or a state with "
+            "state_dict() and load_state_dict(), of what is the same on all ranks, and pass it to run.track()"
             + (f"; or, if it may be lost, say so: run.untracked({kind!r})" if is_free is not None else "")
         )
 
