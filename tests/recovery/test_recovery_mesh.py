@@ -263,7 +263,7 @@ def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -
 
 def test_model_that_the_largest_world_cannot_be_divided_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERSTEP_MOST_PROCESSES", "5")
-    place = ProcessPlace(0, 1, 0, torch.device("cpu"), False, range(2, 6))
+    place = ProcessPlace(0, 1, torch.device("cpu"), False, range(2, 6))
     nobody: Any = object()
     with pytest.raises(LoopError, match=r"mesh\(model=2\): the job may come to have 5 processes.*--nnodes"):
         make_mesh(place, nobody, Shape(MODEL, 2))

@@ -69,7 +69,7 @@ class Where:
         return " ".join(part for part in (self.verb, plural, place) if part)
 
     def request(self) -> Request:
-        return Request(self.verb, self.resource.plural, self.namespace or "", self.name or "", self.sub or "")
+        return Request(self.verb, self.resource.plural, self.namespace or "", self.name or "")
 
 
 class MemoryClient:

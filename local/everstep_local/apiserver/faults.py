@@ -93,7 +93,6 @@ class Request:
     plural: str
     namespace: str = ""
     name: str = ""
-    subresource: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,6 @@ class ProcessPlace:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     made: bool
     sizes: range
@@ -51,10 +50,9 @@ def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
     """Find this process's place. Under a launcher, also form the default process group if the script has not: gloo for
     CPU tensors, NCCL for those of a GPU."""
     atexit.register(quiesce)  # first, so that it runs after all functions that are registered from now on
-    local = int(environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local % torch.cuda.device_count())
+        device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     made = False
     if "RANK" in environ and dist.is_available() and not dist.is_initialized():
@@ -62,5 +60,5 @@ def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
         made = True
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
-        return ProcessPlace(dist.get_rank(), size, local, device, made, _sizes(size, environ))
-    return ProcessPlace(0, 1, local, device, made, range(1, 2))
+        return ProcessPlace(dist.get_rank(), size, device, made, _sizes(size, environ))
+    return ProcessPlace(0, 1, device, made, range(1, 2))

@@ -8,7 +8,7 @@ history over what it held at `floor` yields what it holds now; what is older tha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -112,10 +112,6 @@ class Table:
             else:
                 spaces.setdefault(namespace, {})[name] = event.old
         return spaces
-
-    def namespaces(self) -> Iterator[str]:
-        """Those in which there is something."""
-        return (namespace for namespace, space in self._spaces.items() if space)
 
     def record(self, event: Happened) -> None:
         """Take in a change and wake who watches."""

@@ -76,7 +76,6 @@ class World:
         self.nodes = {f"n{i}": NodeView(f"n{i}", ready=True, changed_at=START) for i in (1, 2)}
         self.service: str | None = None
         self.progress = Progress()
-        self.job_exists = True
         self.deleting = False
         self.refused: str | None = None
         self.collisions: tuple[str, ...] = ()
@@ -172,7 +171,7 @@ class World:
                 if name in self.pods and self.pods[name].uid == uid:
                     del self.pods[name]
             case DeleteJob():
-                self.job_exists = False
+                pass  # the transcript shows it, and ends there
             case SetSizes(sizes, _):
                 self.take_sizes(sizes)
 
