@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from everstep.recovery.errors import LoopError
-from everstep.train.guards.script_objects import Generator, Held, variables, walk
+from everstep.train.guards.script_objects import Generator, Held, children, variables, walk
 from everstep.train.guards.untracked.change_marks import state_of_generator
 from everstep.train.guards.untracked.covered import Covered, tensors_of
 from everstep.train.guards.untracked.tensor_flow import TensorFlow, is_safe
@@ -60,6 +60,7 @@ class UntrackedStateCheck:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # untracked modules, perhaps without a name
         self._first: dict[str, Seen] = {}
         self._begin: dict[str, Seen] = {}
+        self._slots = set[tuple[str, int]]()  # when the step began
         self._generators: list[tuple[str, Any, int]] = []
         self._drawn: list[str] = []
         self._flow: TensorFlow | None = None
@@ -104,6 +105,7 @@ class UntrackedStateCheck:
         held = self._held()
         free = [h for h in held.values() if self._is_free(h)]
         self._begin = look(free, self._first)
+        self._slots = _slots(held.values())
         self._generators = [(h.name, h.value, state_of_generator(h.value)) for h in _generators(free)]
         if self._steps > 1 and is_safe() and not any(_is_fused(h.value) for h in held.values()):
             tensors = {h.name: h.value for h in free if h.name in self._begin and isinstance(h.value, torch.Tensor)}
@@ -154,6 +156,7 @@ class UntrackedStateCheck:
             self._drawn,
             self._shapes(),
             self._state,
+            self._slots & _slots(held.values()),
         )
         found, others = judge(looks)
         new = [name for name in others if name not in self._told and not self.is_untracked(name)]
@@ -303,6 +306,13 @@ class UntrackedStateCheck:
         if moves or older:
             what = f"is an optimizer ({type(optimizer).__name__}) that steps"
             raise LoopError(str(Finding(name, what, track(name, self._state))))
+
+
+def _slots(held: Iterable[Held]) -> set[tuple[str, int]]:
+    """Which tensor lies in which place of a list or mapping, by the tensor's id. One that has a shorter name too is not
+    among `held` by the name of its place."""
+    containers = (h for h in held if isinstance(h.value, list | tuple | Mapping))
+    return {(c.name, id(c.value)) for h in containers for c in children(h) if isinstance(c.value, torch.Tensor)}
 
 
 def _size(optimizer: Optimizer) -> int:

@@ -84,6 +84,7 @@ class Looks:
     after a step. `held`: all objects of the script, by name. `reached`: those that were seen to affect parameters.
     `overwritten`: those that were overwritten before they were read. `drawn`: generators that changed. `shapes`: the
     shapes of trained tensors, counted for each tracked object. `taken`: the names of the tracked objects.
+    `kept`: places in lists and mappings, each with the id of the tensor that lay there before and after the step.
     """
 
     first: Mapping[str, Seen]
@@ -95,6 +96,7 @@ class Looks:
     drawn: Collection[str]
     shapes: Collection[Counter[tuple[int, ...]]]
     taken: Collection[str] = ()
+    kept: Collection[tuple[str, int]] = ()
 
 
 def judge(looks: Looks) -> tuple[list[Finding], list[str]]:
@@ -144,6 +146,8 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
         return None
     if now is not None and not begin.mark.moved_to(now.mark):
         return None  # it is made again with the same values
+    if _is_kept(name, begin, looks):
+        return None  # an element of a constant list, to which another variable was bound
     if now is not None and "." in name and now.mark.shape != begin.mark.shape:
         return None  # a cache that grows, of masks or of positions
     what = "is carried from one step to the next, and the loss depends on it"
@@ -153,6 +157,14 @@ def _reaching(name: str, looks: Looks, moved: list[str]) -> Finding | None:
         f"and use carried[{kept!r}]"
     )
     return Finding(name, what, line)
+
+
+def _is_kept(name: str, begin: Seen, looks: Looks) -> bool:
+    """Whether it lies where it lay before the step, with the same values, and was bound to a shorter name meanwhile."""
+    value = begin.held()
+    if value is None or (name, id(value)) not in looks.kept:
+        return False
+    return any(seen.held() is value and not begin.mark.moved_to(seen.mark) for seen in looks.now.values())
 
 
 def _copies(moved: list[str], looks: Looks) -> list[str]:
