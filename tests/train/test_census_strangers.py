@@ -115,6 +115,23 @@ def test_script_that_leaves_one_thing_out_is_refused_by_its_name(
     assert "run.untracked(" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("script", "without", "told"),
+    [
+        ("dcgan", "optimizerG optimizerD", ("optimizerD=optimizerD", "optimizerG=optimizerG")),
+        ("mnist", "model optimizer", ("optimizer=optimizer", "model=model")),
+        ("swa", "swa_model swa_scheduler", ("swa_model=swa_model", "swa_scheduler=swa_scheduler")),
+    ],
+)
+def test_script_that_leaves_out_several_things_is_told_of_all_at_once(
+    script: str, without: str, told: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(LoopError) as refused:
+        play(script, tmp_path, without, "")
+    for one in told:
+        assert f"run.track({one})" in str(refused.value)
+
+
 def test_metric_that_reaches_no_parameter_is_named_once_in_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,10 +71,11 @@ class UntrackedStateCheck:
         """Check when the script has built its objects. Raises `LoopError` for what is wrong already."""
         self._thread = threading.get_ident()
         self._covered = Covered(self._state)
-        for optimizer in self._covered.optimizers.values():
-            self._check_parameters(optimizer)
+        found = list[Finding]()
+        for name, optimizer in self._covered.optimizers.items():
+            found += self._judge_parameters(optimizer, name)
             self._groups[optimizer] = len(optimizer.param_groups)
-        self._find()
+        _refuse([*found, *self._find()])
         _live.add(self)
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -130,8 +131,7 @@ class UntrackedStateCheck:
         text = "; ".join(map(str, found[:NAMED]))
         number = xxhash.xxh3_64_intdigest(text.encode()) >> 1 if found else 0
         agreed = world_size == 1 or same(number)
-        if found:
-            raise LoopError(text)
+        _refuse(found)
         if not agreed:
             raise LoopError(
                 "another rank holds something that training moves and that is not tracked: the LoopError in that "
@@ -210,8 +210,9 @@ class UntrackedStateCheck:
 
     # Checks before the first step.
 
-    def _find(self) -> None:
+    def _find(self) -> list[Finding]:
         """Find objects that training is going to change, whether they have changed yet or not."""
+        findings = list[Finding]()
         named = {id(h.value): h for h in walk(variables(sys._getframe(1)))}
         kinds = (Optimizer, LRScheduler, torch.nn.Module, torch.amp.GradScaler)
         found = [h.value for h in named.values() if isinstance(h.value, kinds)]
@@ -229,7 +230,8 @@ class UntrackedStateCheck:
             if isinstance(o, torch.nn.Module):
                 self._modules.add(o)
             if (what := self._known(o, id(o) in named)) is not None:
-                raise LoopError(str(Finding(name, f"is {what}", track(name, self._state))))
+                findings.append(Finding(name, f"is {what}", track(name, self._state)))
+        return findings
 
     def _known(self, value: Any, named: bool) -> str | None:
         """A description of the object, if it is useful for training only. An object without a name may be left from
@@ -259,30 +261,30 @@ class UntrackedStateCheck:
             return
         if self.in_step:
             self._covered = Covered(self._state)
-            if any(optimizer is o for o in self._covered.optimizers.values()):
-                self._check_parameters(optimizer)
-                self._check_groups(optimizer)
+            tracked = next((name for name, o in self._covered.optimizers.items() if o is optimizer), None)
+            if tracked is not None:
+                _refuse(self._judge_parameters(optimizer, tracked))
+                self._check_groups(optimizer, tracked)
             elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
                 self._check_stranger(optimizer)
 
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        """Check that something tracked holds each parameter of a tracked optimizer."""
-        name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
+    def _judge_parameters(self, optimizer: Optimizer, name: str, kind: str = "tracked optimizer") -> list[Finding]:
+        """The first parameter of the optimizer that nothing tracked holds, if there is one."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if self._covered.holds(parameter) or self.is_untracked(name):
                 continue
             held = {h.name: h for h in walk(variables(sys._getframe(1)))}
             found = next((n for n, h in held.items() if h.value is parameter), None)
             subject = subject_of(found, held) if found is not None else "the_module"
-            what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the tracked optimizer {name}"
-            raise LoopError(str(Finding(subject, what, track(subject, self._state))))
+            what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the {kind} {name}"
+            return [Finding(subject, what, track(subject, self._state))]
         self._sizes[optimizer] = _size(optimizer)
+        return []
 
-    def _check_groups(self, optimizer: Optimizer) -> None:
+    def _check_groups(self, optimizer: Optimizer, name: str) -> None:
         """Check the groups: a new process makes the optimizer as it was before the loop, and cannot hold the state of
         another group."""
         before, now = self._groups.get(optimizer), len(optimizer.param_groups)
-        name = next(name for name, o in self._covered.optimizers.items() if o is optimizer)
         if before is None or now <= before or self.is_untracked(name):
             return
         raise LoopError(
@@ -295,9 +297,8 @@ class UntrackedStateCheck:
     def _check_stranger(self, optimizer: Optimizer) -> None:
         """Check an untracked optimizer. One that was made in this step, of parameters made in this step, leaves nothing
         behind."""
-        name = next(
-            (h.name for h in walk(variables(sys._getframe(1))) if h.value is optimizer), type(optimizer).__name__
-        )
+        named = {id(h.value): h.name for h in walk(variables(sys._getframe(1))) if isinstance(h.value, Optimizer)}
+        name = named.get(id(optimizer), type(optimizer).__name__)
         if self.is_untracked(name, type(optimizer).__name__):
             self._sizes[optimizer] = _size(optimizer)
             return
@@ -305,7 +306,22 @@ class UntrackedStateCheck:
         older = optimizer in self._early or self._strangers.setdefault(optimizer, self._steps) != self._steps
         if moves or older:
             what = f"is an optimizer ({type(optimizer).__name__}) that steps"
-            raise LoopError(str(Finding(name, what, track(name, self._state))))
+            found = [Finding(name, what, track(name, self._state))]
+            found += self._judge_parameters(optimizer, name, "optimizer")
+            # Each of the others would be refused in its own first step, in a later start of the script.
+            tracked = self._covered.optimizers.values()
+            for other in (o for o in self._early if o is not optimizer and id(o) in named):
+                other_name, kind = named[id(other)], type(other).__name__
+                if not self.is_untracked(other_name, kind) and not any(other is o for o in tracked):
+                    found.append(Finding(other_name, f"is an optimizer ({kind}) too", track(other_name, self._state)))
+            _refuse([found[0], *sorted(found[1:], key=lambda one: one.name)])
+
+
+def _refuse(found: list[Finding]) -> None:
+    """Raises `LoopError` that tells all of them, if there are any."""
+    if found:
+        more = f". And {len(found) - 1} more, in the log" if len(found) > 1 else ""
+        raise LoopError("; ".join(map(str, found[:NAMED])), brief=f"{found[0]}{more}")
 
 
 def _slots(held: Iterable[Held]) -> set[tuple[str, int]]:
