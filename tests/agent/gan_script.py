@@ -47,7 +47,7 @@ def digest(*modules: torch.nn.Module) -> str:
     found = xxhash.xxh3_64()
     for module in modules:
         for p in module.parameters():
-            found.update(p.detach().numpy())
+            found.update(p.detach().numpy().data)
     return found.hexdigest()
 
 

@@ -154,7 +154,7 @@ def test_an_error_ends_the_agent_with_its_code_and_is_in_the_error_file_and_the_
     last_words = tmp_path / "termination-log"
     last_words.touch()
     environ = {"EVERSTEP_JOB_UID": "u", "EVERSTEP_TERMINATION_LOG": str(last_words)}
-    done = run("--log-dir", tmp_path / "logs", script, **environ)
+    done = run("--log-dir", tmp_path / "logs", script, cwd=None, **environ)
     assert done.returncode == 1
     trace = done.stderr[done.stderr.index("Traceback") :]
     assert f'File "{script}", line 3, in <module>' in trace

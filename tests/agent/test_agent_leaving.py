@@ -185,6 +185,7 @@ def test_a_round_that_ends_before_it_has_left_is_followed_by_the_next_and_decide
     play.form(2, "a", "b")
     play.take(e.Trains(0, play.pid(), 2, 6))
     (quiet,) = play.take(e.Changed(2, Stopping(1, True)))
+    assert isinstance(quiet, e.Timer)
     assert play.take(e.Elapsed(quiet)) == (c.Drain("a", 2),)
 
 

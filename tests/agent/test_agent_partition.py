@@ -95,7 +95,7 @@ def _goes_and_comes_back(lost: list[str], run: Job, machines: Machines) -> None:
     run.world(run.agents, 0)
     pids = {a.number: a.trainers() for a in run.agents}
     at = time.monotonic()
-    for sender, receiver in lost:
+    for sender, receiver in lost:  # type: ignore[str-unpack]
         machines.drop(sender, receiver)
     two, (third,) = others_of(run, at)
     print(f"two go on after {resumed(run, two, at):.2f} s, without agent {third.number}")

@@ -47,7 +47,7 @@ PHASES = {
     ("load", "rank 1"): LOADS[:4],
 }
 CELLS = [
-    Cell(stage, point, who, fault, nth)
+    Cell(stage, point, who, fault, nth)  # type: ignore[arg-type]
     for fault in FAULTS
     for (stage, who), points in PHASES.items()
     for point, nth in points
@@ -55,7 +55,7 @@ CELLS = [
 ]
 # With two processes an agent: rank 2 stays beside rank 3, which is killed, or is struck.
 CELLS += [
-    Cell(stage, point, who, fault, 1, processes=2)
+    Cell(stage, point, who, fault, 1, processes=2)  # type: ignore[arg-type]
     for stage, point, who, fault in (
         ("training", "collective", "other", "process"),
         ("training", "tail", "holder", "process"),

@@ -277,9 +277,11 @@ def test_a_process_that_dies_while_its_agent_joins_is_replaced_and_the_agent_ste
 def test_a_collective_that_fails_breaks_the_round_unless_it_is_over_within_a_second() -> None:
     play = keeping()
     (timer,) = play.take(e.Hurt(0, play.pid(), 1, "reset"))
+    assert isinstance(timer, e.Timer)
     assert play.take(e.Elapsed(timer)) == (c.Break("a", 1, "reset"), e.JoinNext(1))
     again = keeping()
     (timer,) = again.take(e.Hurt(0, again.pid(), 1, "reset"))
+    assert isinstance(timer, e.Timer)
     again.take(e.Changed(1, Broken("c is gone")))
     assert again.take(e.Elapsed(timer)) == ()
 

@@ -31,7 +31,7 @@ def commit(n: int, step: int, at: float = 0.0, **metrics: float) -> CommitRecord
     identifier = save_id(0, WRITER, n)
     shard = Shard(shard_name(identifier, 0), 8, 64, ("0" * 32,))
     stamp = f"2026-11-21T{int(at) // HOUR:02d}:{int(at) % HOUR // 60:02d}:00Z"
-    return CommitRecord(n, WRITER, 0, "", step, identifier, 1, stamp, 0, -1, (shard,), (), {"metrics": metrics})
+    return CommitRecord(n, WRITER, 0, "", step, identifier, 1, stamp, 0, -1, (shard,), (), {"metrics": {**metrics}})
 
 
 class Log:
@@ -70,10 +70,14 @@ class Log:
         return [r.step for r in reversed(self.commits) if r.save_id in self.data]
 
 
+def metrics_of(record: Any) -> Any:
+    return record.values["metrics"]
+
+
 def kept(keep: Keep, commits: Iterable[tuple[int, float, dict[str, float]]]) -> list[int]:
     log = Log(keep)
     for step, at, metrics in commits:
-        log.add(step, at, **metrics)
+        log.add(step, at, **metrics)  # type: ignore[arg-type]
     return log.steps
 
 
@@ -206,8 +210,8 @@ def test_newest_and_pinned_and_kept_commits_are_never_deleted(keep: Keep, events
     log.clean()
     # By force: the best of all usable commits that there ever were are there, as none of them could go before.
     seen = sorted(
-        (r for r in log.commits if r.n not in log.damaged and r.values["metrics"]),
-        key=lambda r: (r.values["metrics"]["loss"] * (1 if keep.mode == "min" else -1), -r.n),
+        (r for r in log.commits if r.n not in log.damaged and metrics_of(r)),
+        key=lambda r: (metrics_of(r)["loss"] * (1 if keep.mode == "min" else -1), -r.n),
     )
     if not log.damaged:
         assert {r.save_id for r in seen[: keep.best]} <= log.data

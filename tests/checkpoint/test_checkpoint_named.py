@@ -54,7 +54,7 @@ def test_groups_are_made_anew_of_the_options_that_each_parameter_had() -> None:
     first = torch.optim.AdamW(parts)
     stepped(saved, first)
     tree = copy.deepcopy(by_name(first, names_of({"m": saved}), "o"))
-    regrouped = [
+    regrouped: list[dict[str, Any]] = [
         {"params": [*loaded["b"].parameters(), *loaded["c"].parameters()]},
         {"params": loaded["a"].parameters()},
     ]
@@ -73,7 +73,7 @@ def test_parameter_without_a_name_or_without_state_in_the_commit_is_named() -> N
     with pytest.raises(
         StateMismatch, match=re.escape("o: parameter 0 of group 1, of shape (2, 5), belongs to no module")
     ):
-        numbered(torch.optim.SGD([{"params": model.parameters()}, {"params": [alien]}]), names, "o")
+        numbered(torch.optim.SGD([{"params": [*model.parameters()]}, {"params": [alien]}]), names, "o")
     few = by_name(torch.optim.SGD(model["a"].parameters()), names, "o")
     with pytest.raises(StateMismatch, match=r"o: the commit has no optimizer state for the parameter 'm\.b\.weight'"):
         by_number(torch.optim.SGD(model.parameters()), names, "o", few)

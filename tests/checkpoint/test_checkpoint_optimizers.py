@@ -83,7 +83,7 @@ def test_loose_parameter_has_a_name_so_that_the_order_may_change(place: str) -> 
     run.restore(into)
     assert moment(fresh, again.weight) == moment(optimizer, model.weight)
     assert moment(fresh, other) == moment(optimizer, loose)
-    split = torch.optim.Adam([{"params": [other]}, {"params": [again.weight]}])
+    split = torch.optim.Adam([{"params": [other]}, {"params": [again.weight]}])  # type: ignore[arg-type]
     everstep.load(store=store, state={**into, "optimizer": split})
     assert moment(split, other) == moment(optimizer, loose)
 
@@ -100,7 +100,7 @@ def test_renamed_model_that_the_optimizer_lacks_is_refused_unless_a_part_will_do
     assert all(torch.equal(a, b) for a, b in zip(before, into.state_dict().values(), strict=True))
     report = everstep.load(store=store, state=state, rename={"model": "net"}, strict=False).report
     assert report.missing == ("optimizer/net/body.weight", "optimizer/net/body.bias")
-    less = torch.optim.Adam([into.head.weight])  # type: ignore[union-attr,list-item]
+    less = torch.optim.Adam([into.head.weight])  # type: ignore[arg-type, list-item, union-attr]
     with pytest.raises(StateMismatch, match=r"optimizer/net/head\.bias is in the commit and not in the state passed"):
         everstep.load(store=store, state={"net": into, "optimizer": less}, rename={"model": "net"})
 

@@ -79,7 +79,10 @@ def test_none_in_its_place_takes_what_the_commit_has() -> None:
 
 def test_what_has_another_shape_is_kept_and_reported_where_a_part_will_do() -> None:
     store = saved({"a": np.ones(3), "d": {"w": torch.ones(3), "k": 1, "deep": {"x": torch.ones(3), "y": 1}}})
-    state = {"a": np.zeros(2), "d": {"w": torch.zeros(2), "k": 0, "deep": {"x": torch.zeros(2), "y": 0}}}
+    state: dict[str, Any] = {
+        "a": np.zeros(2),
+        "d": {"w": torch.zeros(2), "k": 0, "deep": {"x": torch.zeros(2), "y": 0}},
+    }
     report = everstep.load(store=store, state=state, strict=False).report
     assert state["a"].tolist() == [0, 0]  # type: ignore[attr-defined]
     assert state["d"]["w"].tolist() == [0, 0]

@@ -44,7 +44,7 @@ def averaged(
             if batch.last:
                 break
         loader.acknowledge()
-        total += torch.cat([network.weight.grad.flatten(), network.bias.grad])  # type: ignore[union-attr]
+        total += torch.cat([network.weight.grad.flatten(), network.bias.grad])  # type: ignore[list-item, union-attr]
     return total / len(loaders), indices
 
 
@@ -52,7 +52,7 @@ def single(network: torch.nn.Linear, data: TensorDataset, indices: list[int]) ->
     network.zero_grad()
     x, y = data[indices]
     mse_loss(network(x).squeeze(1), y).backward()
-    return torch.cat([network.weight.grad.flatten(), network.bias.grad])  # type: ignore[union-attr]
+    return torch.cat([network.weight.grad.flatten(), network.bias.grad])  # type: ignore[list-item, union-attr]
 
 
 def world(size: int, data: TensorDataset, state: str | None = None, **settings: Any) -> list[ElasticLoader]:

@@ -286,7 +286,8 @@ def test_87_changed_dataset_is_refused_and_the_position_stays() -> None:
         (TensorDataset(torch.arange(20)), {}, DatasetChanged),
         (Numbers(20), {"global_batch": 5}, PositionMismatch),
     ):
-        loader = ElasticLoader(dataset, **{"global_batch": 10, "seed": 9, **settings})
+        options: dict[str, Any] = {"global_batch": 10, "seed": 9, **settings}
+        loader = ElasticLoader(dataset, **options)
         with pytest.raises(error):
             loader.load_state_dict(state)
         assert loader.cursor.seed == 9
@@ -429,4 +430,5 @@ def test_importing_everstep_data_and_its_decisions_loads_no_torch() -> None:
 def test_what_is_no_whole_number_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         ElasticLoader(Numbers(20), **wrong)
-    assert ElasticLoader(Numbers(20), global_batch=np.int64(6)).state_dict()["global_batch"] == 6
+    six: Any = np.int64(6)
+    assert ElasticLoader(Numbers(20), global_batch=six).state_dict()["global_batch"] == 6

@@ -88,11 +88,12 @@ def run_sequence(number: int) -> None:
     """A run of two to three epochs that is killed and resized at random. Its parameters are a list of samples."""
     rng = random.Random(number)
     n = rng.randint(8, 120)
+    orders: list[Shuffle] = [Shuffled(), Shuffled(), InOrder(), Blocks(rng.randint(1, 20), rng.randint(1, 4))]
     setup = Setup(
         n=n,
         batch=rng.randint(8, min(n, 32)),
         seed=rng.randrange(2**64),
-        shuffle=rng.choice([Shuffled(), Shuffled(), InOrder(), Blocks(rng.randint(1, 20), rng.randint(1, 4))]),
+        shuffle=rng.choice(orders),
         drop_last=rng.random() < 0.3,
         micro_batch=rng.choice([None, None, 1, 3]),
     )

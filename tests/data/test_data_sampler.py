@@ -59,13 +59,13 @@ def test_set_epoch_changes_the_order_and_the_present_epoch_goes_on() -> None:
 def test_85_random_resizes_use_each_sample_once() -> None:
     """Positions move by what was consumed, while a DataLoader with workers has prefetched more."""
     rng = random.Random(5)
-    n, state, used = 480, None, []
+    n, state = 480, None
+    used: list[int] = []
+    numbers: Any = list(range(n))
     while len(used) < n:
         size = rng.choice([s for s in (1, 2, 3, 4) if (n - len(used)) % s == 0])
         samplers = world(size, n, state)
-        loaders = [
-            DataLoader(list(range(n)), batch_size=4, sampler=s, num_workers=rng.choice([0, 1])) for s in samplers
-        ]
+        loaders = [DataLoader(numbers, batch_size=4, sampler=s, num_workers=rng.choice([0, 1])) for s in samplers]
         loops = [iter(loader) for loader in loaders]
         for _ in range(rng.randint(1, 15)):
             taken = [next(loop, None) for loop in loops]

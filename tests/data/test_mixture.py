@@ -32,7 +32,10 @@ def named(name: str, n: int) -> list[str]:
     return [f"{name}{i}" for i in range(n)]
 
 
-def mixture(**options: Any) -> Mixture:
+WRONG: Any = [1, 2, 3]  # samples without a weight
+
+
+def mixture(**options: Any) -> Any:
     return Mixture({"a": (named("a", 50), 0.5), "b": (named("b", 7), 0.3), "c": (named("c", 40), 0.2)}, **options)
 
 
@@ -123,7 +126,7 @@ def test_weights_are_whole_numbers_in_their_smallest_form() -> None:
     ("call", "error", "words"),
     [
         (lambda: Mixture({}), DataError, "names with datasets and weights are expected"),
-        (lambda: Mixture({"a": [1, 2, 3]}), DataError, "names with datasets and weights are expected"),
+        (lambda: Mixture({"a": WRONG}), DataError, "names with datasets and weights are expected"),
         (lambda: Mixture([[1], [2]]), DataError, r'weights are expected: {"web": \(web, 0\.7\)'),  # type: ignore[arg-type]
         (
             lambda: Mixture({"a": ([1], 1), "b": ([], 1)}),

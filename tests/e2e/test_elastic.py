@@ -24,7 +24,7 @@ def trains(job: Job, size: int, after: int) -> dict[str, Any]:
         ready = next((c for c in status.get("conditions", ()) if c["type"] == "Ready"), {})
         return status if formed and ready.get("reason") in ("Running", "RunningDegraded") else None
 
-    return wait_for(f"a round after {after} of {size}\n{job.describe()}", found, 180)
+    return wait_for(f"a round after {after} of {size}\n{job.describe()}", found, 180)  # type: ignore[arg-type]
 
 
 def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_their_processes(

@@ -63,7 +63,7 @@ def test_pod_goes_where_fewest_of_its_job_are() -> None:
 
 
 def test_pod_that_fits_nowhere_is_told_why_of_each_node() -> None:
-    asks = {"containers": [{"resources": {"requests": {"cpu": "1", "gpu": "1"}}}]}
+    asks: dict[str, Any] = {"containers": [{"resources": {"requests": {"cpu": "1", "gpu": "1"}}}]}
     seats = [
         seat("n1", None, cpu=1),
         seat("n2", obstacle="node(s) were not ready"),
@@ -93,7 +93,7 @@ def test_node_takes_pods_only_when_nothing_speaks_against_it(spec: dict[str, Any
 
 
 def test_cpu_and_memory_are_unbounded_unless_stated() -> None:
-    asks = {"containers": [{"resources": {"requests": {"cpu": "999", "memory": "9Ti"}}}]}
+    asks: dict[str, Any] = {"containers": [{"resources": {"requests": {"cpu": "999", "memory": "9Ti"}}}]}
     assert isinstance(place(pod(**asks), [seat("n1")]), Seat)
 
 

@@ -79,7 +79,7 @@ class Killer:
 
     def backward(self, loss: torch.Tensor) -> None:
         if loss.requires_grad:
-            hook = loss.register_hook(lambda _: (self.reach("backward"), hook.remove())[1])
+            hook = loss.register_hook(lambda _: (self.reach("backward"), hook.remove())[1])  # type: ignore[has-type]
 
     def reach(self, point: str) -> None:
         self._passed[point] += 1

@@ -81,7 +81,7 @@ def test_rank_of_six_is_replaced_in_three_replicas_of_two_and_two_of_three(
         ended.append(found(tmp_path / folder))
     assert (tmp_path / "killed" / "killed").exists()
     assert len(ended[0]) == 6
-    assert differences(*ended) == ""
+    assert differences(ended[0], ended[1]) == ""
     assert began(tmp_path / "killed") == 6 + 1, "what was killed was replaced, and the others went on"
 
 

@@ -10,6 +10,7 @@ import pytest
 from everstep.recovery.group.meanings import (
     AcrossReplicas,
     AllRanks,
+    GroupMeaning,
     WithinReplica,
     lacking,
     meaning,
@@ -70,7 +71,7 @@ def test_members_share_a_name_and_others_have_another() -> None:
 
 
 def test_groups_are_formed_in_an_order_that_does_not_depend_on_the_replica() -> None:
-    made = [
+    made: list[tuple[GroupMeaning, int]] = [
         (AcrossReplicas(0), 0),
         (WithinReplica((0, 1)), 1),
         (AllRanks(), 0),
@@ -91,7 +92,7 @@ def test_group_that_was_made_for_some_replicas_only_is_named() -> None:
 
 def test_as_many_groups_of_other_meanings_are_told_apart() -> None:
     inside, across = WithinReplica((0, 1)), AcrossReplicas(1)
-    some = Counter({(inside, 0): 2, (inside, 1): 2, (across, 0): 1})
+    some: Counter[tuple[GroupMeaning, int]] = Counter({(inside, 0): 2, (inside, 1): 2, (across, 0): 1})
     assert words(some) == "place 1 of all replicas: 1; places 0, 1 of a replica: 2"
     assert words(Counter({(inside, 0): 1, (inside, 1): 1, (across, 0): 3})) != words(some)
     assert words(Counter(reversed(list(some.elements())))) == words(some)

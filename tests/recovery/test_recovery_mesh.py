@@ -164,7 +164,7 @@ def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind(
     for i in range(3):
         plain(x[2 * i : 2 * i + 2]).square().sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine.grad.to_local(), theirs.grad)
+        assert torch.allclose(mine.grad.to_local(), theirs.grad)  # type: ignore[arg-type]
     for group in mesh.groups:
         group.abandon("the test is over")
 
@@ -173,7 +173,7 @@ def cut(mesh: RecoverableMesh) -> Any:
     tensor_parallel._forget_local_shapes()  # torch keeps an equal mesh of another test: a process has one
     torch.manual_seed(0)
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("a", "b")}
-    return parallelize_module(Net(), mesh.over, plan)
+    return parallelize_module(Net(), mesh.over, plan)  # type: ignore[arg-type]
 
 
 def test_model_is_cut_by_tensor_parallelism_in_a_process_that_has_met_nobody() -> None:

@@ -53,7 +53,7 @@ def test_parameter_that_required_no_gradient_when_ddp_was_made_is_refused_once_i
     before = module[0].weight.detach().clone()
     with pytest.raises(LoopError, match=r"model\.0\.weight: requires_grad was switched on.*find_unused_parameters"):
         loop.step()
-    assert torch.equal(module[0].weight, before)
+    assert torch.equal(module[0].weight, before)  # type: ignore[arg-type]
 
 
 def test_parameter_that_joins_the_module_and_its_optimizer_later_is_refused() -> None:
@@ -85,7 +85,7 @@ def test_layer_that_is_frozen_behind_ddp_is_refused_in_that_step(options: dict[s
     before = module[1].weight.detach().clone()
     with pytest.raises(LoopError, match=r"model\.0\.weight: requires_grad was switched off.*find_unused_parameters"):
         loop.step()
-    assert torch.equal(module[1].weight, before)
+    assert torch.equal(module[1].weight, before)  # type: ignore[arg-type]
 
 
 def test_layer_that_is_frozen_and_thawed_behind_ddp_that_looks_for_unused_ones_is_averaged() -> None:

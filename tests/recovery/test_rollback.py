@@ -153,7 +153,7 @@ class Own(torch.optim.SGD):
         for p in self.found if self.kind == "sets" else ():
             p.sub_(p.grad * 0.1)
         for part in self.parts if self.kind != "sets" else ():
-            part.velocity.lerp_(part.parameter.grad, 0.5)
+            part.velocity.lerp_(part.parameter.grad, 0.5)  # type: ignore[arg-type]
             part.parameter.sub_(part.velocity * 0.1)
         if self.kind == "late" and self.count > 2:
             if not hasattr(self, "average"):
@@ -397,7 +397,7 @@ def test_buffers_that_forward_replaced_are_the_ones_of_the_beginning_again() -> 
     before = model.grows
     rollback = Rollback({"model": model}, lambda: None)
     rollback.begin(0)
-    model.grows = torch.cat([model.grows, torch.ones(1)])
+    model.grows = torch.cat([model.grows, torch.ones(1)])  # type: ignore[list-item]
     model.register_buffer("late", torch.ones(1))
     assert lost(rollback) is Validity.WHOLE
     assert model.grows is before

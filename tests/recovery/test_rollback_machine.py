@@ -79,7 +79,9 @@ def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
             still = undisturbed(shape)
         except LoopError as e:
             return f"refused: {str(e)[:40]}"
-        made = [(step, *(c and 1 + (c - 1) % max(1, still.called[step]) for c in both)) for step, *both in sorted(lost)]
+        made: list[Any] = [
+            (step, *(c and 1 + (c - 1) % max(1, still.called[step]) for c in both)) for step, *both in sorted(lost)
+        ]
         try:
             ends = disturbed(shape, made)
         except NoState:

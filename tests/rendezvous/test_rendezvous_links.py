@@ -146,7 +146,7 @@ def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_t
     crew = Crew(machines, "abc")
     try:
         crew.meet()
-        for sender, receiver in lost:
+        for sender, receiver in lost:  # type: ignore[str-unpack]
             machines.drop(sender, receiver)
         at = time.monotonic()
         with without_a_processor() as late:

@@ -117,8 +117,9 @@ def test_sizes_that_cannot_be_are_refused(handlers: Handlers) -> None:
 @pytest.mark.parametrize("key", ["join_timeout", "close_timeout"])
 def test_times_that_are_not_positive_are_refused(handlers: Handlers, key: str) -> None:
     for value in ("0", "-1"):
+        conf: dict[str, Any] = {key: value}
         with pytest.raises(ValueError, match=f"{key}={value}: a number of seconds"):
-            handlers.make(**{key: value})
+            handlers.make(**conf)
 
 
 # --- joining
@@ -128,7 +129,7 @@ def test_all_agents_come_into_one_round_with_one_store(handlers: Handlers) -> No
     infos = handlers.join(handlers.make(2, 2), handlers.make(2, 2))
     assert {info.rank for info in infos} == {0, 1}
     assert {info.world_size for info in infos} == {2}
-    infos[0].store.set("from 0", b"a")
+    infos[0].store.set("from 0", b"a")  # type: ignore[arg-type]
     assert infos[1].store.get("from 0") == b"a"
     places = [(p.master_addr, p.master_port) for info in infos if (p := info.bootstrap_store_info)]
     assert len(places) == 2
@@ -172,7 +173,7 @@ def test_each_call_leads_into_the_next_round_with_a_store_of_its_own(
     for _ in range(4):
         (info,) = handlers.join(made)
         assert not info.store.check(["mine"])
-        info.store.set("mine", b"1")
+        info.store.set("mine", b"1")  # type: ignore[arg-type]
         rounds.append(int(os.environ[env.ROUND]))
     assert rounds == list(range(rounds[0], rounds[0] + 4))
 

@@ -99,9 +99,9 @@ def test_terminal_beside_a_run_sees_memory_and_the_rank_that_all_others_wait_for
         assert 0 < one["input"] < 1
         assert 0 <= one["overlap"] <= 1
         assert one["step_seconds"] > 0.02, "the script sleeps so long in each step"
-        path = f"profiles/first/rank-{one['rank']}.json.gz"
-        assert one["trace"] == f"{job.url}/{path}"
-        events = json.loads(gzip.decompress(open_store(job.url).get(path)))["traceEvents"]
+        kept = f"profiles/first/rank-{one['rank']}.json.gz"
+        assert one["trace"] == f"{job.url}/{kept}"
+        events = json.loads(gzip.decompress(open_store(job.url).get(kept)))["traceEvents"]
         assert summarize(events).communication == pytest.approx(one["communication"])
 
     table = everstep(job, "profile", job.name, "--steps", "2").stdout

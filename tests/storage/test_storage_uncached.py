@@ -77,7 +77,7 @@ def open_below(folder: Path) -> list[str]:
 @pytest.mark.parametrize("act", ["commit", "abort"])
 def test_upload_that_is_over_leaves_no_descriptor_open(tmp_path: Path, act: str) -> None:
     upload = LocalStore(tmp_path, LEAST).start_upload("data/x")
-    upload.write_part(0, pages(LEAST))
+    upload.write_part(0, pages(LEAST))  # type: ignore[arg-type]
     assert open_below(tmp_path)  # or the last line would say nothing
     getattr(upload, act)()
     assert open_below(tmp_path) == []

@@ -77,7 +77,7 @@ def seed(how: str) -> None:
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     found = xxhash.xxh3_64()
     for tensor in tensors:
-        found.update(tensor.detach().numpy().reshape(-1))
+        found.update(tensor.detach().numpy().reshape(-1).data)
     return found.hexdigest()
 
 
@@ -128,9 +128,14 @@ def main(wanted: Wanted) -> None:
                     point("tail", step.number)
                     time.sleep(0.005)
                 if step.completed:
-                    told = {"step": step.number, "rank": run.rank, "world": run.world_size, "at": time.monotonic()}
+                    told: dict[str, Any] = {
+                        "step": step.number,
+                        "rank": run.rank,
+                        "world": run.world_size,
+                        "at": time.monotonic(),
+                    }
                     drawn["batch"] = digest([x, y])
-                    told |= {"drawn": drawn, "parameters": digest(model.parameters())}
+                    told |= {"at": time.monotonic(), "drawn": drawn, "parameters": digest(model.parameters())}
                     diary.write(json.dumps({"kind": "step", **told}) + "\n")
                 if wanted.evaluate:
                     _ = torch.rand(100 * step.number), np.random.random(17), random.random(), torch_own.seed()

@@ -101,7 +101,7 @@ def test_places_may_track_other_modules_and_optimizers_and_nothing_else() -> Non
 
 
 def test_function_is_named_as_it_is_written() -> None:
-    assert calls_before_steps.name_of(partial(partial(told, 1), 2)) == "told"
+    assert calls_before_steps.name_of(partial(partial(told, 1), 2)) == "told"  # type: ignore[arg-type]
     assert calls_before_steps.name_of(Mesh(1)) == "Mesh"
 
 

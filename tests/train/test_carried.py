@@ -436,8 +436,8 @@ class Written(Unknown):
             case ast.BinOp() | ast.UnaryOp() as made if not any(isinstance(n, ast.Name) for n in ast.walk(made)):
                 return "float"
             case ast.Call(func=func):
-                made = (path_of(func) or "").rpartition(".")[2]
-                return made if made in PLAIN or made[:1].isupper() else "object"
+                name = (path_of(func) or "").rpartition(".")[2]
+                return name if name in PLAIN or name[:1].isupper() else "object"
         return None
 
 

@@ -87,7 +87,7 @@ def test_an_evaluation_leaves_modes_buffers_and_generators_as_they_were() -> Non
             run.train(lambda _: drawn.append(torch.rand(1).item()), until=5)
     assert called == [2, 4, 5]
     assert norm.training
-    assert int(norm.num_batches_tracked) == 0
+    assert int(norm.num_batches_tracked) == 0  # type: ignore[arg-type]
     assert drawn[:5] == drawn[5:]
 
 

@@ -166,7 +166,7 @@ async def test_sizes_that_cannot_be_told_stop_the_release_of_healthy_workers_and
 @pytest.mark.parametrize("error", [ServerError("etcd has no leader"), Forbidden("exceeded quota")])
 async def test_service_that_cannot_be_made_stops_the_pods_that_need_it(hand: Hand, error: KubeError) -> None:
     hand.server.refuses["svc"] = error
-    actions = {StageName.NETWORK: (SERVICE,), StageName.CREATE: (pod(0),)}
+    actions: dict[StageName, tuple[Any, ...]] = {StageName.NETWORK: (SERVICE,), StageName.CREATE: (pod(0),)}
     if isinstance(error, Forbidden):
         applied = await hand.applier.apply(JOB, staged(actions, {StageName.CREATE: (StageName.NETWORK,)}))
         assert applied.create_refused == str(error)

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import pytest
@@ -67,7 +68,7 @@ class World:
 
 @asynccontextmanager
 async def serving(
-    world: World, body_seconds: float = 5.0, check_seconds: float = 5.0, max_in_flight: int = 512, **bounds: float
+    world: World, body_seconds: float = 5.0, check_seconds: float = 5.0, max_in_flight: int = 512, **bounds: Any
 ) -> AsyncIterator[aiohttp.ClientSession]:
     reviewer = Reviewer(CLUSTER)
     reviewer.review = world.authenticate  # type: ignore[method-assign]

@@ -153,8 +153,8 @@ async def test_forget_asks_again_and_the_token_is_nowhere_in_memory(reviewer: Re
         (CLUSTER.token(aud=[str(i) for i in range(100)]), "bound to a pod"),
         (CLUSTER.token(sub="alice"), "subject"),
         (CLUSTER.token(sub="system:serviceaccount:team-b:default"), "subject"),
-        (CLUSTER.token(**{"kubernetes.io": {"namespace": "team-a"}}), "bound to a pod"),
-        (CLUSTER.token(**{"kubernetes.io": None}), "bound to a pod"),
+        (CLUSTER.token(**{"kubernetes.io": {"namespace": "team-a"}}), "bound to a pod"),  # type: ignore[arg-type]
+        (CLUSTER.token(**{"kubernetes.io": None}), "bound to a pod"),  # type: ignore[arg-type]
     ],
 )
 async def test_token_that_cannot_be_a_workers_is_refused_without_a_review(

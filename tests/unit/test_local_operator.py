@@ -212,7 +212,7 @@ async def test_job_completes_though_answers_are_lost_and_requests_refused() -> N
 ELASTIC: dict[str, Any] = {
     "metadata": {"name": "digits"},
     "spec": {
-        **JOB["spec"],
+        **JOB["spec"],  # type: ignore[dict-item]
         "replicas": 4,
         "elastic": {"minReplicas": 2, "maxReplicas": 8},
         "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}},
@@ -529,7 +529,7 @@ async def test_every_metric_is_moved_by_what_it_speaks_of() -> None:
 
         async def train(round_: int, step: int, *pods: str) -> None:
             for rank, pod in enumerate(pods):
-                held = {"peak_memory": 2**30, "peak_device_memory": 5}
+                held: dict[str, Any] = {"peak_memory": 2**30, "peak_device_memory": 5}
                 report = Report(Phase.TRAIN, rank, len(pods), at=1.0, round=round_, step=step, **held)
                 assert await send(stage, operator, pod, report) == 204
 

@@ -112,6 +112,6 @@ def test_recovery_that_a_suspension_cut_short_is_not_timed(backend: dict[str, An
     world.do_settle()
     world.do_step("5")
     world.do_settle()
-    assert world.status.condition("Ready").reason == "Running"
+    assert world.status.condition("Ready").reason == "Running"  # type: ignore[arg-type]
     assert world.status.recoveries[0].first_step_ms is None
     assert world.status.recoveries[0].rendezvous_ms is None

@@ -171,6 +171,6 @@ def test_deadline_is_the_fault_of_no_worker() -> None:
     world.apply(plan(world.snapshot()))
     # Operators before this one read no failure without a cause.
     assert world.status.failure is None
-    failed = world.status.condition("Failed")
+    failed = world.status.condition("Failed")  # type: ignore[arg-type]
     assert failed.status == "True"
     assert failed.message == "DeadlineExceeded: spec.activeDeadlineSeconds (60 s) is over"

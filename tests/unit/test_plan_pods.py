@@ -234,7 +234,7 @@ def test_agents_are_told_how_long_a_step_and_a_recovery_may_take(hang: dict[str,
 
 
 def test_failures_of_the_program_are_the_operators_unless_the_template_says_otherwise() -> None:
-    spec = {"rendezvous": {"backend": "everstep"}, "recovery": {"maxRestarts": 4}}
+    spec: dict[str, Any] = {"rendezvous": {"backend": "everstep"}, "recovery": {"maxRestarts": 4}}
     bare = {"spec": {"containers": [{"name": "worker", "image": "train:1"}]}}
     env = values(pods.agent_pod(job(bare, **spec), 0, 0, SETTINGS))
     assert env["PET_MAX_RESTARTS"] == "3", "torchrun counts the loss of a peer too"
@@ -272,7 +272,7 @@ def test_secret_of_etcd_is_mounted_into_the_worker_container_only() -> None:
 
 def test_agents_that_wait_for_replacements_are_given_the_time_for_it() -> None:
     sizes = {"minReplicas": 1, "maxReplicas": 4, "shrinkAfterSeconds": 30}
-    spec = {"elastic": sizes, "rendezvous": {"backend": "everstep", "joinTimeoutSeconds": 90}}
+    spec: dict[str, Any] = {"elastic": sizes, "rendezvous": {"backend": "everstep", "joinTimeoutSeconds": 90}}
     arguments = read(["train.py"], values(pods.agent_pod(job(**spec), 0, 0, SETTINGS)))
     settings = read_operator(arguments.rendezvous, arguments.endpoint, {"EVERSTEP_TOKEN_FILE": "token"})
     assert (settings.settings.patience.shrink_after, settings.timeout) == (30, 120)

@@ -370,7 +370,7 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
         now,
         JobView("default", "digits", "uid-1", 1, "1", spec, made, start),
         tuple(seen.values()),
-        True,
+        "uid-s",
         {name: NodeView(name, ready, start) for name, ready in nodes.items()},
         Progress(**progress, **times),
         (),

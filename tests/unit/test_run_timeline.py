@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -79,7 +80,7 @@ def test_survivors_that_train_on_stand_still_only_between_two_rounds() -> None:
         return StepSeen(at, "j-w0-0", 0, 0, 3, number, round=round)
 
     status = StatusSeen(5.2, "Resizing", "resizing from 3 to 4 workers", 4, 3)
-    trains_on = [step(5.0, 7, 4), status, step(5.4, 8, 4), step(6.4, 18, 4), step(7.4, 28, 4)]
+    trains_on: list[Any] = [step(5.0, 7, 4), status, step(5.4, 8, 4), step(6.4, 18, 4), step(7.4, 28, 4)]
     assert build([*trains_on, step(7.6, 29, 5)]).spans == (Span(7.4, 7.6, "Resizing"),)
     assert build(trains_on).spans == (), "it ended before anybody came"
 

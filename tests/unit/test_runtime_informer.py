@@ -101,7 +101,7 @@ class Bench:
         self.server = Server(self.clock)
         self.seen: list[Delta[Pod]] = []
         self.informer: Informer[Pod] = Informer(
-            self.server,
+            self.server,  # type: ignore[arg-type]
             PODS,
             clock=self.clock,
             rng=lambda: 0.5,

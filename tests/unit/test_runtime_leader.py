@@ -140,7 +140,7 @@ class World:
         link = Link(self.leases, clock)
         changes: list[Leadership] = []
         elector = LeaderElector(
-            link,
+            link,  # type: ignore[arg-type]
             namespace="everstep",
             name="lease",
             identity=identity,

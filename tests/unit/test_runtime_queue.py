@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -143,7 +144,7 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def make(clock: ManualClock, **kwargs: object) -> WorkQueue[str]:
+def make(clock: ManualClock, **kwargs: Any) -> WorkQueue[str]:
     return WorkQueue(clock, lambda: 1.0, **kwargs)
 
 

@@ -65,7 +65,7 @@ def test_buffers_of_modules_are_those_of_rank_0_and_parameters_are_shared_out() 
     written = []
     for rank in range(3):
         torch.manual_seed(0)
-        live = {"model": nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), "t": torch.arange(9)}
+        live: dict[str, Any] = {"model": nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)), "t": torch.arange(9)}
         live["model"][1].running_mean.fill_(rank)
         written.append(arranged(Arranger(), capture(live, rank), rank)[1])
     buffers = {f"model/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -109,7 +109,7 @@ def test_expanded_buffer_is_restored_though_torch_cannot_write_to_it() -> None:
     saved.mask = saved.mask * 2
     captured = capture({"model": saved}, 0)
     apply({"model": into}, {"state": captured.values}, captured.tensors, 0)
-    assert torch.equal(into.mask, torch.full((4, 3), 2.0))
+    assert torch.equal(into.mask, torch.full((4, 3), 2.0))  # type: ignore[arg-type]
 
 
 def test_array_in_a_mapping_is_restored_in_its_place() -> None:

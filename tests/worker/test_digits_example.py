@@ -76,7 +76,7 @@ class Run:
         """The first match in what it prints."""
         return self.wait_until(repr(pattern), lambda: re.search(pattern, self.text))
 
-    def wait_until(self, what: str, holds: Callable[[], T], seconds: float = 60) -> T:
+    def wait_until(self, what: str, holds: Callable[[], T | None], seconds: float = 60) -> T:
         """The first true value of `holds`."""
         deadline = time.monotonic() + seconds
         while not (value := holds()):

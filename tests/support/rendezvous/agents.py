@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from everstep.contract.document import Member, Sizes
 from everstep.membership.driver import Driver
@@ -75,7 +75,7 @@ def crew(store: Callable[[], RoundStore], sizes: Sizes, settings: JoinSettings =
         made.stop()
 
 
-def until(found: Callable[[], T], limit: float = LIMIT) -> T:
+def until(found: Callable[[], T | Literal[False]], limit: float = LIMIT) -> T:
     """Wait until `found()` is true, and give it. Fails after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not (value := found()):
