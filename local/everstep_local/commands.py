@@ -10,4 +10,4 @@ from everstep_local.run import commands as run
 app = typer.Typer()
 app.add_typer(run.app)
 app.command("plan")(plan.plan)
-EXPECTED = (*run.EXPECTED, *plan.EXPECTED)  # what a person has given wrongly; the text says what
+EXPECTED = (*run.EXPECTED, *plan.EXPECTED)  # errors of the user's input, whose text says what is wrong

@@ -1,9 +1,10 @@
-"""Which loopback address and which rendezvous port a pod has, known before the pod starts.
+"""Gives each pod a loopback address and a rendezvous port, before the pod starts.
 
-There is no DNS here, and pods share one network stack. So each pod host name gets an address of its own in 127/8 (where
-only one is routed, all share 127.0.0.1), and names in the environment of its peers are replaced by it. torch's TCPStore
-listens on every interface whatever its host says (seen with torch 2.13: a second store on 29400 is refused although its
-address is another), so the port of each rendezvous endpoint is replaced by one that no other pod has.
+There is no DNS here, and pods share one network stack. So each pod host name gets its own address in 127/8, and names
+in the environment of its peers are replaced by it. (If the system routes only one address, all share 127.0.0.1.)
+Torch's TCPStore listens on every interface, whatever host it is given. (Seen with torch 2.13: a second store on 29400
+is refused although its address differs.) So the port of each rendezvous endpoint is replaced by one that no other pod
+has.
 
 Invariant: a name means the same address and port to every pod that asks, until the last of them has released it.
 """
@@ -16,9 +17,9 @@ import socket
 import sys
 from dataclasses import dataclass, field
 
-# The variables in which a port is torch's store and not one that the user's program listens on.
+# The variables whose port is that of torch's store, and not of the user's program.
 ENDPOINTS = frozenset({"PET_RDZV_ENDPOINT"})
-# Below the ports that systems hand out by themselves, and where a person looks for a rendezvous.
+# These ports are below those that systems assign by themselves, and near the usual port of a rendezvous.
 FIRST_PORT, LAST_PORT = 29400, 32767
 MAX_ADDRESSES = 4000
 
@@ -30,12 +31,12 @@ _LOCAL = re.compile(r"(?:localhost|127\.0\.0\.1):(?P<port>\d{1,5})")
 
 
 class AddressesExhausted(Exception):
-    """No address or port is left; the text says which and what to do."""
+    """No address or port is left. The text says which, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PodHost:
-    """A pod's host name: `<host>.<subdomain>.<namespace>.svc`; the subdomain is empty for a pod without one."""
+    """A pod's host name: `<host>.<subdomain>.<namespace>.svc`. The subdomain may be empty."""
 
     namespace: str
     host: str
@@ -56,7 +57,7 @@ class _Entry:
 
 
 class Addresses:
-    """Of one machine. `holder` is whoever keeps an entry alive, a pod's UID."""
+    """The addresses of one machine. `holder`: the UID of a pod, which keeps an entry alive."""
 
     def __init__(self, *, linux: bool = sys.platform.startswith("linux")) -> None:
         """On Linux all of 127/8 reaches this machine, and a reserved port can be listened on."""
@@ -69,14 +70,15 @@ class Addresses:
         return self._entry(host, holder).address
 
     def port_of(self, host: PodHost, port: int, holder: str) -> int:
-        """The port that stands for `port` of this pod; nobody else gets it meanwhile. Raises AddressesExhausted."""
+        """The port that stands for `port` of this pod. No other pod gets it meanwhile. Raises AddressesExhausted."""
         entry = self._entry(host, holder)
         if port not in entry.ports:
             entry.ports[port] = self._reserve()
         return entry.ports[port].number
 
     def translate(self, variable: str, value: str, own: PodHost, holder: str) -> str:
-        """`value` with pod host names as addresses; in a rendezvous endpoint the port too, and localhost is `own`."""
+        """`value` with addresses in place of pod host names. In a rendezvous endpoint the port is replaced too, and
+        localhost is `own`."""
         endpoint = variable in ENDPOINTS
 
         def address(match: re.Match[str]) -> str:
@@ -91,14 +93,14 @@ class Addresses:
         return _NAME.sub(address, value)
 
     def before_start(self, host: PodHost) -> None:
-        """Called when this pod is about to listen. Elsewhere than on Linux nothing can listen beside a reservation."""
+        """Prepare for this pod to listen: except on Linux, no program can listen beside a reservation."""
         entry = self._entries.get(host)
         if entry is not None and not self._linux:
             for port in entry.ports.values():
                 _close(port)
 
     def release(self, holder: str) -> None:
-        """Let go of all that `holder` asked for; what nobody else holds is free again."""
+        """Release all entries of `holder`. Those without another holder become free."""
         for host, entry in list(self._entries.items()):
             entry.holders.discard(holder)
             if not entry.holders:
@@ -122,7 +124,8 @@ class Addresses:
         if not self._linux:
             return "127.0.0.1"
         used = {entry.address for entry in self._entries.values()}
-        # Onwards, not the lowest: the address of a pod that has just ended may still be in its peers' connections.
+        # Take the next address, not the lowest free one: connections of peers may still use the address of a pod that
+        # has just ended.
         for _ in range(MAX_ADDRESSES):
             high, low = divmod(self._next, 250)
             self._next = (self._next + 1) % MAX_ADDRESSES
@@ -144,8 +147,8 @@ class Addresses:
 def _lock(port: int) -> socket.socket | None:
     """A socket that keeps `port` from others on all interfaces; None if it is taken.
 
-    Bound alone, so that another program's port shows; made shareable afterwards, so that the pod's own store, which
-    asks for SO_REUSEADDR as every server does, can listen while this reservation stands.
+    It is bound exclusively, to find ports of other programs. Then it is made shareable, so that the pod's own store,
+    which asks for SO_REUSEADDR as every server does, can listen beside this reservation.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     lock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,9 +1,9 @@
-"""From a container's spec to what is executed: arguments, environment, working folder.
+"""Makes a command from a container's spec: arguments, environment, working folder.
 
-As a kubelet does it: `envFrom`, then `env` in order, each seeing those before it as $(NAME); then the command. Where it
-has no file system or name service to offer, paths of volumes and names of pods in those values are translated.
-
-Invariant: nothing of this process's own environment reaches a container but what is named here.
+It works as a kubelet does: first `envFrom`, then `env` in order, where each variable can use earlier ones as $(NAME),
+then the command. There is no file system or name service for a container, so paths of volumes and names of pods in
+these values are translated. Invariant: of this process's own environment a container gets only the variables named
+here.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from everstep.contract import env as contract
 from everstep_local.kubelet.addresses import Addresses, PodHost
 from everstep_local.kubelet.sources import NotStartable, PodFacts, Sources
 
-# A program needs these to find its libraries, its home and the network. PET_*, RANK, EVERSTEP_* and credentials of
-# whoever started local mode are not among them.
+# A program needs these to find its libraries, its home and the network. PET_*, RANK, EVERSTEP_* and the user's
+# credentials are not among them.
 PASSED = frozenset({"HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ"}) | frozenset(
     {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE", "SSL_CERT_DIR"}
 )
 _PROXIES = frozenset({"http_proxy", "https_proxy", "no_proxy"})
-MAX_ENV_BYTES = 1024 * 1024  # of names and values; Linux takes 2 MiB with the arguments
+MAX_ENV_BYTES = 1024 * 1024  # of names and values; Linux accepts 2 MiB with the arguments
 _REFERENCE = re.compile(r"\$(\$|\(([^()]*)\))")
 
 
 class PathMap:
-    """Where the paths that a pod knows lie on this machine."""
+    """Maps paths in the pod to paths on this machine."""
 
     def __init__(self, places: Mapping[str, Path]) -> None:
         self._places = {where.rstrip("/"): place for where, place in places.items()}
-        # The longest first: a mount may lie below another one.
+        # The longest path comes first, because a mount may be below another one.
         paths = "|".join(re.escape(p) for p in sorted(self._places, key=len, reverse=True))
-        # A whole path, or its beginning, as in /data/x, --in=/data and file:///data; not /my/data or /database.
+        # It matches a whole path, or its beginning, as in /data/x, --in=/data and file:///data, but not /my/data or
+        # /database.
         self._pattern = re.compile(rf"(?<![\w.\-])(?<![^/]/)(?:{paths})(?=/|$|[^\w.\-])") if paths else None
 
     def translate(self, text: str) -> str:
@@ -48,7 +49,7 @@ class PathMap:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What this machine gives a container."""
+    """The resources of this machine for a container."""
 
     workdir: Path
     tmp: Path
@@ -61,7 +62,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Ready to be executed."""
+    """A command that is ready to be executed."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -94,7 +95,7 @@ async def command(container: Mapping[str, Any], facts: PodFacts, sources: Source
 def _base(place: Place, facts: PodFacts) -> dict[str, str]:
     passed = PASSED | place.pass_env
     own = {k: v for k, v in os.environ.items() if k in passed or k.startswith("LC_") or k.lower() in _PROXIES}
-    # This interpreter's folder first: torchrun, python and everstep are those that local mode itself was started with.
+    # This interpreter's folder comes first, so that torchrun, python and everstep are those of local mode itself.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     loopback = "lo" if sys.platform.startswith("linux") else "lo0"
     return {
@@ -102,7 +103,7 @@ def _base(place: Place, facts: PodFacts) -> dict[str, str]:
         "PATH": path,
         "HOSTNAME": str(facts.pod.spec.get("hostname") or facts.pod.metadata.name),
         "TMPDIR": str(place.tmp),
-        # Else gloo resolves the machine's name, to an interface that may be down or slow.
+        # Otherwise gloo resolves the machine's name, to an interface that may be down or slow.
         "GLOO_SOCKET_IFNAME": loopback,
         contract.TERMINATION_LOG: str(place.termination_log),
     }
@@ -117,7 +118,7 @@ def _program(name: str) -> str:
 def _cwd(container: Mapping[str, Any], place: Place) -> Path:
     wanted = str(container.get("workingDir") or "")
     mapped = place.paths.translate(wanted)
-    # A folder of the image does not exist here; one inside a volume does.
+    # A folder of the image does not exist here, but one inside a volume does.
     return Path(mapped) if wanted and mapped != wanted else place.workdir
 
 
@@ -138,7 +139,7 @@ async def _given(container: Mapping[str, Any], facts: PodFacts, sources: Sources
             value = taken
         else:
             value = expand(str(variable.get("value") or ""), found)
-        # In its new place: a later variable of the same name replaces the earlier one.
+        # The variable gets a new place: a later one of the same name replaces the earlier one.
         found.pop(name, None)
         found[name] = value
     return found
@@ -161,7 +162,7 @@ async def _value_from(name: str, source: Mapping[str, Any], facts: PodFacts, sou
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """`$(NAME)` becomes its value, `$$` a dollar; a reference to an unknown name stays as it is."""
+    """Replace `$(NAME)` by its value and `$$` by a dollar. A reference to an unknown name stays as it is."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[1] == "$":

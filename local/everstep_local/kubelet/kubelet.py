@@ -1,7 +1,7 @@
 """The agent of one simulated node: runs the pods that are bound to it, as processes of this machine.
 
-It is told of pods by whoever watches them (one watch serves all nodes of a machine) and gives each a task of its own.
-Invariant: a pod, by UID, has at most one task; when `run` has returned, nothing of any pod runs.
+One watch serves all nodes of a machine, and tells this kubelet of its pods. Each pod gets a task of its own.
+Invariants: a pod, by UID, has at most one task. When `run` has returned, nothing of any pod runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Kubelet:
-    """Of node `name`, with everything below `folder`. `run` it in a task; what it was told before is taken up then."""
+    """The kubelet of node `name`, with all files below `folder`. `run` it in a task. Pods that it was told of earlier
+    start then."""
 
     def __init__(self, name: str, host: Host, folder: Path) -> None:
         self.name = name
@@ -31,7 +32,7 @@ class Kubelet:
         self._on = False
 
     def see(self, pod: Unstructured) -> None:
-        """A pod bound to this node was created or changed."""
+        """Note that a pod bound to this node was created or changed."""
         uid = pod.metadata.uid
         self._known[uid] = pod
         if not self._on:
@@ -42,17 +43,17 @@ class Kubelet:
             self._begin(pod)
 
     def forget(self, uid: str) -> None:
-        """The object is gone."""
+        """Note that the object is gone."""
         self._known.pop(uid, None)
         if uid in self._runs:
             self._runs[uid][0].vanish()
 
     def find(self, uid: str) -> PodRun | None:
-        """The pod as it runs here."""
+        """The run of the pod on this node."""
         return self._runs[uid][0] if uid in self._runs else None
 
     async def run(self) -> None:
-        """Until cancelled; then nothing runs any more."""
+        """Run pods until cancelled. After that nothing of them runs."""
         self._on = True
         self._remove_unknown_folders()
         try:
@@ -65,7 +66,7 @@ class Kubelet:
             await cancel(*(task for _, task in self._runs.values()))
 
     def power_off(self) -> None:
-        """SIGKILL to everything of every pod, at once and without a word to the API server. Cancel `run` too."""
+        """Send SIGKILL to all processes of all pods, without a report to the API server. Cancel `run` too."""
         for run, _ in self._runs.values():
             run.power_off()
 
@@ -77,14 +78,14 @@ class Kubelet:
         task.add_done_callback(lambda done: self._done(uid, done))
 
     def _done(self, uid: str, task: asyncio.Task[None]) -> None:
-        # By then a kubelet that was started again may have begun it anew.
+        # By then a restarted kubelet may have begun the pod again.
         if uid in self._runs and self._runs[uid][1] is task:
             del self._runs[uid]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a pod's task failed", exc_info=error, extra={"node": self.name, "uid": uid})
 
     def _remove_unknown_folders(self) -> None:
-        """Of pods that were deleted while the node was off."""
+        """Remove the folders of pods that were deleted while the node was off."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         wanted = {_short(uid) for uid in self._known}
         for folder in self._folder.iterdir():
@@ -93,5 +94,5 @@ class Kubelet:
 
 
 def _short(uid: str) -> str:
-    """Of a UID, enough to tell pods apart: sockets below the folder must have short paths."""
+    """A part of a UID that is enough to tell pods apart, because sockets below the folder need short paths."""
     return uid.replace("-", "")[:16]

@@ -1,10 +1,9 @@
-"""The life of one pod on one node: made, run, ended, removed.
+"""Runs one pod on one node: makes it, runs it, ends it, removes it.
 
-One task a pod. It waits for three things at once (what the API says of the pod, its processes, the clock) and after
-each looks at all of them again, so that no order of events matters. Writing the status is another task's.
-
-Invariant: when `run` has returned, nothing of the pod's processes is left. Only cancellation ends it before the pod's
-object is gone, and that writes nothing.
+Each pod has one task. It waits for changes of the pod's object, for its processes and for the clock at once. After each
+event it looks at all of them again, so the order of events does not matter. Another task writes the status. Invariants:
+when `run` has returned, no process of the pod is left. Only cancellation ends it before the pod's object is gone, and
+that writes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ FINISHED = ("Succeeded", "Failed")
 
 
 class PodRun:
-    """`folder` is this pod's alone, and stays until the pod is gone."""
+    """The run of one pod. `folder` belongs to this pod alone, and stays until the pod is gone."""
 
     def __init__(self, host: Host, folder: Path, pod: Unstructured) -> None:
         self._host = host
@@ -69,25 +68,25 @@ class PodRun:
             host.client, pod.key, pod.metadata.uid, clock=host.clock, rng=host.rng, gone=self.vanish
         )
 
-    # What others tell it; none of these waits.
+    # Calls that bring news; none of these waits.
 
     def update(self, pod: Unstructured) -> None:
-        """The object's newest state."""
+        """Take the object's newest state."""
         self._pod = pod
         self._event.set()
 
     def vanish(self) -> None:
-        """The object is gone: forced, or deleted while nobody looked."""
+        """The object is gone: it was deleted by force, or while no watch was open."""
         self._gone = True
         self._event.set()
 
     def power_off(self) -> None:
-        """SIGKILL to everything, at once, and not a word more to the API server. The task is to be cancelled too."""
+        """Send SIGKILL to all processes, and report nothing more to the API server. Cancel the task too."""
         self._reporter.mute()
         self._off = True
         self._kill()
 
-    # What others may ask.
+    # Questions of callers.
 
     @property
     def ended(self) -> bool:
@@ -95,7 +94,7 @@ class PodRun:
         return self._gone or self._finished
 
     def log_path(self, container: str | None) -> Path:
-        """Of that container, or of the first. Raises KeyError."""
+        """The log of that container, or of the first one. Raises KeyError."""
         names = [str(c["name"]) for c in (*self._containers, *self._inits)]
         name = container or names[0]
         if name not in names:
@@ -118,7 +117,7 @@ class PodRun:
             self._host.addresses.release(self._pod.metadata.uid)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # Its life.
+    # The pod's run.
 
     @property
     def _containers(self) -> Sequence[Mapping[str, Any]]:
@@ -150,7 +149,7 @@ class PodRun:
             await self._remove()
 
     def _lose(self) -> None:
-        """The node went down under it: a container runtime finds its containers dead, and cannot say of what."""
+        """The node went down: as a container runtime does, report dead containers of unknown cause."""
         now = self._host.clock.now()
         lost = Terminated(255, "Unknown", "", now, now)
         self._view = replace(
@@ -170,7 +169,7 @@ class PodRun:
                 return
 
     async def _start(self, stage: list[Mapping[str, Any]]) -> bool:
-        """Whether the stage's processes were started; False when the pod is over before."""
+        """Whether the stage's processes were started; False if the pod ended before."""
         while not self._over:
             if self._expired(self._host.clock.monotonic()):
                 self._show()
@@ -197,7 +196,7 @@ class PodRun:
         return False
 
     async def _supervise(self) -> None:
-        """Until every process of the stage has ended."""
+        """Wait until every process of the stage has ended."""
         while True:
             self._collect()
             if all(p.exit_code is not None for p in self._processes.values()):
@@ -205,7 +204,7 @@ class PodRun:
             await self._wait(await self._act())
 
     async def _act(self) -> float | None:
-        """End what has to end, refresh what has to be fresh; seconds until this is to be looked at again."""
+        """End processes and refresh tokens that are due. Return the seconds until the next check."""
         now = self._host.clock.monotonic()
         ends = [end for end in (self._grace_ends(now), self._deadline()) if end is not None]
         if self._gone or any(now >= end for end in ends):
@@ -229,7 +228,7 @@ class PodRun:
             self._term_at = now
             for process in self._processes.values():
                 process.terminate()
-        # Each time anew: a second delete may have shortened it.
+        # It is computed each time, because a second delete may have shortened it.
         grace = self._pod.metadata.deletion_grace_period_seconds
         return self._term_at + (DEFAULT_GRACE if grace is None else grace)
 
@@ -238,7 +237,7 @@ class PodRun:
         return None if limit is None else self._begun + float(limit)
 
     def _expired(self, now: float) -> bool:
-        """Whether the deadline has passed, which fails the pod as a whole."""
+        """Whether the pod's deadline has passed. Then the whole pod fails."""
         deadline = self._deadline()
         if deadline is None or now < deadline:
             return False
@@ -247,7 +246,7 @@ class PodRun:
         return True
 
     def _collect(self) -> None:
-        """Take in what the processes have told."""
+        """Take in the reports of the processes."""
         states = {**self._view.init_states, **self._view.states}
         changed: dict[str, ContainerState] = {}
         for name, process in self._processes.items():
@@ -281,19 +280,19 @@ class PodRun:
         self._reporter.show(lambda previous, now: pod_status(view, previous, containers, inits, now))
 
     async def _wait(self, seconds: float | None) -> None:
-        """For news, or for that long."""
+        """Wait for news, or for that long."""
         await wait_event(self._host.clock, self._event, seconds)
         self._event.clear()
 
     async def _remove(self) -> None:
-        """The last act of a kubelet: the object may go."""
+        """Remove the object, as a kubelet does at the end."""
         meta = self._pod.metadata
         while not self._gone and not self._off:
             try:
                 await self._host.client.delete(PODS, meta.namespace, meta.name, uid=meta.uid, grace_seconds=0)
                 return
             except (NotFound, Conflict):
-                return  # gone, or the name is a successor's
+                return  # it is gone, or a successor has the name
             except KubeError as e:
                 log.warning("pod not removed yet", extra={"pod": meta.name, "error": str(e)})
                 await self._wait(RETRY_SECONDS)
@@ -304,6 +303,6 @@ def _failed(state: ContainerState) -> bool:
 
 
 def _was_started(pod: Unstructured) -> bool:
-    """Whether any container ever ran, by what is stored."""
+    """Whether any container ever ran, by the stored status."""
     statuses = [*(pod.status.get("initContainerStatuses") or ()), *(pod.status.get("containerStatuses") or ())]
     return any({"running", "terminated"} & set(s.get("state") or {}) for s in statuses)

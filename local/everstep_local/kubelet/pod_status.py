@@ -1,7 +1,7 @@
-"""PURE: what a kubelet says about a pod, from what its containers are doing.
+"""Makes the status that a kubelet writes for a pod, from the states of its containers. Pure.
 
-After the kubelet's `generateAPIPodStatus` for restartPolicy Never. Invariant: a condition's lastTransitionTime changes
-only with its status, and conditions of others (PodScheduled's author, DisruptionTarget) are kept.
+It follows the kubelet's `generateAPIPodStatus` for restartPolicy Never. Invariant: a condition's lastTransitionTime
+changes only with its status. Conditions written by others (PodScheduled, DisruptionTarget) are kept.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ContainerState: TypeAlias = Waiting | Running | Terminated
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """All that a status is made of; `states` and `init_states` are by container name, in the spec's order."""
+    """All data for a status. `states` and `init_states` are by container name, in the spec's order."""
 
     states: Mapping[str, ContainerState]
     init_states: Mapping[str, ContainerState] = field(default_factory=dict)
     pod_ip: str = ""
     start_time: datetime | None = None
-    # Set when the pod failed as a whole: DeadlineExceeded.
+    # Set if the whole pod failed: DeadlineExceeded.
     reason: str = ""
     message: str = ""
 

@@ -1,6 +1,6 @@
-"""What a pod is made of besides its spec: Secrets, ConfigMaps and its own fields.
+"""Reads values for a pod from Secrets, ConfigMaps and its own fields.
 
-Invariant: a value that cannot be had is a `NotStartable` that says which object and key, never an empty string.
+Invariant: a missing value raises `NotStartable` with the object and key, and never becomes an empty string.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap", Keyed)
 
 
 class NotStartable(Exception):
-    """A container cannot start as things are; shown as its waiting state and tried again."""
+    """A container cannot start now. This becomes its waiting state, and the start is tried again."""
 
     def __init__(self, message: str, reason: str = CONFIG_ERROR) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class NotStartable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """The pod as far as its containers may see it."""
+    """The fields of the pod that its containers may read."""
 
     pod: Unstructured
     pod_ip: str
@@ -82,7 +82,7 @@ def _listed(entries: Mapping[str, str]) -> str:
 
 
 class Sources:
-    """The Secrets and ConfigMaps of one namespace, each read once: one for every attempt to start a pod."""
+    """The Secrets and ConfigMaps of one namespace, each read once. Make a new one for every attempt to start a pod."""
 
     def __init__(self, client: KubeClient, namespace: str) -> None:
         self._client = client

@@ -1,6 +1,6 @@
-"""What a pod needs before and while its processes run: folders, volumes, tokens, commands; and their last word after.
+"""Prepares what a pod's processes need (folders, volumes, tokens, commands), and reads their termination message.
 
-Invariant: preparing may be repeated until it succeeds; a second attempt finds what the first one left and changes it.
+Invariant: the preparation may be repeated until it succeeds. A second attempt continues from what the first one left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TOKEN_RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What all kubelets of this machine share. `workdir` is where containers run, the job file's folder; `pass_env`
-    names variables of this process that containers get besides the usual ones; `log_bytes` bounds each log."""
+    """Settings of all kubelets of this machine. `workdir`: the job file's folder, in which containers run. `pass_env`:
+    more variables of this process that containers get. `log_bytes`: the bound of each log."""
 
     client: KubeClient
     issue_token: TokenIssuer
@@ -48,7 +48,7 @@ class Host:
 
 
 class Starter:
-    """Of one pod, whose `folder` is its alone."""
+    """The starter of one pod, to which `folder` belongs alone."""
 
     def __init__(self, host: Host, folder: Path) -> None:
         self._host = host
@@ -57,7 +57,7 @@ class Starter:
         self._tokens: tuple[Token, ...] = ()
 
     def folder_of(self, container: str) -> Path:
-        """Of its log and its termination message."""
+        """The folder of a container's log and termination message."""
         return self._folder / "containers" / container
 
     def address(self, pod: Unstructured) -> str:
@@ -65,7 +65,7 @@ class Starter:
         return self._host.addresses.address_of(own_host(pod), pod.metadata.uid)
 
     async def prepare(self, pod: Unstructured, containers: Sequence[Mapping[str, Any]]) -> dict[str, ProcessSpec]:
-        """What to run, by container name. Raises NotStartable, AddressesExhausted, KubeError and OSError."""
+        """The processes to run, by container name. Raises NotStartable, AddressesExhausted, KubeError and OSError."""
         _require_supported(pod.spec)
         facts = PodFacts(pod, self.address(pod))
         sources = Sources(self._host.client, pod.metadata.namespace)
@@ -76,7 +76,7 @@ class Starter:
         try:
             return {str(c["name"]): await self._spec(c, facts, sources, self._volumes) for c in containers}
         except (AttributeError, TypeError, ValueError, KeyError) as e:
-            # A template is open to any field; a real API server would have refused this one.
+            # A template may contain any field. A real API server would have refused this one.
             raise NotStartable(f"the pod's spec cannot be carried out, a field has a wrong type: {e}") from e
 
     async def _spec(
@@ -104,12 +104,13 @@ class Starter:
             log=folder / "log",
             log_limit=self._host.log_bytes,
             folder=self._folder,
-            # Not the UID: an in-memory cluster that was seeded alike gives the same ones in another run.
+            # The UID is not enough: an in-memory cluster with the same seed has the same UIDs in another run.
             mark=str(self._folder),
         )
 
     async def refresh(self, now: float) -> float | None:
-        """Replace the tokens that are due; when (in seconds of the clock) the next one is, None without any."""
+        """Replace the tokens that are due. Return when (in seconds of the clock) the next one is due; None if there is
+        none."""
         fresh = []
         for token in self._tokens:
             fresh.append(token)
@@ -119,7 +120,7 @@ class Starter:
             try:
                 fresh[-1] = await self._volumes.issue(token, now)
             except (KubeError, OSError) as e:
-                # The old one is good for some time yet.
+                # The old token is valid for some more time.
                 log.warning("token not refreshed", extra={"path": str(token.path), "error": str(e)})
                 fresh[-1] = replace(token, refresh_at=now + TOKEN_RETRY_SECONDS)
         self._tokens = tuple(fresh)
@@ -140,14 +141,15 @@ def _require_supported(spec: Mapping[str, Any]) -> None:
 
 
 def start_error(container: Mapping[str, Any], number: int) -> str:
-    """In the words of a container runtime; `number` is the errno."""
+    """The error in the words of a container runtime. `number` is the errno."""
     program = (container.get("command") or [""])[0]
     found = "executable file not found in $PATH" if number == errno.ENOENT else os.strerror(number)
     return f'failed to start container: exec: "{program}": {found}'
 
 
 def termination_message(folder: Path, container: Mapping[str, Any], code: int) -> str:
-    """What the program wrote, else, if the container wants it and has failed, the end of its log."""
+    """The message that the program wrote. If there is none and the container failed, the end of its log, if it asks for
+    that."""
     try:
         with (folder / "termination-log").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_MESSAGE))

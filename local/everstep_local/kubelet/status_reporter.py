@@ -1,7 +1,7 @@
-"""Writes a pod's status, again and again until it is there, without ever holding up who looks after the processes.
+"""Writes a pod's status until it succeeds, without delaying the task that watches the processes.
 
-Invariant: what is written is the newest view, on the object of this UID, by compare-and-swap: two writers of conditions
-do not undo each other.
+Invariant: it writes the newest view to the object of this UID by compare-and-swap, so two writers of conditions do not
+undo each other's changes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from everstep_operator.runtime.randomness import Random
 log = logging.getLogger(__name__)
 
 BACKOFF = Backoff(base=0.05, cap=2.0)
-# A pod that is to go does not stay for a status that the server will not take.
+# A pod that has to go does not wait for a status that the server refuses.
 FLUSH_SECONDS = 5.0
 # The previous status and the time -> the status to merge into it.
 View: TypeAlias = Callable[[Mapping[str, Any], datetime], dict[str, Any]]
 
 
 class Gone(Exception):
-    """The object with this UID is not there any more."""
+    """The object with this UID no longer exists."""
 
 
 class StatusReporter:
-    """Of one pod. `run` it in a task; `gone` is called when the object turns out to have vanished."""
+    """The reporter of one pod. `run` it in a task. `gone` is called when the object no longer exists."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class StatusReporter:
         self._written.set()
 
     def show(self, view: View) -> None:
-        """Write this, instead of what was not written yet."""
+        """Write this view, in place of one that is not written yet."""
         self._wanted = view
         self._written.clear()
         self._changed.set()
 
     def mute(self) -> None:
-        """Write nothing from now on, not even what is under way where that can be helped."""
+        """Write nothing from now on, and cancel the present write if possible."""
         self._muted = True
 
     async def flush(self, seconds: float = FLUSH_SECONDS) -> None:

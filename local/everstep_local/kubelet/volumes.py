@@ -1,7 +1,7 @@
 """A pod's volumes as folders on this machine.
 
-Files are replaced whole, by rename: a reader sees the old or the new. Invariant: everything lies below the
-pod's own folder, and goes with it.
+Files are replaced as a whole, by a rename: a reader sees the old or the new one. Invariant: all files are below the
+pod's own folder, and removed with it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Token:
 
 
 def failed_mount(message: str) -> NotStartable:
-    """A kubelet reports this as an event and leaves the container in ContainerCreating. Here it is the container's own
-    waiting state, in which the operator finds it and shows it in the job's status."""
+    """The error of a failed mount. A kubelet reports it as an event, and leaves the container in ContainerCreating.
+    Here it is the container's waiting state, which the operator shows in the job's status."""
     return NotStartable(f"FailedMount: {message}")
 
 
 class Volumes:
-    """Of one pod, below `folder`."""
+    """The volumes of one pod, below `folder`."""
 
     def __init__(self, folder: Path, facts: PodFacts, issue: TokenIssuer) -> None:
         self._folder = folder
@@ -48,7 +48,7 @@ class Volumes:
         self._issue = issue
 
     async def make(self, sources: Sources, now: float) -> tuple[Token, ...]:
-        """Make all volumes of the pod's spec; the tokens among them. Raises NotStartable and KubeError."""
+        """Make all volumes of the pod's spec. Returns the tokens among them. Raises NotStartable and KubeError."""
         tokens: list[Token] = []
         for volume in self._facts.pod.spec.get("volumes") or ():
             name = str(volume.get("name", ""))
@@ -76,7 +76,7 @@ class Volumes:
         return tuple(tokens)
 
     def paths(self, container: Mapping[str, Any]) -> PathMap:
-        """Where the container's mount paths lie. Raises NotStartable."""
+        """The folders of the container's mount paths. Raises NotStartable."""
         places: dict[str, Path] = {}
         names = {str(v.get("name")) for v in self._facts.pod.spec.get("volumes") or ()}
         for mount in container.get("volumeMounts") or ():
@@ -148,7 +148,7 @@ class Volumes:
 def _write(path: Path, data: bytes, mode: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     new = path.with_name(f".{path.name}.new")
-    # Group and others never: there are no users and groups of a container here.
+    # Group and others get no rights, because a container has no users and groups of its own here.
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     new.chmod((mode & 0o700) | 0o600)

@@ -1,10 +1,9 @@
 """Marks nodes that have fallen silent, as kube-controller-manager's node lifecycle controller does.
 
-Time counts from when this controller saw a Lease change, on its own clock. A controller that was itself held up (a
-stopped process, a laptop asleep) has not seen heartbeats that were sent, so it starts to count anew.
-
-Invariant: a node is never marked for a silence that this controller did not watch from beginning to end. Pods are left
-where they are: taking them off a lost node is the operator's decision.
+Time counts from when this controller saw a Lease change, on its own clock. A controller that was itself stopped (a
+stopped process, a sleeping laptop) has missed heartbeats, so it starts to count again. Invariant: a node is marked only
+for a silence that this controller watched from beginning to end. Pods stay on a lost node: the operator decides about
+them.
 """
 
 from __future__ import annotations

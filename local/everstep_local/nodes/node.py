@@ -1,6 +1,6 @@
-"""One simulated node: its object, its heartbeat, its kubelet; it can be killed and started again.
+"""One simulated node: its object, its heartbeat and its kubelet. It can be killed and started again.
 
-Invariant: a node that was killed writes nothing more, and nothing that ran on it runs any more.
+Invariant: a killed node writes nothing more, and none of its processes runs any more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BACKOFF = Backoff(base=0.1, cap=2.0)
 
 @dataclass(frozen=True, slots=True)
 class NodeTiming:
-    """Seconds. `grace` without a heartbeat makes a node NotReady. A cluster waits 40 s, for it must bear a slow
-    network; here only a killed node is silent, and somebody waits in front of it."""
+    """Times in seconds. A node becomes NotReady after `grace` without a heartbeat. A cluster waits 40 s, because its
+    network may be slow. Here only a killed node is silent, and a person is waiting for the effect."""
 
     heartbeat: float = 0.5
     grace: float = 2.0
@@ -42,7 +42,7 @@ class NodeTiming:
 
 
 class Node:
-    """`run` it in a task. It is on from the start."""
+    """A node. `run` it in a task. It is on from the start."""
 
     def __init__(self, host: Host, kubelet: Kubelet, capacity: Mapping[str, str], timing: NodeTiming) -> None:
         self.name = kubelet.name
@@ -74,18 +74,18 @@ class Node:
                 raise error
 
     def kill(self) -> None:
-        """As if the plug was pulled: everything on it gets SIGKILL now, nothing is written."""
+        """Kill the node as if its plug was pulled: all processes get SIGKILL now, and nothing is written."""
         self._power.clear()
         self.kubelet.power_off()
         if self._life is not None:
             self._life.cancel()
 
     async def wait_off(self) -> None:
-        """Until nothing of a killed node is left."""
+        """Wait until no process of a killed node is left."""
         await self._off.wait()
 
     def start(self) -> None:
-        """Plug it in again."""
+        """Start the node again."""
         self._power.set()
 
     async def _live(self) -> None:
@@ -109,7 +109,7 @@ class Node:
             await cancel(kubelet)
 
     async def _beat(self) -> None:
-        """Renew the node's Lease; it is what says that the node lives."""
+        """Renew the node's Lease, which shows that the node is alive."""
         spec = {
             "holderIdentity": self.name,
             "leaseDurationSeconds": max(1, round(self._timing.grace)),

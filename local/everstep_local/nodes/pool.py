@@ -1,7 +1,7 @@
-"""The simulated nodes of this machine, with what a cluster has around them: a scheduler and a node controller.
+"""The simulated nodes of this machine, with a scheduler and a node controller, as in a cluster.
 
-One watch of pods serves all of them. Invariant: when `run` has returned, no process of any pod is left and the folder
-is gone; when this process dies, the guards see to the first and the next run to the second.
+One watch of pods serves all nodes. Invariant: when `run` has returned, no process of any pod is left and the folder is
+gone. If this process dies, the guards end the processes, and the next run removes the folder.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TIMING = NodeTiming()
 
 
 class LocalNodes:
-    """Runs pods that `client` shows as processes; everything it writes goes through `client` too.
+    """Runs the pods of `client` as processes. All writes go through `client` too.
 
-    `capacity` is each node's, in quantities; cpu and memory that are not in it are unbounded. `temporary` is where the
-    folder for all pods is made (the system's, if None). `issue_token` makes projected service-account tokens. Raises
-    ValueError for what is no quantity.
+    `capacity`: that of each node, in quantities; cpu and memory that are missing in it are unbounded. `temporary`:
+    where the folder for all pods is made (None: the system's). `issue_token` makes projected service-account tokens.
+    Raises ValueError for an invalid quantity.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LocalNodes:
 
     @property
     def folder(self) -> Path:
-        """Below it lies everything of all pods."""
+        """The folder of all files of all pods."""
         return self._root.path
 
     @property
@@ -109,7 +109,7 @@ class LocalNodes:
         self._root.close()
 
     def kill(self, node: str) -> None:
-        """Pull the plug of a node. Raises KeyError."""
+        """Kill a node. Raises KeyError."""
         self._nodes[node].kill()
 
     async def wait_off(self, node: str) -> None:
@@ -131,7 +131,7 @@ class LocalNodes:
     async def logs(
         self, namespace: str, pod: str, *, container: str | None = None, tail: int | None = None, follow_: bool = False
     ) -> AsyncIterator[LogLine]:
-        """What a container has written: all, or the last `tail` lines; with `follow_` until it has ended.
+        """The output of a container: all, or the last `tail` lines; with `follow_` until it has ended.
 
         Raises KeyError for a pod or container that is not here.
         """
@@ -164,7 +164,7 @@ class LocalNodes:
             node.kubelet.see(pod)
 
     async def _make_namespace(self) -> None:
-        """A real cluster has it from the start."""
+        """Make the namespace, which a real cluster has from the start."""
         failures = 0
         while True:
             try:

@@ -1,6 +1,6 @@
-"""PURE: quantities, what a pod asks for, what a node has.
+"""Computes with quantities: what a pod requests, and what a node has. Pure.
 
-Invariant: sums are exact (fractions, not floats); cpu and memory that a node does not state are without a bound.
+Invariant: sums are exact (fractions, not floats). Cpu and memory that a node does not state are unbounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BINARY = {f"{letter}i": 1024**power for power, letter in enumerate("KMGTPE", 1)
 _DECIMAL = {"n": Fraction(1, 10**9), "u": Fraction(1, 10**6), "m": Fraction(1, 1000), "k": Fraction(10**3)} | {
     letter: Fraction(1000**power) for power, letter in enumerate("MGTPE", 2)
 }
-# A laptop has what it has; only GPUs and the like must be stated to be there.
+# A laptop need not state these. GPUs and other resources exist only if they are stated.
 UNBOUNDED = frozenset({"cpu", "memory", "ephemeral-storage"})
 
 
@@ -36,10 +36,10 @@ def quantity(text: str, of: str = "resource") -> Fraction:
 
 
 def requests_of(spec: Mapping[str, Any]) -> dict[str, Fraction]:
-    """What a pod asks for in all; a limit stands for a request that is not made. Raises ValueError."""
+    """All requests of a pod. A limit stands for a missing request. Raises ValueError."""
     main = _sum(_requests(c) for c in spec.get("containers") or ())
     for init in spec.get("initContainers") or ():
-        # They run one by one, before the others.
+        # Init containers run one by one, before the others.
         for name, amount in _requests(init).items():
             main[name] = max(main.get(name, Fraction(0)), amount)
     return {**main, "pods": Fraction(1)}
@@ -62,7 +62,7 @@ def _sum(parts: Iterable[Mapping[str, Fraction]]) -> dict[str, Fraction]:
 def lacking(
     capacity: Mapping[str, Fraction], used: Iterable[Mapping[str, Fraction]], wanted: Mapping[str, Fraction]
 ) -> tuple[str, ...]:
-    """The resources of which the node has too little left, sorted."""
+    """The resources of which too little is left on the node, sorted."""
     taken = _sum(used)
     return tuple(
         sorted(

@@ -1,9 +1,8 @@
-"""Binds pods to nodes: the smallest part of kube-scheduler that a training job can tell from the real one.
+"""Binds pods to nodes: a small part of kube-scheduler, which is enough for training jobs.
 
-A pod goes to the node with the fewest pods of its own owner, then with the fewest of all, then by name. It looks at
-readiness, taints (no toleration is read), `nodeSelector` and capacity, and neither at affinity nor at spread
-constraints.
-Invariant: `place` is pure; what it has just bound counts as taken before the cache shows it.
+A pod goes to the node with the fewest pods of its own owner, then with the fewest of all, then by name. Readiness,
+taints (without tolerations), `nodeSelector` and capacity count; affinity and spread constraints do not. Invariants:
+`place` is pure. A pod that was just bound counts before the cache shows it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from everstep_operator.runtime.informer import Informer
 
 log = logging.getLogger(__name__)
 
-# Creating one named like the pod is how the API server lets a pod be bound.
+# To bind a pod is to create one of these with the pod's name.
 BINDINGS = Resource("", "v1", "bindings", "Binding", KubeObject)
 RETRY_SECONDS = 1.0
 FINISHED = ("Succeeded", "Failed")
@@ -40,7 +39,7 @@ class Seat:
     name: str
     capacity: Mapping[str, Fraction]
     labels: Mapping[str, str] = field(default_factory=dict)
-    obstacle: str = ""  # why nothing may go there
+    obstacle: str = ""  # why no pod may go there
     pods: list[tuple[str | None, Mapping[str, Fraction]]] = field(default_factory=list)
 
 
@@ -71,7 +70,7 @@ def place(pod: Unstructured, seats: Sequence[Seat]) -> Seat | str:
 
 
 class Scheduler:
-    """`nudge` it whenever a pod or a node changed."""
+    """The scheduler. `nudge` it whenever a pod or a node has changed."""
 
     def __init__(
         self, client: KubeClient, pods: Informer[Unstructured], nodes: Informer[Unstructured], clock: Clock

@@ -1,6 +1,6 @@
 """`everstep plan`: what the operator would decide about a job, and why.
 
-Thin: it takes a snapshot, asks the operator's own planner, and prints. Invariant: it changes nothing in a cluster.
+It takes a snapshot, asks the operator's own planner, and prints. Invariant: it changes nothing in a cluster.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.plan.planner import plan as decide
 
-SECONDS = 60.0  # for everything that is asked of an API server
+SECONDS = 60.0  # for all requests to an API server
 DIFFERS = 1  # exit code: a transcript prints something else than it records
 SIMULATIONS: dict[str, type[World]] = {"everstep": ElasticWorld, "c10d": World}
 
 
 class PlanCommandError(Exception):
-    """The command was given wrongly, or there is no answer; the text says what to do."""
+    """The command is wrong, or there is no answer. The text says what to do."""
 
 
 EXPECTED = (PlanCommandError, SnapshotError, KubeError)
@@ -59,7 +59,7 @@ def plan(
     ] = "everstep",
     output: Annotated[str, typer.Option("--output", "-o", help="text or json")] = "text",
 ) -> None:  # fmt: skip
-    """What the operator would decide about a job now, and why. Changes nothing."""
+    """Show what the operator would decide about a job now, and why. Changes nothing."""
     if output not in ("text", "json"):
         raise PlanCommandError(f"--output {output}: give text or json")
     if replay is not None:

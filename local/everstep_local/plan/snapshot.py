@@ -1,8 +1,7 @@
-"""What a cluster holds of one job, taken once: read from an API server, kept in a file, and made into the snapshot that
-is planned on.
+"""Takes all objects of one job from an API server, keeps them in a file, and makes the planner's snapshot from them.
 
-The objects are kept as the API server has them, so that a file goes through the same code as the operator's caches.
-Invariant: nothing here writes to a cluster, and a kept file holds no value of the template's environment variables.
+The objects are kept in the API server's form, so a file goes through the same code as the operator's caches. Invariant:
+nothing here writes to a cluster, and a kept file contains no values of the template's environment variables.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ T = TypeVar("T", bound=KubeObject)
 
 FORMAT = "everstep-plan-snapshot/1"
 MAX_BYTES = 64 * 1024 * 1024
-MIN_VALUE = 4  # characters; a shorter value of a variable is found in every other word
+MIN_VALUE = 4  # characters; a shorter value of a variable occurs inside ordinary words
 
 
 class SnapshotError(Exception):
-    """The snapshot cannot be taken, read or used; the text says what to do."""
+    """The snapshot cannot be taken, read or used. The text says what to do."""
 
 
 class Taken(Wire, frozen=True, kw_only=True):
-    """The objects of one job at one moment. `cluster`: where they are from, in words."""
+    """The objects of one job at one moment. `cluster`: a text that says where they are from."""
 
     format: str = ""
     taken_at: datetime
@@ -60,14 +59,14 @@ class Taken(Wire, frozen=True, kw_only=True):
     job: Unstructured
     pods: tuple[Pod, ...] = ()
     nodes: tuple[Node, ...] = ()
-    nodes_hidden: bool = False  # whoever took it may not read nodes
+    nodes_hidden: bool = False  # the user who took it may not read nodes
     service: Service | None = None
     budget: PodDisruptionBudget | None = None
     rounds: ConfigMap | None = None
 
 
 async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, cluster: str) -> Taken:
-    """Read a job and what belongs to it. Raises SnapshotError, KubeError."""
+    """Read a job and its objects. Raises SnapshotError, KubeError."""
     try:
         job = await client.get(JOBS, namespace, name)
     except NotFound as e:
@@ -113,7 +112,7 @@ async def _own(client: KubeClient, resource: Resource[T], namespace: str, name: 
 
 
 def snapshot(taken: Taken) -> Snapshot:
-    """What an operator that has just started would plan on. Raises SnapshotError, SpecError."""
+    """The snapshot from which a newly started operator would plan. Raises SnapshotError, SpecError."""
     job = observe.job_view(taken.job)
     pods = tuple(worker for pod in taken.pods if (worker := observe.worker_pod(pod)) is not None)
     nodes = {node.metadata.name: observe.node_view(node) for node in taken.nodes}
@@ -146,7 +145,7 @@ def save(taken: Taken, path: Path) -> None:
     """Write it for `load`, readable by its owner only. Raises SnapshotError."""
     body = to_body(taken)
     hidden = _taken_out(body["job"].get("spec", {}).get("template") or {})
-    body["job"]["metadata"].pop("annotations", None)  # kubectl keeps the whole manifest there
+    body["job"]["metadata"].pop("annotations", None)  # kubectl stores the whole manifest there
     body["pods"] = _without(body.get("pods", []), hidden)
     try:
         private.write(path, msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
@@ -172,9 +171,8 @@ def load(path: Path) -> Taken:
 
 
 def _taken_out(template: Mapping[str, Any]) -> tuple[str, ...]:
-    """Replace the values of the containers' variables; the values, longest first, so that none hides a part of another.
-
-    No decision depends on them.
+    """Replace the values of the containers' variables, on which no decision depends. Returns the values, longest first,
+    so that none hides a part of another.
     """
     spec = template.get("spec") or {}
     found = set()
@@ -187,7 +185,7 @@ def _taken_out(template: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _without(value: Any, hidden: tuple[str, ...], key: str = "") -> Any:
-    """`value` with these texts hidden in every message: a failing program likes to print its variables."""
+    """`value` with these texts hidden in every message, because failing programs often print their variables."""
     match value:
         case dict():
             return {k: _without(inner, hidden, k) for k, inner in value.items()}

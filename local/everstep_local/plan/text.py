@@ -1,4 +1,4 @@
-"""A plan in words: what the planner saw, what it decided and why, in the order in which an operator would do it."""
+"""Writes a plan as text: what the planner saw, what it decided and why, in the order in which an operator would act."""
 
 from __future__ import annotations
 

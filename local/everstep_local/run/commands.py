@@ -1,6 +1,6 @@
-"""`everstep run` and its kin: run a TrainingJob on this machine, and reach into a run from a second terminal.
+"""`everstep run` and related commands: run a TrainingJob on this machine, and control a run from a second terminal.
 
-Thin: it parses, calls `everstep_local.run` and prints. Needs the operator's dependencies.
+This module parses, calls `everstep_local.run` and prints. It needs the operator's dependencies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everstep_local.run.manifest import JobFileError
 from everstep_local.run.view import View
 
 app = typer.Typer()
-EXPECTED = (control.ControlError, JobFileError, FaultError)  # what a person has given wrongly; the text says what
+EXPECTED = (control.ControlError, JobFileError, FaultError)  # errors of the user's input, whose text says what is wrong
 
 RunName = Annotated[str | None, typer.Option("--run", help="The local run, by its job's name.")]
 
@@ -138,7 +138,7 @@ def logs(
         print(answer["line"], flush=follow)
 
 
-LOOKS = ("status", "logs")  # change nothing, and so may be about the newest run where several are alive
+LOOKS = ("status", "logs")  # these change nothing, so they may use the newest of several live runs
 
 
 def _ask(run: str | None, verb: str, **arguments: Any) -> list[dict[str, Any]] | Any:

@@ -1,4 +1,4 @@
-"""What the command line shows of a local run: a table on a terminal, plain lines everywhere else."""
+"""Shows a local run on the command line: as a table on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render(view: View) -> Group:
     events = Table(box=None, pad_edge=False, show_header=False)
     for event in view.events:
         style = "red" if event.type == "Warning" else ""
-        # As text: a message of the program may look like markup.
+        # It is shown as text, because a message of the program may look like markup.
         events.add_row(Text(event.at, "dim"), Text(event.reason, style), Text(event.message))
     return Group(head, Text(view.message, "dim"), table, events)
 
@@ -70,7 +70,7 @@ class Plain:
 
 
 def _why(message: str) -> str:
-    """What a wait is for, without the count of ready workers before it."""
+    """What the job waits for, without the count of ready workers before it."""
     return message.partition(": ")[2]
 
 

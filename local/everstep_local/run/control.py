@@ -1,7 +1,9 @@
-"""How a second terminal reaches a local run: one JSON line in, JSON lines out, over a socket that only its user opens.
+"""Lets a second terminal control a local run: one JSON line in, JSON lines out, over a socket that only its user can
+open.
 
-The socket lies in a folder of mode 0700 and vanishes with the run; one that was left behind by a crash refuses
-connections and is removed by whoever finds it. Bounds: a request is one line of 64 KiB at most, sent within 5 s.
+The socket is in a folder of mode 0700, and is removed at the end of the run. A socket that a crash left behind refuses
+connections, and the next command that finds it removes it. Bounds: a request is one line of 64 KiB at most, sent within
+5 s.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _NAME = re.compile(r"(\d+)-([a-z0-9.-]+)\.sock")
 
 
 class ControlError(Exception):
-    """The run cannot be reached, or refused what was asked; the text says which."""
+    """The run cannot be reached, or refused the request. The text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class RunAddress:
 
 
 def folder() -> Path:
-    """Where the sockets of this user's runs are, made if it is missing. Raises `ControlError` if it is another's."""
+    """The folder of the sockets of this user's runs. It is made if missing. Raises `ControlError` if it belongs to
+    another user."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     path = base / f"everstep-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,13 +93,13 @@ def _live() -> Iterator[RunAddress]:
 
 
 def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
-    """Send one request; yields its answers as they come. Raises `ControlError` with the run's own reason."""
+    """Send one request, and yield its answers as they come. Raises `ControlError` with the run's own reason."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(CONNECT_SECONDS)
         try:
             connection.connect(str(address.path))
             connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-            # A followed log speaks when there is something to say.
+            # A followed log may be silent for any time.
             connection.settimeout(None if arguments.get("follow") else ANSWER_SECONDS)
             with connection.makefile("rb") as lines:
                 for line in lines:
@@ -123,7 +126,7 @@ class ControlServer:
 
     async def __aenter__(self) -> ControlServer:
         for _ in _live():
-            pass  # a look at each removes those of runs that crashed
+            pass  # this removes the sockets of runs that crashed
         self._server = await asyncio.start_unix_server(self._connected, self._path, limit=MAX_LINE)
         return self
 
@@ -144,7 +147,7 @@ class ControlServer:
         try:
             await self._serve(reader, writer)
         except (ConnectionError, TimeoutError):
-            pass  # whoever asked has gone
+            pass  # the client has gone
         finally:
             self._open.discard(task)
             writer.close()
@@ -160,7 +163,7 @@ class ControlServer:
             async with asyncio.timeout(REQUEST_SECONDS):
                 line = await reader.readline()
             if not line:
-                return  # a look whether anybody is there
+                return  # the client only checked whether the run is alive
             request = json.loads(line)
             handler = self._handlers.get(request.pop("verb", ""))
             if handler is None:

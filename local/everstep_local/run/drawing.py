@@ -1,7 +1,8 @@
-"""A timeline as an SVG that any browser opens, and as text for a terminal. Pure.
+"""Draws a timeline as an SVG for any browser, and as text for a terminal. Pure.
 
-Reads left to right in seconds: a lane a worker, marks where a person or a fault struck, bands where the world stood
-still, below them the world size and the loss. Colours are told apart also by those who do not see red and green.
+Time goes from left to right, in seconds. Each worker has a lane. Marks show actions of a person and faults, bands show
+when the world stood still, and below are the world size and the loss. The colours are distinct for red-green
+colour-blind people too.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _Drawing:
             logs = [math.log10(loss) for _, loss in points]
             low, high = min(logs), max(logs)
             span = (high - low) or 1.0
-            # A line through a time without steps would show a loss that nobody saw.
+            # A line through a time without steps would show a loss that was never measured.
             breaks = [s.end for s in self.timeline.spans]
             parts = groupby(points, key=lambda p: sum(p[0] >= end for end in breaks))
             for _, part in parts:
@@ -177,7 +178,7 @@ def text(timeline: Timeline, width: int = 72) -> str:
 
 
 def _escape(value: str) -> str:
-    """As XML takes it: a message may hold control characters, which no escape makes legal."""
+    """The text as XML accepts it: a message may contain control characters, which no escape makes legal."""
     return escape("".join(c if c.isprintable() else " " for c in value))
 
 

@@ -1,7 +1,7 @@
-"""Actions that a run takes on itself when training reaches a step: what `--at STEP:ACTION` says. Pure.
+"""Actions that a run takes when training reaches a step, from `--at STEP:ACTION`. Pure.
 
-An action waits until the world trains in the size and round that the one before it led to, so that a list of them is
-one story and not a pile.
+An action waits until the world trains in the size and round to which the action before it led, so that a list of
+actions is carried out one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GRAMMAR = re.compile(r"(\d+):(?:(kill|delete|scale)=(\d+)|(kill-node)=([a-z0-9-
 
 
 class FaultError(ValueError):
-    """The text is no fault; says what is."""
+    """The text is no fault. The error says what is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def parse(text: str) -> Fault:
 
 
 def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | None:
-    """The first of `faults` if its moment has come. `round_before`: the round in which the one before it was done."""
+    """The first of `faults`, if it is due. `round_before`: the round in which the fault before it was done."""
     if not faults:
         return None
     first = faults[0]
@@ -51,7 +51,7 @@ def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | Non
 
 
 def changes_world(fault: Fault, view: View) -> bool:
-    """Whether a new round follows, which the next fault has to wait for."""
+    """Whether a new round follows, for which the next fault has to wait."""
     match fault.action:
         case "kill-operator":
             return False
@@ -64,6 +64,6 @@ def changes_world(fault: Fault, view: View) -> bool:
 
 
 def target(fault: Fault, view: View) -> str | None:
-    """The pod that a fault with a worker's number means; None where that worker has none now."""
+    """The pod of the fault's worker; None if that worker has no pod now."""
     rows = [row for row in view.workers if str(row.worker) == fault.argument]
     return max(rows, key=lambda row: row.restarts).pod if rows else None

@@ -1,7 +1,7 @@
-"""What was seen during a local run, in order, one JSON object a line: what the timeline is drawn from.
+"""Records what was seen during a local run, in order, one JSON object a line. The timeline is drawn from it.
 
-Pure but for `History.save`. Invariant: nothing is invented here. A moment is when the thing was seen by the run itself,
-in seconds since the run began; two sources of one moment stay two entries.
+Everything but `History.save` is pure. Invariant: entries contain only what was seen. Their time is when the run itself
+saw it, in seconds since its beginning. Two sources of one event stay two entries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-MAX_ENTRIES = 200_000  # a run of days, sampled; later step reports are then dropped, changes never
+MAX_ENTRIES = 200_000  # enough for days; after that step reports are dropped, but never changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StepSeen:
     world_size: int
     step: int
     loss: float | None = None
-    round: int = 0  # in which the process trained; 0: it does not know
+    round: int = 0  # the round in which the process trained; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class EventSeen:
 
 @dataclass(frozen=True, slots=True)
 class ActionTaken:
-    """What a person did through the command line. `worker` is the one that it hit, if it hit one."""
+    """An action of a person through the command line. `worker`: the worker that it affected, if any."""
 
     kind: ClassVar[str] = "action"
     at: float

@@ -1,7 +1,7 @@
-"""From what a person gives to `everstep run`, a YAML file or a script, to the TrainingJob that runs here.
+"""Makes the TrainingJob that runs here from a YAML file or a script.
 
-Pure but for reading files. A job that was written for a cluster runs unchanged but for what a laptop does not have, and
-every such change is said: a checkpoint store whose Secret is not given becomes a folder.
+It only reads files. A job that was written for a cluster runs unchanged, except for what a laptop lacks: a checkpoint
+store whose Secret is not given becomes a folder. Every such change is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line says; None leaves what the file says."""
+    """The values of the command line. None keeps the file's value."""
 
     name: str | None = None
     workers: int | None = None
@@ -36,7 +36,7 @@ class Asked:
 class Prepared:
     manifest: dict[str, Any]
     workdir: Path  # where the workers run: the folder of the file
-    notes: tuple[str, ...] = ()  # what was changed for this machine, for a person
+    notes: tuple[str, ...] = ()  # texts that say what was changed for this machine
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
     metadata["name"] = asked.name or metadata.get("name") or ""
     metadata.setdefault("namespace", "default")
     name = metadata["name"]
-    # Checked here already: it names files and a socket before the cluster is asked.
+    # The name is checked here already, because files and a socket are named by it before the cluster checks it.
     if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise JobFileError(
             f"{path}: metadata.name: {str(name)[:60]!r} is not a name of at most {MAX_NAME} lower-case letters, digits "
@@ -91,7 +91,7 @@ def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[s
         raise JobFileError(f"{path}: a script is started by torch's torchrun: pip install 'everstep[worker]'")
     name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
     name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
-    # A fixed run is what any script can be run with: nothing but torch. An elastic one needs survivors that go on.
+    # A run of a fixed size works with any script and torch alone. In an elastic run survivors have to go on.
     launcher, backend = ("everstep-run", "everstep") if elastic else ("torchrun", "c10d")
     container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": [launcher, path.name, *arguments]}
     return {
@@ -108,7 +108,7 @@ def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[s
 
 
 def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
-    """The job with a store for its commits that is here: the one asked for, the job's own, or `folder`."""
+    """The job with a store for its commits that exists here: the requested one, the job's own, or `folder`."""
     spec = job.manifest.get("spec")
     checkpoint = spec.get("checkpoint") if isinstance(spec, dict) else None
     if not isinstance(spec, dict) or not (isinstance(checkpoint, dict) or asked.checkpoint is not None):

@@ -1,7 +1,7 @@
 """One local run: the operator, an in-memory cluster and nodes of processes in one event loop, until the job has ended.
 
-The operator is the one that runs in a cluster; only what it stands on is different. Invariant: when `run` has returned,
-or this process has died, no process of the job is left.
+It is the same operator as in a cluster, on another API server and other nodes. Invariant: when `run` has returned, or
+this process has died, no process of the job is left.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Outcome(IntEnum):
 
 
 class Refused(Exception):
-    """The cluster did not take the job; each line names a field."""
+    """The cluster refused the job. Each line names a field."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class LocalRun:
         self._clock = SystemClock()
         self._began = time.monotonic()
         namespaces = dict.fromkeys((job.namespace, OPERATOR_NAMESPACE))
-        # The seed is also that of the key that signs tokens: nobody may know it.
+        # The seed also makes the key that signs tokens, so it has to be secret.
         self.cluster = MemoryCluster(self._clock, seed=secrets.randbits(128), namespaces=namespaces)
         self.client: KubeClient = self.cluster.client()
         self.nodes = LocalNodes(
@@ -91,7 +91,7 @@ class LocalRun:
         self._memory: dict[str, Peak] = {}  # by pod
         self._events: deque[EventRow] = deque(maxlen=EVENTS_SHOWN)
         self._ended = asyncio.Event()
-        self._last = Unstructured()  # the job as it was seen last: it may be deleted as soon as it has ended
+        self._last = Unstructured()  # the job as last seen: it may be deleted as soon as it has ended
         self._restarting = asyncio.Lock()
         self._logs: dict[str, asyncio.Task[None]] = {}
         rng = random.SystemRandom().random
@@ -111,7 +111,7 @@ class LocalRun:
         return time.monotonic() - self._began
 
     async def run(self) -> Outcome:
-        """Until the job has ended. Raises `Refused` if the cluster does not take it. Cancel it to stop everything."""
+        """Run until the job has ended. Raises `Refused` if the cluster refuses it. Cancel this to stop everything."""
         (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
         await self._submit()
         machinery = [asyncio.create_task(self.nodes.run(), name="nodes")]
@@ -124,7 +124,7 @@ class LocalRun:
                 done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {ended}:
                     if not task.cancelled():
-                        task.result()  # a part that ends by itself has failed
+                        task.result()  # a part that ended by itself has failed
             await self._finish()
         finally:
             await cancel(ended, self._operator, *machinery, *self._logs.values())
@@ -142,7 +142,7 @@ class LocalRun:
             raise Refused("\n".join(fields) or e.message) from e
 
     def start_operator(self) -> None:
-        """Start the operator; what it finds is what there is."""
+        """Start the operator."""
         settings = OperatorSettings(
             namespace=OPERATOR_NAMESPACE,
             pod_name="operator",
@@ -161,33 +161,33 @@ class LocalRun:
             Metrics(process=False),
             self._clock,
             on_report=self._reported,
-            synced=lambda: None,  # this process is not its alone
+            synced=lambda: None,  # the operator is not alone in this process
         )
         self._operator = asyncio.create_task(operator.run(), name="operator")
 
     async def restart_operator(self) -> None:
-        """Kill the operator and start another; the job's processes are not touched."""
+        """Kill the operator and start another. The job's processes run on."""
         async with self._restarting:
             await cancel(self._operator)
             self.start_operator()
 
     def close(self) -> None:
-        """Remove what was made for a run that never ran."""
+        """Remove the files of a run that never began."""
         self.nodes.close()
 
     async def _finish(self) -> None:
-        """The job has ended: the last lines of its workers' logs are kept."""
+        """Keep the last lines of the workers' logs, after the job has ended."""
         if self._logs:
             await asyncio.wait(self._logs.values(), timeout=LOG_SECONDS)
         self._changed()
 
     def did(self, what: str, worker: int | None = None) -> None:
-        """Note what a person, or the story of this run, has done."""
+        """Note an action of a person, or of this run's list of faults."""
         self.history.add(ActionTaken(self.seconds, what, worker))
         self._changed()
 
     def view(self) -> View | None:
-        """What to show now; None until the job is seen."""
+        """The present view; None until the job is seen."""
         job = self._last
         if not job.metadata.uid:
             return None
@@ -218,7 +218,7 @@ class LocalRun:
             peak = max(host, report.peak_memory), told if device is None else max(device, told or 0)
             self._memory[identity.pod_name] = peak
         if worker is None or report.step is None or report.phase in (Phase.START, Phase.RESTORE):
-            return  # what was restored is not a step that this process has taken
+            return  # a restored step is not one that this process has taken
         loss = report.metrics.get("loss")
         loss = loss if loss is not None and math.isfinite(loss) else None
         seen = StepSeen(
@@ -226,7 +226,7 @@ class LocalRun:
             report.round,
         )  # fmt: skip
         before = self._steps.get(identity.pod_name)
-        # Of several processes in a pod the lowest rank speaks for it.
+        # Of several processes in a pod the lowest rank counts.
         if before is None or report.rank <= before.rank:
             self._steps[identity.pod_name] = seen
             self.history.add(seen)
@@ -279,7 +279,8 @@ class LocalRun:
         self._changed()
 
     async def _keep_log(self, namespace: str, pod: str) -> None:
-        """Copy the pod's log to the output folder while it is written: the pod's own goes with the pod."""
+        """Copy the pod's log to the output folder while it is written, because the pod's own is removed with the
+        pod."""
         with (
             contextlib.suppress(KeyError),
             (self.options.out / "logs" / f"{pod}.log").open("w", encoding="utf-8") as file,

@@ -1,7 +1,7 @@
-"""A YAML file read as strictly as `kubectl apply --validate=strict` does: what would be dropped in silence is refused.
+"""Reads a YAML file as strictly as `kubectl apply --validate=strict`: it refuses whatever would be dropped silently.
 
-YAML itself lets the last of two equal keys win, and a cluster prunes a field that it does not know. Both are how a job
-runs with settings that nobody wrote. Invariant: what is returned has one value for each key, and no unknown field.
+In YAML the last of two equal keys wins, and a cluster prunes unknown fields. Both would run a job with settings that
+nobody wrote. Invariant: the result has one value for each key, and no unknown field.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from everstep_operator.api.crd import crd
 from everstep_operator.api.unknown import MAX_SHOWN, field, unknown
 from everstep_operator.kube.pod_fields import unknown_fields
 
-MAX_FILE = 4 * 1024 * 1024  # bytes; the API server takes no more than 3 MiB
-MAX_VALUES = 100_000  # of a document, each counted as often as an alias repeats it
+MAX_FILE = 4 * 1024 * 1024  # bytes; the API server accepts at most 3 MiB
+MAX_VALUES = 100_000  # values of a document, each counted as often as an alias repeats it
 
 
 class JobFileError(Exception):
-    """The file cannot be run; the text names the file, the field and the fix."""
+    """The file cannot be run. The text names the file, the field and the fix."""
 
 
 class _Twice(yaml.YAMLError):
-    """A key that is there twice in one object."""
+    """A key that occurs twice in one object."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -86,7 +86,7 @@ def _require_known(path: Path, job: dict[str, Any]) -> None:
 
 
 def _require_bounded(path: Path, documents: list[Any]) -> None:
-    """Aliases make a small file a large value; nobody below may have to expand it."""
+    """Aliases can make a large value from a small file. Refuse that before any other code expands it."""
     left, waiting = MAX_VALUES, [*documents]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""`everstep run`: one local run in this process, what a second terminal may ask of it, and what is left at its end."""
+"""`everstep run`: one local run in this process, the requests of a second terminal, and the report at its end."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from everstep_operator.telemetry.logs import setup
 log = logging.getLogger(__name__)
 
 INTERRUPTED = int(Outcome.INTERRUPTED)
-STORY_SECONDS = 0.1  # from one look whether the next fault is due to the next
+STORY_SECONDS = 0.1  # seconds between checks whether the next fault is due
 REFRESH = 0.2  # seconds from one drawing of the table to the next
 CELLS = 72
-WORDS = 400  # last lines of a worker among which its program's own are looked for
-FAILURE = 60  # last lines of a worker: torchrun says 40 of its own after the program
+WORDS = 400  # last lines of a worker in which its program's own are searched
+FAILURE = 60  # last lines of a worker: torchrun prints 40 lines after the program's
 SUMMARY = 3  # last lines of rank 0's program that are shown at the end
-# A torchrun that outlives the store of its rendezvous says so after the program's last words, with a C++ backtrace.
+# A torchrun that outlives its rendezvous' store prints a C++ backtrace after the program's last lines.
 LAUNCHER = re.compile(
     r"$|<omitting python frames>|frame #\d+: |Exception raised from |\[?[WEIF]\d{4} [\d:.]+ |[\d:.]+ everstep-run: "
 )
@@ -57,9 +57,9 @@ def run(
     plain: bool,
     story: tuple[Fault, ...] = (),
 ) -> int:
-    """Run it, with the faults of `story`; the exit code."""
+    """Run the job with the faults of `story`. Returns the exit code."""
     loaded = load(job, arguments, asked)
-    # A folder of its own: a run never goes on from another's commits unless it is told to by --out or --checkpoint.
+    # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
     place = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     prepared = place_checkpoints(loaded, asked, place / "checkpoints")
     place.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ async def _play(
     changed: asyncio.Event,
 ) -> int:
     handlers = Handlers(local)
-    async with ControlServer(prepared.name, handlers.by_verb()):  # it may refuse: nothing has been started by then
+    async with ControlServer(prepared.name, handlers.by_verb()):  # it may refuse, before anything is started
         task = asyncio.create_task(local.run())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -111,14 +111,14 @@ async def _play(
     try:
         _report(local, options.out, console, outcome)
     except Exception as e:
-        # The run's outcome is what counts, whatever happens to its picture.
+        # The run's outcome counts, even if its report cannot be written.
         log.exception("the report failed")
         print(f"everstep: the report could not be written: {e}", file=sys.stderr)
     return int(outcome)
 
 
 async def _tell(local: LocalRun, handlers: Handlers, waiting: deque[Fault]) -> None:
-    """Do each of the faults when its moment has come; those that have not come are left in `waiting`."""
+    """Carry out each fault when it is due. Faults that never came due are left in `waiting`."""
     round_before = 0
     while waiting:
         await asyncio.sleep(STORY_SECONDS)
@@ -163,7 +163,7 @@ async def _show(local: LocalRun, changed: asyncio.Event, console: Console, plain
 
 
 def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> None:
-    """What is left of the run: its history, its timeline, its last words."""
+    """Write the report of the run: its history, its timeline and its last lines."""
     view = local.view()
     timeline = build(local.history)
     local.history.save(out / "history.jsonl")
@@ -185,7 +185,7 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
 
 
 def last_words(lines: list[str]) -> list[str]:
-    """The last lines that a worker's program said itself."""
+    """The last lines that a worker's program itself printed."""
     return [line for line in lines if not LAUNCHER.match(line)][-SUMMARY:]
 
 
@@ -199,7 +199,7 @@ def _tail(out: Path, pod: str, count: int) -> list[str]:
 
 
 class Handlers:
-    """What a second terminal may ask. Each answers with one line, `logs` with as many as there are."""
+    """The requests of a second terminal. Each is answered with one line, `logs` with many."""
 
     def __init__(self, local: LocalRun) -> None:
         self._local = local
@@ -218,7 +218,7 @@ class Handlers:
         }
 
     def do(self, fault: Fault, pod: str | None) -> AsyncIterator[Answer]:
-        """Carry out one fault; `pod` is the one that it means, if it means one."""
+        """Carry out one fault. `pod`: the pod that it affects, if any."""
         match fault.action:
             case "kill" | "delete" as verb:
                 return self.by_verb()[verb]({"pod": pod})
@@ -313,7 +313,7 @@ class Handlers:
 
 
 async def _kube(request: Any) -> None:
-    """Carry it out; the cluster's refusal is what the person reads."""
+    """Carry out a request. A refusal of the cluster becomes the error that the person reads."""
     try:
         await request
     except KubeError as e:

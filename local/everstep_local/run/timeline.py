@@ -1,4 +1,5 @@
-"""A run's history as lanes: what each worker did when, what was done to it, and how long the world stood still.
+"""Arranges a run's history in lanes: what each worker did when, what was done to it, and how long the world stood
+still.
 
 Pure. Times are seconds since the run began. Invariant: every mark comes from an entry of the history; a lane that shows
 training had a report of a completed step from a pod of that worker.
@@ -20,7 +21,7 @@ STANDING = ("Recovering", "Resizing", "Suspended")
 
 
 class State(StrEnum):
-    STARTING = "starting"  # the pod is there, no step of it has been reported
+    STARTING = "starting"  # the pod exists, but none of its steps has been reported
     TRAINING = "training"
 
 
@@ -30,7 +31,7 @@ class Segment:
     end: float
     state: State
     pod: str
-    ended: str = ""  # how the pod ended where this segment does: Succeeded, Failed or Deleted
+    ended: str = ""  # how the pod ended at this segment's end: Succeeded, Failed or Deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _lanes(entries: list[Entry], seconds: float) -> dict[int, tuple[Segment, ...
 
 
 def _spans(statuses: list[StatusSeen], steps: list[StepSeen], seconds: float) -> tuple[Span, ...]:
-    """Of each status that says that the world stands still, for how long it did."""
+    """The spans in which the world stood still, by the statuses that say so."""
     spans: list[Span] = []
     for e in statuses:
         if e.reason not in STANDING or (spans and e.at < spans[-1].end):
@@ -111,10 +112,11 @@ def _spans(statuses: list[StatusSeen], steps: list[StepSeen], seconds: float) ->
 
 
 def _stood(steps: list[StepSeen], status: StatusSeen, seconds: float) -> Span | None:
-    """Until the world stepped again; None if it trained on as it was.
+    """The time until the world stepped again; None if it trained on unchanged.
 
-    One report a pod may be late and still tell of the old world. With a second one that world trains on, as an elastic
-    job does while a worker is missed, and stands still, if at all, from its last report to the first of the next round.
+    One late report of a pod may still be of the old world. A second one shows that the old world trains on, as an
+    elastic job does while a worker is missing. It stands still, if at all, from its last report to the first of the
+    next round.
     """
     old = max((s.round for s in steps if s.at <= status.at), default=0)
     later = [s for s in steps if s.at > status.at]
@@ -124,7 +126,7 @@ def _stood(steps: list[StepSeen], status: StatusSeen, seconds: float) -> Span | 
     if resumed is None and trains_on:
         return None
     if resumed is None and status.round <= old and before:
-        # Agents may be in the next round before the status says that the old one is over: then there is no newer one.
+        # Agents may be in the next round before the status says that the old one is over. Then there is no newer round.
         resumed = before[0].at
     begin = max(s.at for s in before) if trains_on else status.at
     return Span(begin, seconds if resumed is None else resumed, status.reason)

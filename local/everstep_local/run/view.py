@@ -1,4 +1,5 @@
-"""What a person is shown of a local run, live and by `everstep status`. Pure: objects and history to plain data."""
+"""Makes the view of a local run for a person, live and for `everstep status`. Pure: it turns objects and history into
+plain data."""
 
 from __future__ import annotations
 
@@ -127,5 +128,5 @@ def _row(
 
 
 def clock_time(moment: datetime) -> str:
-    """As a person's own clock shows it."""
+    """The time on the person's own clock."""
     return moment.astimezone().strftime("%H:%M:%S")

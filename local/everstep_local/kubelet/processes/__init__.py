@@ -1,1 +1,1 @@
-"""The processes of one container, the guard above them, their log, and the folder that holds all of a run."""
+"""The processes of one container, their guard and log, and the folder of a whole run."""

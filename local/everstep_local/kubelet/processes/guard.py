@@ -1,10 +1,10 @@
 """The parent of one container's processes: `python -S -E guard.py <spec file> <status fd>`.
 
-It exists so that nothing outlives whoever started it. Standard input is a pipe whose other end only the kubelet holds:
-when the kubelet ends, by Ctrl-C or kill -9, the pipe closes and everything below is killed. As a child subreaper it
-inherits what its descendants leave behind, so torchrun's own sessions die too. As with PID 1 of a container, the end of
-the main process is the end of all of them. Knows no Kubernetes; standard library only, and few modules, because it
-starts with every container.
+It ensures that no process outlives the kubelet. Standard input is a pipe whose other end only the kubelet holds. When
+the kubelet ends, by Ctrl-C or kill -9, the pipe closes and all processes below the guard are killed. As a child
+subreaper the guard inherits the orphans of its descendants, so torchrun's own sessions die too. As with PID 1 of a
+container, the end of the main process ends all of them. The guard does not know Kubernetes. It uses few modules, of the
+standard library only, because it starts with every container.
 
 Commands on standard input, a byte each: `T` SIGTERM to the main process group, `K` SIGKILL to everything.
 Reports on the status fd, a JSON line each: {"started": pid}, {"refused": errno}, {"exit": code}; 128 + n for signal n.
@@ -73,7 +73,7 @@ def _cut(line: bytes, tag: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below `root`, whatever session or group they are in; parents before their children."""
+    """Living processes below `root`, in any session or group; parents before their children."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -94,7 +94,7 @@ def _parents() -> list[tuple[int, int]]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                # The name may hold blanks and brackets; the fields begin after the last bracket.
+                # The name may contain blanks and brackets. The fields begin after the last bracket.
                 state, parent = stat.read().rpartition(b")")[2].split()[:2]
                 if state not in (b"Z", b"X"):
                     pairs.append((int(name), int(parent)))
@@ -117,7 +117,7 @@ class Guard:
         os.set_blocking(woken, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # Whoever ends the guard means the container; its own death alone would only lose the account of it.
+            # A signal to the guard is meant for the container. The guard's death alone would only lose the exit report.
             signal.signal(number, lambda *_: self._kill(wake))
         outputs = self._start()
         self._serve(wake, outputs)
@@ -145,7 +145,7 @@ class Guard:
                     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                     if os.getppid() != parent:
                         os._exit(137)
-                # Python ignores these; an ignored signal stays ignored in what is executed.
+                # Python ignores these signals, and an ignored signal stays ignored in the executed program.
                 for number in (signal.SIGPIPE, signal.SIGXFSZ):
                     signal.signal(number, signal.SIG_DFL)
                 null = os.open(os.devnull, os.O_RDONLY)
@@ -168,11 +168,11 @@ class Guard:
         return {out: "stdout", err: "stderr"}
 
     def _serve(self, wake: int, outputs: dict[int, str]) -> None:
-        """Until the main process or the kubelet has ended."""
+        """Serve until the main process or the kubelet has ended."""
         waiting = {0, wake, *outputs}
         kubelet = int(str(self._spec["kubelet"]))
         while True:
-            # Also by the clock: a process that the kubelet forked could keep the pipe open after its death.
+            # The clock is checked too: a process that the kubelet forked could keep the pipe open after its death.
             ready, _, _ = select.select(list(waiting), [], [], 1.0)
             if os.getppid() != kubelet:
                 self._orphaned = True
@@ -196,8 +196,8 @@ class Guard:
                 return
 
     def _drain(self, fd: int, stream: str, once: bool = False) -> bool:
-        """Log what is there; False at its end."""
-        # Bounded by what the pipe holds: nobody is left to write, or the loop comes back.
+        """Log the available output; False at its end."""
+        # The pipe's content bounds this: either no writer is left, or the loop comes back.
         while True:
             try:
                 data = os.read(fd, 65536)
@@ -222,7 +222,7 @@ class Guard:
                 self._code = 128 - code if code < 0 else code
 
     def _kill(self, wake: int) -> None:
-        """Kill until nothing is left. Orphans come to us as children, so each pass finds what the last one freed."""
+        """Kill until nothing is left. Orphans become our children, so each pass finds those of the last one."""
         deadline = time.monotonic() + KILL_SECONDS
         while time.monotonic() < deadline:
             self._reap()
@@ -237,7 +237,7 @@ class Guard:
                 os.read(wake, 512)
 
     def _remove_folder(self) -> None:
-        """Nobody else will: it holds tokens and secrets."""
+        """Remove the folder, because it contains tokens and secrets, and no other process will."""
         import shutil  # noqa: PLC0415 - only now, see the module's docstring
 
         shutil.rmtree(str(self._spec["folder"]), ignore_errors=True)
@@ -253,7 +253,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    # By hand: argparse would cost each container a tenth of its start.
+    # The arguments are parsed by hand: argparse would cost each container a tenth of its start.
     if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
         asked = sys.argv[1:] in (["-h"], ["--help"])
         print(

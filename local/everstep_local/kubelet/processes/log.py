@@ -1,7 +1,7 @@
-"""Reading a container's log as the guard writes it: `<time> <stream> <F|P> <text>` a line, in two files at most.
+"""Reads a container's log as the guard writes it: lines of `<time> <stream> <F|P> <text>`, in two files at most.
 
-Invariant: a reader that follows misses nothing that is written while it reads, a rotation included, unless it is slower
-than half of the log's bound.
+Invariant: a reader that follows misses no line, even over a rotation, unless it falls behind by half of the log's
+bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LogLine:
 
 
 def read(path: Path) -> Iterator[LogLine]:
-    """All lines of the log, in memory only a part at a time."""
+    """All lines of the log, with only a part in memory at a time."""
     lines = _Lines()
     for file in (_older(path), path):
         if (opened := _open(file)) is not None:
@@ -40,7 +40,7 @@ def read(path: Path) -> Iterator[LogLine]:
 
 
 def tail(path: Path, count: int) -> list[LogLine]:
-    """The last `count` lines; reads no more of the log than it has to."""
+    """The last `count` lines. This reads no more of the log than necessary."""
     size = 64 * 1024
     while True:
         data, whole = _end(path, size)
@@ -60,9 +60,9 @@ def last_text(path: Path, lines: int, size: int) -> str:
 async def follow(
     path: Path, clock: Clock, ended: Callable[[], bool], count: int | None = None
 ) -> AsyncIterator[LogLine]:
-    """What `read` gives, or `tail` with `count`; then each new line until `ended`."""
+    """The lines of `read`, or of `tail` with `count`, and then each new line until `ended`."""
     lines = _Lines()
-    last = ended()  # asked before reading: what was written until then is read
+    last = ended()  # asked before reading, so that all earlier lines are read
     file = _open(path)
     try:
         for line in _so_far(lines, path, file, count):
@@ -74,7 +74,7 @@ async def follow(
             for line in lines.feed(file.read()) if file is not None else ():
                 yield line
             while file is not None and _rotated(path, file):
-                # Once more: something may have been written between the read and the rotation.
+                # Read once more: lines may have been written between the read and the rotation.
                 found = lines.feed(file.read())
                 file.close()
                 file = _open(path)
@@ -88,7 +88,7 @@ async def follow(
 
 
 def _so_far(lines: _Lines, path: Path, file: BinaryIO | None, count: int | None) -> Iterable[LogLine]:
-    """What is there already; leaves `file` at its end."""
+    """The existing lines. This leaves `file` at its end."""
     found: deque[LogLine] = deque(maxlen=count)
     if (older := _open(_older(path))) is not None:
         with older:
@@ -100,7 +100,7 @@ def _so_far(lines: _Lines, path: Path, file: BinaryIO | None, count: int | None)
 
 
 class _Lines:
-    """From bytes, cut anywhere, to lines; of two streams each has a beginning of its own."""
+    """Makes lines from pieces of bytes. Each of the two streams has its own unfinished line."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -133,7 +133,7 @@ def _older(path: Path) -> Path:
 
 
 def _end(path: Path, size: int) -> tuple[bytes, bool]:
-    """About the last `size` bytes, from the beginning of a line; and whether that is all there is."""
+    """About the last `size` bytes, from the beginning of a line, and whether that is the whole file."""
     data = b""
     for file in (path, _older(path)):
         if (opened := _open(file)) is None:

@@ -1,7 +1,7 @@
-"""One container's processes, started below a guard, seen from the kubelet's event loop.
+"""Starts one container's processes below a guard, and watches them from the kubelet's event loop.
 
-Invariant: a `Process` that was started ends, and with it everything it started: when told, when its main process ends,
-when its guard dies, and when this process dies, however it does.
+Invariant: a started `Process` ends, with all processes below it, when it is told to, when its main process ends, when
+its guard dies, and when this process dies in any way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GUARD = Path(__file__).with_name("guard.py")
 # Marks every process of a pod, so that even one whose guard was killed can be found.
 MARK = "EVERSTEP_LOCAL_POD"
 MAX_REPORT = 4096
-# A guard that has reported, or lost its pipe, has nothing left to do but to exit.
+# A guard that has reported, or lost its pipe, only has to exit.
 GUARD_EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What to run. `env` is all of the environment; `folder` is removed by the guard if this process dies."""
+    """A process to run. `env` is the whole environment. The guard removes `folder` if this process dies."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -43,13 +43,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The program could not be executed; `errno` is the system's reason."""
+    """The program could not be executed. `errno` is the system's reason."""
 
     errno: int
 
 
 class Process:
-    """Made by `start` in a running event loop. `on_change` is called there at the start, the refusal and the end."""
+    """A running process, made by `start` in an event loop. `on_change` is called there at the start, a refusal and the
+    end."""
 
     def __init__(self, spec: ProcessSpec, on_change: Callable[[], None]) -> None:
         self._mark = spec.mark
@@ -65,12 +66,12 @@ class Process:
 
     @classmethod
     def start(cls, spec: ProcessSpec, on_change: Callable[[], None]) -> Process:
-        """Raises OSError when not even the guard can be started (no process, file or memory left)."""
+        """Start the guard. Raises OSError if it cannot be started (no process, file or memory left)."""
         return cls(spec, on_change)
 
     @property
     def pid(self) -> int | None:
-        """Of the main process, once it is known to run."""
+        """The process ID of the main process, once it is known to run."""
         return self._pid
 
     @property
@@ -79,25 +80,25 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """0 to 255, 128 + n for signal n; None while anything of it runs."""
+        """The exit code: 0 to 255, 128 + n for signal n; None while any of its processes runs."""
         return self._exit_code if self._ended.is_set() else None
 
     def terminate(self) -> None:
-        """SIGTERM to the main process and its group."""
+        """Send SIGTERM to the main process and its group."""
         self._command(b"T")
 
     def kill(self) -> None:
-        """SIGKILL to all of it. Returns at once; `wait` for the end."""
+        """Send SIGKILL to all processes. Returns at once; `wait` for the end."""
         self._command(b"K")
 
     async def wait(self) -> int:
-        """The exit code, when nothing of it is left."""
+        """Wait until none of its processes is left. Returns the exit code."""
         await self._ended.wait()
         assert self._exit_code is not None
         return self._exit_code
 
     def _command(self, command: bytes) -> None:
-        # A guard that is gone needs no command; its pipe is about to tell.
+        # A guard that is gone needs no command: its pipe will report the end.
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             if not self._ended.is_set():
                 os.write(self._commands, command)
@@ -120,7 +121,7 @@ class Process:
             self._on_change()
 
     def _close(self) -> None:
-        """The guard has closed its end, so it is gone or going."""
+        """The guard has closed its end of the pipe, so it is gone or about to exit."""
         self._loop.remove_reader(self._status)
         os.close(self._status)
         os.close(self._commands)
@@ -137,8 +138,8 @@ class Process:
 
 
 def _launch(spec: ProcessSpec) -> tuple[subprocess.Popen[bytes], int, int]:
-    """The guard, the fd for commands and the fd of its reports."""
-    # In a file, not on the command line, which everybody may read; the guard removes it.
+    """Launch the guard. Returns it, the fd for commands and the fd of its reports."""
+    # The spec is in a file, because everybody may read a command line. The guard removes it.
     order = spec.log.with_name("order.json")
     body = {
         "argv": list(spec.argv),
@@ -161,7 +162,7 @@ def _launch(spec: ProcessSpec) -> tuple[subprocess.Popen[bytes], int, int]:
                 stdout=errors,
                 stderr=errors,
                 pass_fds=(write_end,),
-                start_new_session=True,  # a terminal's Ctrl-C is the kubelet's to handle
+                start_new_session=True,  # the kubelet handles a terminal's Ctrl-C
                 env={"PATH": os.environ.get("PATH", os.defpath)},
                 cwd="/",
             )
@@ -177,7 +178,7 @@ def _launch(spec: ProcessSpec) -> tuple[subprocess.Popen[bytes], int, int]:
 
 
 def kill_marked(mark: str) -> int:
-    """SIGKILL every process whose environment carries `mark`; how many. Only where there is /proc."""
+    """Send SIGKILL to every process whose environment contains `mark`, and count them. This works only with /proc."""
     wanted = f"{MARK}={mark}".encode()
     killed = 0
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():

@@ -1,9 +1,8 @@
-"""The folder below which everything of one run of local mode lies, and how that of a dead run is found.
+"""The folder for all files of one run of local mode. Folders of dead runs are found and removed.
 
-Its name begins with `everstep-`, in the system's folder for temporary files. A lock on a file in it, which the system
-drops with the process, says that its run is alive; no process number is believed, for numbers come back.
-
-Invariant: a folder whose lock can be taken belongs to nobody, and is removed by the next run.
+Its name begins with `everstep-`, in the system's folder for temporary files. A lock on a file in it shows that its run
+is alive, because the system drops the lock with the process. Process numbers are not used, because systems reuse them.
+Invariant: a folder whose lock can be taken belongs to a dead run, and the next run removes it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from types import TracebackType
 
 PREFIX = "everstep-"
 NEW = ".new-everstep-"
-LOCK = ".everstep-local.lock"  # nobody else has such a file
+LOCK = ".everstep-local.lock"  # no other program has such a file
 
 
 class Root:
-    """A fresh folder, mode 0700, removed by `close`. Short, for a socket's path must fit into 104 bytes."""
+    """A new folder, mode 0700, which `close` removes. Its path is short, because a socket's path must fit into 104
+    bytes."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
@@ -30,7 +30,7 @@ class Root:
         made = Path(tempfile.mkdtemp(prefix=NEW, dir=parent))
         self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Under its final name only when it is locked: another run that starts now must not take it for stale.
+        # It gets its final name only when it is locked, so that another run that starts now does not take it for stale.
         self.path = made.rename(parent / (PREFIX + made.name.removeprefix(NEW)))
 
     def __enter__(self) -> Root:
@@ -51,10 +51,10 @@ class Root:
 
 
 def remove_stale(parent: Path) -> tuple[Path, ...]:
-    """Remove the folders of runs that have died; which."""
+    """Remove the folders of dead runs, and return them."""
     removed = []
     for folder in sorted(parent.glob(PREFIX + "*")):
-        # Others' folders, and other programs' that happen to have such a name, are not ours to touch.
+        # Folders of other users, and of other programs with such a name, must not be touched.
         if folder.is_symlink() or not (folder / LOCK).is_file() or folder.stat().st_uid != os.getuid():
             continue
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The simulated cluster with agents that form rounds, as the round store's document would show it."""
+"""The simulated cluster with agents that form rounds, as the round store's document shows them."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class ElasticWorld(World):
         self.view = None
 
     def do_form(self) -> str:
-        """The agents that are ready form a round, if they are enough; the round store raises the number first."""
+        """The ready agents form a round, if there are enough. The round store raises the number first."""
         assert self.view is not None
         ready = [
             (p.index, p.incarnation)
             for i in sorted(self.published().workers)
             if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
         ]
-        # As the agents do: by the sizes that they were told last, whatever the spec says by now.
+        # Like real agents, they use the sizes that they were told last, whatever the spec says now.
         sizes = self.view.sizes or sizing.bounds(TrainingJobSpec.model_validate(self.spec))
         size = sizes.largest(len(ready))
         if size == 0:
@@ -69,7 +69,7 @@ class ElasticWorld(World):
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
 
     def do_gone_from(self, *indexes: str) -> None:
-        """The agents say that these are not in the round any more."""
+        """The agents report that these are no longer in the round."""
         assert self.view is not None
         self.view = replace(self.view, gone=tuple(sorted({*self.view.gone, *map(int, indexes)})))
 
@@ -97,12 +97,12 @@ class ElasticWorld(World):
         self.status = status  # type: ignore[assignment]  # progress is of the agents' rounds, not of the operator's
 
     def do_untold_step(self, step: str) -> None:
-        """Reports of processes that are not told their round."""
+        """Reports of processes that do not know their round."""
         super().do_step(step)
         self.progress = replace(self.progress, round=0)
 
     def do_operator_restart(self) -> None:
-        """What was reported is forgotten, and the round is not read yet."""
+        """A new operator starts: it has no reports, and has not read the round yet."""
         self.progress, self.unread, self.view = Progress(), self.view, None
 
     def do_round_read(self) -> None:

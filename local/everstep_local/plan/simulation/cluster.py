@@ -1,4 +1,4 @@
-"""A simulated cluster around the pure planner: plans are carried out at once, and commands break things between passes.
+"""A simulated cluster around the pure planner: plans are carried out at once, and commands cause faults between passes.
 
 `everstep plan --replay` and the planner's tests play transcripts on it.
 """
@@ -49,11 +49,10 @@ WORDS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Cut:
-    """Where an operator dies, and what the API server refuses it: what production can leave behind, and nothing else.
-
-    `stage`: how many stages end; None: all of them, and it lives. Of the stage after them, action i is done if bit i of
-    `done` is set. Of the stages before it, action i of all fails if bit i of `fails` is set. `written` False: it dies
-    before the status is written.
+    """Where an operator dies, and which actions the API server refuses: exactly the states that production can leave
+    behind. `stage`: how many stages end; None: all of them, and the operator lives. In the next stage action i is done
+    if bit i of `done` is set. In the stages before it, action i of all fails if bit i of `fails` is set. `written`
+    False: it dies before the status is written.
     """
 
     stage: int | None = None
@@ -84,7 +83,7 @@ class World:
         self.disruption_budget: DisruptionBudgetView | None = None
 
     def snapshot(self) -> Snapshot:
-        # Through the wire format, as the API server keeps it: what is lost there must not matter.
+        # The status goes through the wire format, as in the API server: fields that are lost there must not matter.
         job = JobView(
             "default",
             "digits",
@@ -117,7 +116,7 @@ class World:
         return text
 
     def apply(self, decided: Plan, cut: Cut = WHOLE) -> None:
-        """Carry out the plan as `controller.apply` does, or what is left of it when the operator dies."""
+        """Carry out the plan as `controller.apply` does, or a part of it if the operator dies."""
         if not cut.written:
             return
         opened = decided.status.recoveries != self.status.recoveries
@@ -195,7 +194,7 @@ class World:
         self.pods[name] = replace(self.pods[name], **fields)  # type: ignore[arg-type]
 
     def run(self, line: str) -> str:
-        """One command. Unknown commands are an error of the transcript."""
+        """Run one command. An unknown command is an error of the transcript."""
         verb, *args = shlex.split(line)
         command = getattr(self, "do_" + verb.replace("-", "_"), None)
         if command is None:
@@ -292,7 +291,7 @@ class World:
         self.progress = replace(self.progress, checkpoint_error=error)
 
     def do_slow(self, text: str = "") -> None:
-        """Which rank the others wait for; nothing: none any more."""
+        """Set the rank for which the others wait; without an argument there is none any more."""
         self.progress = replace(self.progress, straggler=text or None)
 
     def do_damaged(self, text: str) -> None:
