@@ -15,25 +15,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from everstep.train.adapters.accelerate import start
 from support.adapters.dying import die_once
+from support.adapters.points import Points
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
 EPOCHS = 2
-
-
-class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.tensor([index / self.samples, (index % 10) / 10, 1.0])
-        return x, (x.sum() ** 2).reshape(1)
 
 
 def reach(step: int, point: str) -> None:

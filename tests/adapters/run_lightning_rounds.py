@@ -16,25 +16,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from everstep.data import ElasticLoader
 from everstep.train.adapters.lightning import Elastic, EverstepCallback
 from support.adapters.dying import die_once
+from support.adapters.points import Points
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
-
-
-class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.tensor([index / self.samples, (index % 10) / 10, 1.0])
-        return x, (x.sum() ** 2).reshape(1)
 
 
 class Module(LightningModule):

@@ -13,13 +13,13 @@ from everstep_operator.kube.wire import Unstructured, controller_uid
 from everstep_operator.main import JOBS
 from support.apiserver.operators import NewPlace, Operators, Place, wait_until_collected
 from support.apiserver.waiting import eventually
+from support.conformity.bodies import NAMESPACES
 
 pytestmark = pytest.mark.apiserver
 
 QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", Unstructured)
 FULL_PODS = Resource("", "v1", "pods", "Pod", Unstructured)
 SERVICE_SPECS = Resource("", "v1", "services", "Service", Unstructured)
-NAMESPACES = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 SECRET = "hunter2-wandb-key"
 
 
