@@ -315,8 +315,8 @@ def tensors(seed: int, mesh: Any, shapes: str = "") -> dict[str, torch.Tensor]:
     return found
 
 
-def grid(root: str, rows: str, columns: str, seed: str = "1", reverse: str = "") -> Result:
-    """Save (seed 1) or load (another) DTensors on a mesh of rows × columns, perhaps with other placements."""
+def grid(root: str, rows: str, columns: str, seed: str = "1") -> Result:
+    """Save (seed 1) or load (another) DTensors on a mesh of rows × columns."""
     mesh = init_device_mesh("cpu", (int(rows), int(columns)))
     found: State = {"tensors": tensors(int(seed), mesh)}
     checkpointer = everstep.Checkpointer(root)

@@ -16,7 +16,6 @@ from pathlib import Path
 from support import ROOT
 
 EXAMPLES = ROOT / "examples"
-MEASURED = ROOT / ".everstep" / "recipes"
 
 
 class UndeclaredFigure(AssertionError):
