@@ -1,1 +1,1 @@
-"""A Kubernetes API in memory: `cluster.MemoryCluster` is the cluster, `client` a connection to it."""
+"""A Kubernetes API in memory. `cluster.MemoryCluster` is the cluster, and `client` a connection to it."""

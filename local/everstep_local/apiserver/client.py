@@ -1,8 +1,8 @@
-"""`KubeClient` over an in-memory cluster: one client, its own view, its own faults.
+"""`KubeClient` over an in-memory cluster: each client has its own view and its own faults.
 
-Invariant: what a caller can see of it, results, errors and their order, is what the HTTP transport over a real API
-server shows; `tests/conformance` holds both to it. Without faults a call does not wait, so a caller that loops without
-awaiting anything else starves its loop. Nothing is repeated here: the transport's own retries are not imitated.
+Invariant: callers see the same results, errors and order as with the HTTP transport over a real API server;
+`tests/conformance` checks both. Without faults a call does not wait, so a caller that loops without awaiting anything
+else starves its event loop. The retries of the transport are not imitated here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ A = TypeVar("A")
 
 
 class Where:
-    """Which request it is; the text is made only for an error. Raises ValueError where a URL could not be made."""
+    """Identifies a request. Its text is made only for an error. Raises ValueError if no URL could be made."""
 
     __slots__ = ("name", "namespace", "resource", "sub", "verb")
 
@@ -246,7 +246,7 @@ class MemoryClient:
         return answer
 
     async def _disturbed(self, request: Request, where: str) -> _Struck:
-        """Let the faults strike; what of them is still to come."""
+        """Apply the faults before the request. Return those that come after it."""
         faults = self.faults
         assert faults is not None
         at, lost = None, False
@@ -277,7 +277,8 @@ class MemoryClient:
 
 @dataclass(frozen=True, slots=True)
 class _Struck:
-    """`at`: the version that a read sees, None for the newest; `lost`: the answer will not arrive."""
+    """The effect of faults. `at`: the version that a read sees, None for the newest. `lost`: the answer will not
+    arrive."""
 
     at: int | None
     lost: bool
@@ -301,7 +302,7 @@ def _decoded(resource: Resource[T], stored: Stored, where: Where) -> T:
 
 
 def _version(text: str | None) -> int:
-    """0 for "any". Raises Refusal (400)."""
+    """A resource version as a number; 0 for "any". Raises Refusal (400)."""
     if not text:
         return 0
     if not text.isdigit():

@@ -1,10 +1,10 @@
-"""A Kubernetes API in memory, for simulations and for local mode.
+"""The in-memory Kubernetes cluster, for simulations and for local mode.
 
-`MemoryCluster` is the cluster, `client()` one connection to it; any number of clients see the same objects. A pod goes
-to a node through `kinds.BINDINGS`, as a scheduler binds it. Nothing here reads a clock or draws a number that was not
-passed in: with a `ManualClock` and a seed, the same calls give the same UIDs, versions and times.
+`MemoryCluster` is the cluster, and `client()` makes a connection to it. Any number of clients see the same objects. A
+pod is assigned to a node through `kinds.BINDINGS`, as by a scheduler. Clock and random numbers are passed in: with a
+`ManualClock` and a seed, the same calls give the same UIDs, versions and times.
 
-It is held to the real API server by `tests/conformance`; docs/reference/in-memory-cluster.md says where they differ.
+`tests/conformance` compares it with the real API server; docs/reference/in-memory-cluster.md says where they differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from everstep_operator.runtime.clock import Clock
 
 
 class MemoryCluster:
-    """Use it in one event loop. `history` is how many events a resource remembers for its watchers."""
+    """The cluster. Use it in one event loop. `history`: the number of events that a resource remembers for its
+    watchers."""
 
     def __init__(
         self,
@@ -54,35 +55,38 @@ class MemoryCluster:
 
     @property
     def resource_version(self) -> str:
-        """Of the newest change."""
+        """The resource version of the newest change."""
         return str(self._server.store.version)
 
     def client(self, *, faults: Faults | None = None) -> MemoryClient:
-        """A connection of its own."""
+        """A new connection."""
         return MemoryClient(self._server, self._tokens, faults)
 
     def create_namespace(self, name: str) -> None:
-        """As `client().create(NAMESPACES, …)`, for where no loop runs yet."""
+        """Create a namespace, as `client().create(NAMESPACES, …)`, before a loop runs."""
         self._server.create(self._server.kinds.of(NAMESPACES), None, {"metadata": {"name": name}})
-        self.collect()  # which gives it its service account
+        self.collect()  # this creates its service account
 
     def install(self, definition: Mapping[str, Any]) -> None:
-        """Serve the custom resource of a CRD with one version. Raises ValueError for what is not implemented here."""
+        """Serve the custom resource of a CRD with one version. Raises ValueError for parts of a CRD that are not
+        implemented here."""
         self._server.kinds.install(custom_kind(copied(definition)))
 
     def issue_token(
         self, namespace: str, service_account: str, pod_name: str, pod_uid: str, audience: str, seconds: float
     ) -> str:
-        """A token as a kubelet mounts it, good for `seconds`; `pod_name` and `pod_uid` empty: bound to no pod."""
+        """A token as a kubelet mounts it, valid for `seconds`. With `pod_name` and `pod_uid` empty it is bound to no
+        pod."""
         expires = self._clock.now().timestamp() + seconds
         return self._tokens.issue(Claims(namespace, service_account, pod_name, pod_uid, audience, expires))
 
     def compact(self) -> str:
-        """Forget the history: a watch from before now gets 410. The version from which one can still watch."""
+        """Forget the history: a watch from an earlier version gets 410. Returns the version from which one can still
+        watch."""
         return str(self._server.store.compact())
 
     def collect(self) -> None:
-        """Do now what garbage collection would do in the next pass of the event loop."""
+        """Run garbage collection now, and not only in the next pass of the event loop."""
         self._collector.collect(self._server)
         if self._collection is not None:
             self._collection.cancel()

@@ -1,7 +1,7 @@
 """Deletion: preconditions, grace, finalizers.
 
-Invariant: an object leaves the store only when it has no finalizer and no grace left; until then it carries a
-deletionTimestamp that is never taken back and never moved to later.
+Invariant: an object leaves the store only when it has no finalizer and no grace left. Until then it has a
+deletionTimestamp, which is never removed and never postponed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everstep_local.apiserver.storage.store import Json, Stored
 from everstep_operator.kube.client import Propagation
 from everstep_operator.kube.wire import rfc3339
 
-ORPHAN = "orphan"  # the finalizer of an owner whose dependents are to stay
+ORPHAN = "orphan"  # the finalizer of an owner whose dependents must stay
 DEFAULT_GRACE = 30  # seconds
 
 
@@ -33,7 +33,7 @@ def delete(
 ) -> None:
     """Begin or complete the deletion. Raises Refusal: 404, or 409 if a precondition does not hold."""
     old = server.find(kind, namespace, name)
-    # The server names the kind here, where it names the resource elsewhere.
+    # Here the server names the kind; elsewhere it names the resource.
     if uid is not None and uid != old.uid:
         detail = "The object might have been deleted and then recreated"
         raise conflict(kind.full_kind, name, _mismatch("UID", uid, old.uid, detail))
@@ -49,7 +49,7 @@ def delete(
     if not finalizers and not kind.graceful:
         server.remove(kind, old)
         return
-    # A pod is marked before it goes, even if it goes at once: watchers see both.
+    # A pod is marked before it is removed, even if that is at once: watchers see both changes.
     meta = _marked(server, old, grace, finalizers)
     marked = old
     if meta != old.meta:
@@ -64,13 +64,13 @@ def _mismatch(what: str, asked: str, found: str, detail: str) -> str:
 
 
 def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
-    """Seconds that the object may live on. A pod that no kubelet runs, or that has ended, gets none."""
+    """The grace of an object in seconds. A pod that no kubelet runs, or that has ended, gets none."""
     if not kind.graceful:
         return 0
     if asked is not None and asked < 0:
         asked = 1
     if pending := old.meta.get("deletionGracePeriodSeconds"):
-        # Begun: it can be made shorter, and what became of the pod meanwhile does not count.
+        # The deletion has begun: its grace can only become shorter, and later changes of the pod do not matter.
         return int(pending) if asked is None else min(asked, int(pending))
     if not at_path(old.raw, ("spec", "nodeName")) or at_path(old.raw, ("status", "phase")) in ("Succeeded", "Failed"):
         return 0
@@ -97,7 +97,7 @@ def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> J
         return meta
     began = server.clock.now()
     if "deletionTimestamp" in meta:
-        # Shortened: counted from the first delete, not from this one.
+        # A shorter grace counts from the first delete, not from this one.
         first = datetime.fromisoformat(meta["deletionTimestamp"])
         began = first - timedelta(seconds=meta["deletionGracePeriodSeconds"])
     meta["deletionTimestamp"] = rfc3339(began + timedelta(seconds=grace))
@@ -108,10 +108,10 @@ def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> J
 
 
 def _terminate_namespace(server: Server, kind: Kind, old: Stored) -> None:
-    """Its content goes first, which is the collector's work; then it goes itself."""
+    """Mark a namespace. The collector removes its content first, and then the namespace."""
     if "deletionTimestamp" not in old.meta:
         meta = {**old.meta, "deletionTimestamp": server.now(), "deletionGracePeriodSeconds": 0}
-        # What the real one keeps in spec.finalizers: without it the object would be gone at once.
+        # The real server keeps this in spec.finalizers. Without it the object would be gone at once.
         raw = {**old.raw, "metadata": meta, "status": {**(old.raw.get("status") or {}), "phase": "Terminating"}}
         server.store.put(kind.id, raw, old)
         server.touched(old.uid)

@@ -1,9 +1,9 @@
-"""What goes wrong between one client and the cluster: injected, explicit, reproducible.
+"""Injects faults between a client and the cluster, explicitly and reproducibly.
 
-A `Faults` holds rules, each a fault and the requests that it strikes; a client asks it before every request and for
-every event of a watch. Nothing is drawn unless a rule has a chance below 1, and then from the `random.Random` that was
-passed in. Invariant: a fault shows what a real network and server can show: a lost answer follows a write that
-happened, an event is never invented, and a reordered one is still an event of this watch.
+A `Faults` has rules, each with a fault and the requests that it strikes. A client asks it before every request and for
+every event of a watch. Random numbers are drawn only for rules with a chance below 1, from the `random.Random` that was
+passed in. Invariant: faults show only what a real network and server can show. A lost answer follows a write that
+happened, no event is invented, and a reordered event belongs to the same watch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LoseAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A get or list sees the state of `versions` changes ago, as a lagging API server may serve it."""
+    """A get or list sees the state of `versions` changes ago, as from an API server that is behind."""
 
     versions: int
 
@@ -86,8 +86,8 @@ Fault: TypeAlias = RequestFault | EventFault
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rule looks at. `verb`: get, list, watch, create, patch, replace, delete, review; for an event of a
-    watch "event". `name` is that of the object, empty where there is none."""
+    """A request as rules see it. `verb`: get, list, watch, create, patch, replace, delete, review; "event" for an event
+    of a watch. `name`: that of the object; may be empty."""
 
     verb: str
     plural: str
@@ -97,7 +97,8 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Rule:
-    """One fault and what it strikes; empty fields match everything. `left`: how often it still may, None for ever."""
+    """One fault and the requests that it strikes. Empty fields match everything. `left`: how often it may still strike;
+    None: always."""
 
     fault: Fault
     verbs: frozenset[str] = frozenset()
@@ -138,7 +139,8 @@ class Faults:
         skip: int = 0,
         times: int | None = None,
     ) -> Rule:
-        """Strike requests with one of `verbs` (none: any): after `skip` that match, `times` times (None: always).
+        """Add a rule for requests with one of `verbs` (none: any). It skips `skip` matching requests, and strikes
+        `times` times (None: always).
 
         Raises ValueError for a chance without a random number generator.
         """
@@ -152,7 +154,7 @@ class Faults:
         return rule
 
     def remove(self, rule: Rule) -> None:
-        """End a rule; one that is not there any more is no error."""
+        """End a rule. It is no error if the rule has ended already."""
         if rule in self.rules:
             self.rules.remove(rule)
 
@@ -161,22 +163,22 @@ class Faults:
         return self._cut
 
     def cut(self) -> None:
-        """Take the network away: open watches fail, every request raises ConnectionFailed."""
+        """Cut the network: open watches fail, and every request raises ConnectionFailed."""
         self._cut = True
         for wake in self._listeners:
             wake()
 
     def heal(self) -> None:
-        """Give the network back; rules stay as they are."""
+        """Restore the network. Rules stay as they are."""
         self._cut = False
 
     def listen(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Call `wake` on every cut; the result ends that."""
+        """Call `wake` on every cut, until the returned function is called."""
         self._listeners.append(wake)
         return lambda: self._listeners.remove(wake)
 
     def strike(self, request: Request) -> list[Fault]:
-        """What happens to `request`, in the order of the rules."""
+        """The faults that strike `request`, in the order of the rules."""
         found: list[Fault] = []
         for rule in tuple(self.rules):
             if not rule.matches(request):

@@ -1,7 +1,7 @@
-"""Garbage collection: what no owner holds any more goes, and a namespace goes with all that is in it.
+"""Garbage collection: removes objects without an owner, and terminating namespaces with all their objects.
 
-Works through the UIDs that the server touched, as the real collector works through its queue: after the request, never
-inside it. Invariant: when the queue is empty, no object exists all of whose owners are gone, and no terminating
+It works through the UIDs that the server touched, as the real collector works through its queue: after the request,
+never inside it. Invariant: when the queue is empty, no object exists whose owners are all gone, and no terminating
 namespace is empty.
 """
 
@@ -18,7 +18,7 @@ from everstep_local.apiserver.storage.store import Stored
 
 
 class Collector:
-    """`touch` may be called any time; `collect` does all the work there is."""
+    """The collector. `touch` may be called at any time; `collect` does all pending work."""
 
     def __init__(self) -> None:
         self._queue: deque[str] = deque()
@@ -33,7 +33,8 @@ class Collector:
             self._queue.append(uid)
 
     def collect(self, server: Server) -> None:
-        """Until nothing is left to do. Bounded: a visit that changes something removes it or shortens a list of it."""
+        """Collect until nothing is left to do. This ends, because each visit that changes an object removes it or
+        shortens one of its lists."""
         while self._queue:
             uid = self._queue.popleft()
             self._queued.discard(uid)
@@ -70,7 +71,8 @@ class Collector:
 
     @staticmethod
     def _exists(server: Server, owner: dict[str, Any], dependent: Stored) -> bool:
-        """By UID and by name: a reference with a right UID and a wrong name points nowhere."""
+        """Whether the owner exists, by UID and by name: a reference with the right UID and a wrong name refers to
+        nothing."""
         found = server.store.find(owner["uid"])
         if found is None:
             return False
@@ -96,7 +98,7 @@ class Collector:
         server.put(kind, {**owner.raw, "metadata": meta}, owner)
 
     def _visit_namespaces(self, server: Server) -> None:
-        """Something went: perhaps it was the last of a terminating namespace."""
+        """Visit terminating namespaces after a removal, which may have been the last in one of them."""
         for one in server.store.table(NAMESPACE_TABLE).select(None):
             if "deletionTimestamp" in one.meta:
                 self.touch(one.uid)
@@ -117,7 +119,7 @@ class Collector:
 
     @staticmethod
     def _give_account(server: Server, namespace: str) -> None:
-        """Every namespace has a service account `default`, a moment after it was made."""
+        """Give a new namespace its service account `default`."""
         if server.store.table(ACCOUNT_TABLE).get((namespace, "default")) is None:
             server.create(server.kinds.at(ACCOUNT_TABLE), namespace, {"metadata": {"name": "default"}})
 

@@ -1,7 +1,7 @@
-"""What the server says no with, in the server's own shape.
+"""The server's refusals, in the server's own form.
 
-Every refusal becomes a `v1.Status` and goes through the same `errors.from_status` as an answer that came over HTTP, so
-that no caller can tell the two worlds apart by the class, the reason or the causes of an error.
+Every refusal becomes a `v1.Status`, and goes through the same `errors.from_status` as an answer over HTTP. So class,
+reason and causes of an error are the same as with a real server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OPTIMISTIC_LOCK = "the object has been modified; please apply your changes to th
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One field that is wrong. `kind` is the server's word after `FieldValue` (Required, Invalid, TooLong, ...)."""
+    """One wrong field. `kind` is the server's word after `FieldValue` (Required, Invalid, TooLong, ...)."""
 
     kind: str
     field: str
@@ -69,7 +69,7 @@ def shown(value: Any) -> str:
 
 
 class Refusal(Exception):
-    """A request that was answered with an error; `error` makes the one that a client raises."""
+    """A request that was answered with an error. `error` makes the exception that a client raises."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ def bad_request(message: str) -> Refusal:
 
 
 def unprocessable(kind: str, name: str, errors: Sequence[FieldError]) -> Refusal:
-    """422 with every wrong field; `kind` as in `TrainingJob.everstep.dev`."""
+    """422 with every wrong field. `kind` is written as `TrainingJob.everstep.dev`."""
     parts = [f"{error.field}: {error.message}" for error in errors]
     text = parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
     return Refusal(422, "Invalid", f'{kind} "{name}" is invalid: {text}', causes=errors)

@@ -1,7 +1,7 @@
 """The verbs of the API server, synchronous, over the store.
 
-Each call is one transaction: it happens as a whole or raises `Refusal` and changes nothing. Invariant: a write that
-changes nothing makes no new version; one that does raises metadata.generation exactly if it changed what counts.
+Each call is one transaction: it happens as a whole, or raises `Refusal` and changes nothing. Invariant: a write without
+a change makes no new version. Other writes raise metadata.generation exactly if they change the kind's `counts` part.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from everstep_operator.runtime.clock import Clock
 NAMESPACE_TABLE = ("", "namespaces")
 POD_TABLE = ("", "pods")
 ACCOUNT_TABLE = ("", "serviceaccounts")
-_SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # what the server draws generated names from
+_SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # the letters of generated names
 
 Change = Callable[[Json], Json]
 
 
 class Server:
-    """`touched(uid)` is told of every object whose owners, dependents or namespace may now call for collection."""
+    """The server. `touched(uid)` is called for every object that garbage collection has to visit."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Server:
         return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
 
     def find(self, kind: Kind, namespace: str | None, name: str) -> Stored:
-        """Raises Refusal (404)."""
+        """The stored object. Raises Refusal (404)."""
         found = self.store.table(kind.id).get((namespace or "", name))
         if found is None:
             raise not_found(kind.full_plural, name)
@@ -69,7 +69,8 @@ class Server:
     # ---- create -----------------------------------------------------------------------------------------------------
 
     def create(self, kind: Kind, namespace: str | None, body: Mapping[str, Any]) -> Stored:
-        """Raises Refusal: 400, 403 in a terminating namespace, 404 without one, 409 for a taken name, 422."""
+        """Create an object. Raises Refusal: 400, 403 in a terminating namespace, 404 without one, 409 for a taken name,
+        422."""
         given = self._typed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}, {})
         self._check_kind(kind, given)
         meta = given.get("metadata") or {}
@@ -105,7 +106,8 @@ class Server:
 
     @staticmethod
     def _typed(kind: Kind, body: Json, old: Json) -> Json:
-        """`body` without the nulls that a typed object cannot hold; what is the same in `old` is not looked at."""
+        """`body` without the nulls that a typed object cannot hold. Parts that are the same in `old` are not
+        checked."""
         meta = body.get("metadata")
         if meta is not None and not isinstance(meta, dict):
             raise bad_request("metadata is not an object")
@@ -189,7 +191,7 @@ class Server:
         *,
         subresource: str | None = None,
     ) -> Stored:
-        """Put `change(old)` in the place of the old object, as far as `subresource` lets it."""
+        """Replace the old object by `change(old)`, as far as `subresource` allows."""
         if subresource not in (None, "status") or (subresource == "status" and not kind.has_status):
             raise no_such_resource()
         old = self.find(kind, namespace, name)
@@ -208,10 +210,12 @@ class Server:
         return self.put(kind, new, old)
 
     def put(self, kind: Kind, new: Json, old: Stored) -> Stored:
-        """Store `new`, which is checked, or remove the object if `new` takes away the last that held it."""
+        """Store `new`, which was checked. If `new` removes the last finalizer of a deleted object, remove the
+        object."""
         meta = new["metadata"]
         if "deletionTimestamp" in meta and not meta.get("finalizers") and not meta.get("deletionGracePeriodSeconds"):
-            # Deleted as it was: watchers never see the state without finalizers, only who sent it does.
+            # The object is deleted in its old state: only the sender sees the one without finalizers, and no watcher
+            # does.
             last = self.remove(kind, old)
             version = {"resourceVersion": last.meta["resourceVersion"]}
             return Stored({**new, "metadata": {**meta, **version}}, last.version)
@@ -221,7 +225,7 @@ class Server:
         return stored
 
     def remove(self, kind: Kind, old: Stored) -> Stored:
-        """Take the object out of the store; its last state."""
+        """Remove the object from the store. Returns its last state."""
         last = self.store.remove(kind.id, old)
         self.touched(last.uid)
         return last
@@ -240,7 +244,7 @@ class Server:
 
     @staticmethod
     def _isolated(kind: Kind, given: Json, old: Json, subresource: str | None) -> Json:
-        """What of `given` this request may write, over what it may not."""
+        """The object with those parts of `given` that this request may write, and the others unchanged."""
         if subresource == "status":
             new = {key: value for key, value in old.items() if key != "status"}
             if "status" in given:

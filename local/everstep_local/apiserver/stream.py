@@ -1,7 +1,7 @@
-"""One open watch: a feed, the clock that ends it, and what goes wrong on the way.
+"""One open watch: a feed, the clock that ends it, and its faults.
 
-Invariant: without faults every event of the feed is delivered once and in order, then the stream ends by itself when
-its time is over, with a bookmark shortly before if anything of the resource happened.
+Invariant: without faults every event of the feed is delivered once and in order. The stream ends when its time is over,
+with a bookmark shortly before if the resource has changed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Stream:
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[Delivered, None]:
-        """Until the end. Raises ConnectionFailed, StreamBroken, Gone."""
+        """The events until the end. Raises ConnectionFailed, StreamBroken, Gone."""
         while True:
             self._wake.clear()
             if self._faults is not None and self._faults.is_cut:
@@ -99,7 +99,7 @@ class Stream:
             await self._wake.wait()
 
     async def _struck(self, event: Told, faults: Faults) -> list[Told]:
-        """What arrives of `event`, after what was held back before it."""
+        """What the faults deliver of `event`, after events that were held back before it."""
         namespace, name = event.object.key
         request = Request("event", self._request.plural, namespace, name)
         count, swap = 1, False

@@ -1,7 +1,7 @@
-"""Service-account tokens, bound to a pod and to an audience, signed with a key that dies with the cluster.
+"""Service-account tokens, bound to a pod and to an audience, and signed with a key that exists as long as the cluster.
 
-Invariant: a token is good only while it has not expired, for an audience that it names, and while the very pod that it
-was issued for exists. What is refused is refused with the server's kind of reason, which never quotes the token.
+Invariant: a token is valid only until it expires, for an audience that it names, and while its own pod exists. A
+refusal has the server's kind of reason, which never quotes the token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEY = {"kid": "memory", "use": "sig", "alg": "EdDSA"}
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says; times in seconds since 1970."""
+    """The claims of a token. Times are in seconds since 1970."""
 
     namespace: str
     service_account: str
@@ -33,19 +33,21 @@ class Claims:
 
 
 class TokenAuthority:
-    """`alive(namespace, pod, uid)` says whether the pod exists with that UID; `now` is the wall clock in seconds."""
+    """The issuer of tokens. `alive(namespace, pod, uid)` says whether the pod exists with that UID. `now` is the wall
+    clock in seconds."""
 
     def __init__(self, key: bytes, now: Callable[[], float], alive: Callable[[str, str, str], bool]) -> None:
-        """`key`: 32 bytes. Ed25519, because the same claims have the same signature then, as a simulation needs."""
+        """`key`: 32 bytes. The algorithm is Ed25519, because it signs the same claims alike, which a simulation
+        needs."""
         self._key = Ed25519PrivateKey.from_private_bytes(key)
         self._now, self._alive = now, alive
 
     def key_set(self) -> dict[str, Any]:
-        """The public key, as RFC 7517 has it."""
+        """The public key in the form of RFC 7517."""
         return {"keys": [{**jwt.algorithms.OKPAlgorithm.to_jwk(self._key.public_key(), as_dict=True), **_KEY}]}
 
     def issue(self, claims: Claims) -> str:
-        """A JWT with the claims that the API server gives a token of a kubelet."""
+        """A JWT with the claims of a token that the API server issues to a kubelet."""
         bound = {"pod": {"name": claims.pod_name, "uid": claims.pod_uid}} if claims.pod_uid else {}
         account = {"name": claims.service_account}
         payload = {
@@ -58,7 +60,7 @@ class TokenAuthority:
         return jwt.encode(payload, self._key, algorithm="EdDSA", headers={"kid": _KEY["kid"]})
 
     def review(self, token: str, audiences: Sequence[str]) -> TokenReview:
-        """Whose token it is, if it is good for one of `audiences`."""
+        """The token's owner, if it is valid for one of `audiences`."""
         claims = self._read(token)
         if claims is None:
             return TokenRefused("invalid bearer token")
@@ -73,13 +75,13 @@ class TokenAuthority:
 
     def _read(self, token: str) -> Claims | None:
         try:
-            # Time and audience are judged by `review`, by this cluster's clock.
+            # `review` judges time and audience, by this cluster's clock.
             raw = jwt.decode(
                 token, self._key.public_key(), algorithms=["EdDSA"], options={"verify_exp": False, "verify_aud": False}
             )
         except (jwt.PyJWTError, ValueError):
             return None
-        # Signed by us, hence of the shape that `issue` gives it.
+        # We have signed it, so it has the form that `issue` makes.
         kubernetes = raw["kubernetes.io"]
         pod = kubernetes.get("pod", {"name": "", "uid": ""})
         return Claims(

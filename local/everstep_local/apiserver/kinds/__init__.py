@@ -1,1 +1,1 @@
-"""What the server checks and fills in for each kind of object."""
+"""The server's checks and defaults for each kind of object."""

@@ -1,4 +1,4 @@
-"""The kinds that every cluster has, as far as an operator, a kubelet and a command line touch them."""
+"""The kinds that every cluster has, as far as an operator, a kubelet and a command line use them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _prepare_service(new: Json, old: Json | None) -> Json:
         kept = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
         return {**new, "spec": {**kept, **spec}}
     if "clusterIP" not in spec and spec["type"] != "ExternalName":
-        # From its UID: no allocator to keep, and two services of one cluster hardly ever share an address.
+        # The address follows from the UID. This needs no allocator, and two services of one cluster hardly ever share
+        # an address.
         number = int(new["metadata"]["uid"][:4], 16)
         spec["clusterIP"] = f"10.96.{number >> 8}.{number & 255}"
     if "clusterIP" in spec:
@@ -131,7 +132,7 @@ def _validate_config_map(new: Json, old: Json | None) -> list[FieldError]:
 
 
 def _prepare_secret(new: Json, _: Json | None) -> Json:
-    """What was written as text is kept as bytes are: in base64."""
+    """Store values that were written as text in base64, as all others."""
     secret = {"type": "Opaque", **new}
     texts = secret.pop("stringData", None)
     if texts:

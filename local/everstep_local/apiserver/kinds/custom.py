@@ -13,7 +13,7 @@ from everstep_local.apiserver.storage.merging import at_path
 from everstep_local.apiserver.storage.store import Json
 from everstep_operator.api.crd import crd as trainingjob_crd
 
-# Errors that leave the rules with nothing sound to look at; the server then says that it did not ask them.
+# Errors after which the rules cannot be evaluated. The server then says that it did not check them.
 _BLOCKING = frozenset({"NotSupported", "Required", "TooLong", "TooMany", "TypeInvalid"})
 _NOT_ASKED = FieldError(
     "Invalid",
@@ -24,7 +24,7 @@ _NOT_ASKED = FieldError(
 
 
 def custom_kind(definition: Json) -> Kind:
-    """Of a CRD with one version. Raises ValueError for what the in-memory cluster does not implement."""
+    """The kind of a CRD with one version. Raises ValueError for parts that the in-memory cluster does not implement."""
     spec = definition["spec"]
     names = spec["names"]
     if len(spec["versions"]) != 1:
@@ -79,7 +79,8 @@ def _scale(given: Json | None) -> Scale | None:
 
 
 def _scale_errors(raw: Json, scale: Scale) -> list[FieldError]:
-    """What the scale subresource cannot show is named a second time, by a path that begins with a dot."""
+    """The errors of the scale subresource. A value that it cannot show is named a second time, by a path that begins
+    with a dot."""
     found = []
     for names in (scale.replicas, scale.status_replicas):
         replicas, path = at_path(raw, names), "." + ".".join(names)
@@ -95,7 +96,7 @@ def _scale_errors(raw: Json, scale: Scale) -> list[FieldError]:
 _GO = {str: "string", bool: "bool", float: "float64", list: "[]interface {}", dict: "map[string]interface {}"}
 
 
-@cache  # compiling takes longer than a small simulation; a kind has no state of its own but verdicts
+@cache  # compiling takes longer than a small simulation, and verdicts are the only state of a kind
 def training_jobs() -> Kind:
     """TrainingJobs, as manifests/crd.yaml defines them."""
     return custom_kind(trainingjob_crd())

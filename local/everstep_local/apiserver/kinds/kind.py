@@ -1,7 +1,7 @@
-"""What kinds of objects there are, and how the server treats each.
+"""Describes the kinds of objects, and how the server treats each.
 
-A `Kind` holds decisions, never objects. Invariant: `prepare` returns a new object or the same one, it never changes
-what it was given; `validate` only looks.
+A `Kind` has rules, never objects. Invariant: `prepare` returns a new object or the same one, and never changes its
+argument. `validate` only reads.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from everstep_local.apiserver.storage.store import Json, TableId
 from everstep_operator.kube.resources import Resource, custom_resource
 from everstep_operator.kube.wire import KubeObject, Unstructured
 
-# What clients of this cluster need beyond the operator's own resources.
+# Resources that clients of this cluster need in addition to the operator's own.
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 CONFIG_MAPS = custom_resource("", "v1", "configmaps", "ConfigMap", Unstructured)
 SECRETS = custom_resource("", "v1", "secrets", "Secret", Unstructured)
-# How a scheduler assigns a pod through this client: create one named like the pod, with `target: {kind: Node, name}`.
+# A scheduler assigns a pod through this client by creating one with the pod's name and `target: {kind: Node, name}`.
 BINDINGS = custom_resource("", "v1", "bindings", "Binding", KubeObject)
 
 Prepare = Callable[[Json, "Json | None"], Json]
@@ -47,8 +47,8 @@ class Scale:
 class Kind:
     """One resource as the server serves it.
 
-    `counts`: which part of the object raises metadata.generation, None for none. `typed`: a null is an absent field.
-    `status_metadata`: whether a write to the status subresource may change labels and annotations.
+    `counts`: the part of the object whose changes raise metadata.generation; None: no part. `typed`: a null is an
+    absent field. `status_metadata`: whether a write to the status subresource may change labels and annotations.
     """
 
     group: str
@@ -79,12 +79,13 @@ class Kind:
 
     @property
     def full_plural(self) -> str:
-        """As messages name it: `trainingjobs.everstep.dev`, `pods`."""
+        """The plural as in messages: `trainingjobs.everstep.dev`, `pods`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
     def full_kind(self) -> str:
-        """As messages name it: `TrainingJob.everstep.dev`, `Pod`. Events are the core group's in all of them."""
+        """The kind as in messages: `TrainingJob.everstep.dev`, `Pod`. Events always appear as those of the core
+        group."""
         return f"{self.kind}.{self.group}" if self.group and self.kind != "Event" else self.kind
 
 
@@ -98,7 +99,7 @@ class Kinds:
         self._kinds[kind.id] = kind
 
     def of(self, resource: Resource[Any]) -> Kind:
-        """Raises Refusal (404) for a resource that is not served."""
+        """The kind of a resource. Raises Refusal (404) if it is not served."""
         kind = self._kinds.get((resource.group, resource.plural))
         if kind is None or kind.version != resource.version:
             raise no_such_resource()

@@ -1,7 +1,7 @@
 """The metadata that the server keeps for every object, whatever its kind.
 
-Invariant: a client writes names, labels, annotations, owners and finalizers; identity, versions and times are the
-server's, and a client's idea of them is at most a precondition.
+Invariant: clients write names, labels, annotations, owners and finalizers. The server writes identity, versions and
+times; a client's values of these are at most a precondition.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _must(what: str, example: str, pattern: re.Pattern[str]) -> str:
 
 
 def of_new(given: Json, *, name: str, namespace: str, uid: str, now: str, counts: bool) -> Json:
-    """The metadata of an object that is being created; `now` as RFC 3339."""
+    """The metadata of an object that is being created. `now` is in RFC 3339."""
     meta: Json = {"name": name}
     if given.get("generateName"):
         meta["generateName"] = given["generateName"]
@@ -74,11 +74,11 @@ def of_new(given: Json, *, name: str, namespace: str, uid: str, now: str, counts
 
 
 def of_changed(given: Json, old: Json) -> Json:
-    """The metadata after an update: what clients write is the new, the rest is the old."""
+    """The metadata after an update: fields that clients write are new, the others old."""
     kept = {field: old[field] for field in (*_KEPT, *_DELETION) if field in old}
     written = _written(given)
     for field in _WRITTEN:
-        # The old list itself where nothing changed: others compare it by identity.
+        # If nothing changed, the old list itself is kept, because callers compare it by identity.
         if field in written and written[field] == old.get(field):
             written[field] = old[field]
     return kept | written
@@ -89,7 +89,7 @@ def _written(given: Json) -> Json:
 
 
 def errors(new: Json, old: Json | None, name_errors: list[str]) -> list[FieldError]:
-    """What is wrong with it."""
+    """The errors in the metadata."""
     found = [invalid("metadata.name", new["name"], text) for text in name_errors]
     for key, value in (new.get("labels") or {}).items():
         found += _label(key, value)

@@ -1,7 +1,7 @@
-"""Pods as the server takes them: defaults, what must be there, and the little that may change later.
+"""The server's rules for pods: defaults, required fields, and the few fields that may change later.
 
-Only what an operator, a scheduler or a kubelet can run into is checked; a field that is not known here is kept as it
-is. Invariant: the spec of a stored pod never changes but for its images, deadlines and added tolerations.
+Only rules that an operator, a scheduler or a kubelet can meet are checked. Fields that are not known here are kept as
+they are. Invariant: the spec of a stored pod never changes, except its images, deadlines and added tolerations.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _DEFAULTS: Json = {
     "preemptionPolicy": "PreemptLowerPriority",
     "priority": 0,
 }
-# Given at creation only: a later PUT that leaves it out asks for a change.
+# Defaults are set at creation only: a later PUT that leaves a field out asks for a change.
 _ADMITTED: Json = {"serviceAccountName": "default"}
 _CONTAINER: Json = {
     "resources": {},
     "terminationMessagePath": "/dev/termination-log",
     "terminationMessagePolicy": "File",
 }
-# What the admission of a real server adds: how long a pod stays on a node that is not ready or cannot be reached.
+# A real server's admission adds these: how long a pod stays on a node that is not ready or cannot be reached.
 _TOLERATED = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 TOLERATION_SECONDS = 300
 _MUTABLE = ("activeDeadlineSeconds", "tolerations", "containers", "initContainers")
 
 
 def prepare(new: Json, old: Json | None) -> Json:
-    """With defaults; a new pod is Pending."""
+    """The pod with defaults. A new pod is Pending."""
     if old is not None and new.get("spec") is old.get("spec"):
         return new
     spec = {**_DEFAULTS, **(_ADMITTED if old is None else {}), **(new.get("spec") or {})}
@@ -166,7 +166,7 @@ def _changed(new: Json, old: Json) -> list[FieldError]:
 
 
 def _fixed(spec: Json) -> Json:
-    """The part that may not change."""
+    """The part of a pod that may not change."""
     fixed = {key: value for key, value in spec.items() if key not in _MUTABLE}
     for field in ("containers", "initContainers"):
         fixed[field] = [{k: v for k, v in one.items() if k != "image"} for one in spec.get(field) or ()]

@@ -1,8 +1,7 @@
-"""The structural schema of a CRD at work: pruning, defaults, validation, in the server's order and words.
+"""Applies the structural schema of a CRD: pruning, defaults and validation, in the server's order and words.
 
-Invariant: `normal` returns the very object it was given where nothing is pruned or defaulted, and on an update what is
-equal to the old value is neither looked at nor complained about again (ratcheting): an object that was stored under an
-older schema stays editable.
+Invariants: `normal` returns its argument itself if nothing is pruned or defaulted. On an update, parts that equal the
+old value are not checked again (ratcheting), so an object that was stored under an older schema can still be edited.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
 }
-# What this module reads. Anything else in a schema is an error when it is compiled, not a rule silently not applied.
+# The keywords that this module implements. Any other one is an error when the schema is compiled, and not a rule that
+# is silently ignored.
 _KNOWN = frozenset(
     {
         *(
@@ -68,7 +68,7 @@ _ABSENT = object()
 
 
 class Schema:
-    """One node of a schema, compiled. Raises ValueError for a keyword that is not implemented."""
+    """One compiled node of a schema. Raises ValueError for a keyword that is not implemented."""
 
     def __init__(self, schema: Json, path: str = "") -> None:
         if unknown := sorted(schema.keys() - _KNOWN):
@@ -97,7 +97,7 @@ class Schema:
     # ---- pruning and defaults ---------------------------------------------------------------------------------------
 
     def normal(self, value: Any, old: Any = _ABSENT, *, root: bool = False) -> Any:
-        """`value` pruned and with defaults; `old` is a value that is normal already."""
+        """`value`, pruned and with defaults. `old` is a value that is normal already."""
         if value is old:
             return value
         if isinstance(value, dict) and (self.type == "object" or self.properties):
@@ -115,7 +115,7 @@ class Schema:
                 result[name] = item
             elif child is not None:
                 if item is None and not child.nullable:
-                    continue  # absent, and replaced by the default if there is one
+                    continue  # it is absent, and the default replaces it if there is one
                 result[name] = child.normal(item, old.get(name, _ABSENT))
             elif self.preserve or self.open:
                 result[name] = item
@@ -128,7 +128,7 @@ class Schema:
     # ---- validation -------------------------------------------------------------------------------------------------
 
     def errors(self, value: Any, old: Any, path: str, *, root: bool = False) -> Iterator[FieldError]:
-        """What the schema says against `value`, without its rules. `old` is None on create."""
+        """The schema's errors in `value`, without those of its rules. `old` is None on create."""
         if old is not None and (value is old or value == old):
             return
         if value is None and self.nullable:
@@ -158,7 +158,7 @@ class Schema:
         if isinstance(value, bool):
             return self.type == "boolean"
         if self.type == "integer":
-            # What does not fit is a float to the server, and one beyond 2^53 is no integer to it.
+            # A number that does not fit is a float to the server, and a float beyond 2^53 is no integer to it.
             if isinstance(value, float):
                 return value.is_integer() and abs(value) <= _EXACT
             return isinstance(value, int) and -_INT64 <= value < _INT64
@@ -191,9 +191,9 @@ class Schema:
         return tuple(item.get(key) if isinstance(item, dict) else None for key in self.keys)
 
     def broken_rules(self, value: Any, old: Any, path: str) -> Iterator[FieldError]:
-        """What the rules say against `value`, which is valid otherwise. `old` is None where there was no such value."""
+        """The rules' errors in `value`, which is valid otherwise. `old` is None if there was no old value."""
         if old is not None and (value is old or value == old):
-            return  # what was accepted before: ratcheted, and no transition
+            return  # it was accepted before: it is ratcheted, and there is no transition
         if value is None:
             return
         if self.rules is not None:
@@ -211,7 +211,7 @@ class Schema:
 
     @property
     def has_rules(self) -> bool:
-        """Whether there is a rule here or further down."""
+        """Whether this node or one below it has a rule."""
         below = [*self.properties.values(), *([self.items] if self.items is not None else [])]
         return self.rules is not None or any(child.has_rules for child in below)
 

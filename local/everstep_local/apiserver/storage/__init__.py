@@ -1,1 +1,2 @@
-"""Every version of every object, the feed of its changes, and JSON values that are shared without copies."""
+"""The store of all versions of all objects, the feeds of their changes, and JSON values that are shared without
+copies."""

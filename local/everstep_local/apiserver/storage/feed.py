@@ -1,7 +1,7 @@
-"""One watcher's view of one table: what it is told, by namespace and selector.
+"""One watcher's view of one table: its events, by namespace and selector.
 
-An object that begins to match a selector is ADDED for its watcher and one that ceases to match is DELETED, with the
-resource version of the change that did it. Invariant: the versions of one feed only grow.
+An object that begins to match a selector is ADDED for its watcher, and one that ceases to match is DELETED, with the
+resource version of that change. Invariant: the versions of one feed only grow.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Told:
 
 
 class Feed:
-    """Raises Refusal (410) at once, or later from `take`, when the history does not reach back far enough."""
+    """A feed. Raises Refusal (410) at once, or later from `take`, if the history does not reach back far enough."""
 
     def __init__(self, table: Table, namespace: str | None, selector: Selector | None, start: int | None) -> None:
-        """`start=None` tells of all that exists first, as a watch from version "0" does."""
+        """`start=None` begins with all existing objects, as a watch from version "0" does."""
         self._table, self._namespace, self._selector = table, namespace, selector
         self._first = [Told(EventType.ADDED, one) for one in table.select(namespace) if self._matches(one)]
         if start is not None:
@@ -35,19 +35,19 @@ class Feed:
         self._cursor = table.cursor(self._began)
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Call `wake` after every change of the resource; the result ends that."""
+        """Call `wake` after every change of the resource, until the returned function is called."""
         ticket = object()
         self._table.wakers[ticket] = wake
         return lambda: self._table.wakers.pop(ticket, None) and None
 
     def take(self) -> list[Told]:
-        """What happened since the last call."""
+        """The events since the last call."""
         first, self._first = self._first, []
         events, self._cursor = self._table.since(self._cursor)
         return first + [told for event in events if (told := self._told(event)) is not None]
 
     def bookmark(self) -> int | None:
-        """The version up to which everything was told; None if nothing of the resource happened since the start."""
+        """The version up to which all events were delivered; None if the resource has not changed since the start."""
         return self._table.last if self._table.last > self._began else None
 
     def _matches(self, stored: Stored) -> bool:
@@ -65,7 +65,7 @@ class Feed:
             case (False, True):
                 return Told(EventType.ADDED, event.new)
             case (True, False):
-                # The last state that matched, under the version of the change: what the server's cache does.
+                # The last matching state, with the version of the change, as the server's cache does it.
                 assert event.old is not None
                 meta = {**event.old.meta, "resourceVersion": str(event.version)}
                 return Told(EventType.DELETED, Stored({**event.old.raw, "metadata": meta}, event.version))

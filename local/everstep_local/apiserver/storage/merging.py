@@ -1,7 +1,7 @@
-"""JSON values, copied and merged without touching what is shared.
+"""Copies and merges JSON values without changing shared parts.
 
-Invariant: nothing that was passed in is changed, and what did not change is the same object in the result, so that a
-comparison of two versions is cheap where they agree.
+Invariant: arguments are never changed, and unchanged parts are the same objects in the result. So a comparison of two
+versions is cheap where they agree.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BODY = 3 * 1024 * 1024  # bytes; the server's limit of a request
 
 
 def copied(body: Mapping[str, Any]) -> Json:
-    """A copy that the caller cannot reach any more, and that is JSON. Raises Refusal (400, 413)."""
+    """A copy as JSON values, to which the caller has no reference. Raises Refusal (400, 413)."""
     try:
         text = _encoder.encode(body)
         value = _decoder.decode(text)
@@ -47,7 +47,7 @@ def merged(old: Any, patch: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without the fields that are null, as a typed object is read; the same object if there are none."""
+    """`value` without null fields, as a typed object is read. The same object if there are none."""
     if isinstance(value, dict):
         kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
         same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
@@ -59,7 +59,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to a typed object, which has no empty list or map apart from an absent one."""
+    """Whether two values are the same to a typed object, for which an empty list or map is the same as an absent
+    one."""
     if one is other or one == other:
         return True
     if isinstance(one, dict) and isinstance(other, dict):
@@ -73,7 +74,7 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 
 def at_path(value: Any, path: tuple[str, ...]) -> Any:
-    """What stands at `path`; None if nothing does."""
+    """The value at `path`; None if there is none."""
     for field in path:
         value = value.get(field) if isinstance(value, dict) else None
     return value

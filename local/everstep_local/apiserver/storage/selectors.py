@@ -1,6 +1,6 @@
-"""Label selectors, as the server parses them: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`, joined by commas.
+"""Parses label selectors as the server does: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`, joined by commas.
 
-Invariant: a selector that the server would refuse is refused, never taken as one that matches everything.
+Invariant: a selector that the server would refuse is refused, and never taken as one that matches everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TERM = re.compile(
 
 @lru_cache(maxsize=256)
 def parse(text: str) -> Selector:
-    """A predicate over labels. Raises Refusal (400)."""
+    """The selector as a predicate over labels. Raises Refusal (400)."""
     terms: list[Selector] = []
     position = 0
     while position < len(text):
@@ -50,6 +50,6 @@ def _term(found: re.Match[str]) -> Selector:
         values = frozenset(part.strip() for part in found["values"].split(","))
         if found["set"] == "in":
             return lambda labels: labels.get(key) in values
-        # As the server has it: an object without the label is not in the set either.
+        # As on the server, an object without the label is not in the set either.
         return lambda labels: labels.get(key) not in values
     return lambda labels: key in labels

@@ -1,8 +1,8 @@
-"""Every version of every object, in one order.
+"""The store: every version of every object, in one order.
 
-One counter numbers all changes, as etcd's revision does. A stored object is never changed again: a write puts a new one
-in its place, so that readers, watchers and the history share the old one without copies. Invariant: replaying a table's
-history over what it held at `floor` yields what it holds now; what is older than `floor` cannot be asked for any more.
+One counter numbers all changes, as etcd's revision does. A stored object never changes: a write replaces it, so
+readers, watchers and the history share the old one without copies. Invariant: a table's content at `floor`, with its
+history applied, is its present content. Versions before `floor` cannot be read any more.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from everstep_operator.kube.wire import KubeObject
 T = TypeVar("T", bound=KubeObject)
 Json: TypeAlias = dict[str, Any]
 TableId: TypeAlias = tuple[str, str]  # (group, plural)
-Key: TypeAlias = tuple[str, str]  # (namespace, name); the namespace is empty for what has none
+Key: TypeAlias = tuple[str, str]  # (namespace, name); the namespace may be empty
 
-HISTORY = 10_000  # events a table remembers: an informer that missed more lists again
+HISTORY = 10_000  # events that a table remembers: an informer that missed more lists again
 
 
 class Stored:
-    """One version of one object. `raw` is read only, for everybody, for ever."""
+    """One version of one object. `raw` must never be changed."""
 
     __slots__ = ("_decoded", "raw", "version")
 
@@ -54,7 +54,7 @@ class Stored:
         return self.meta.get("labels") or {}
 
     def decode(self, struct: type[T]) -> T:
-        """As `struct`, decoded once: an object that ten watchers see is one object. Raises msgspec.ValidationError."""
+        """The object as `struct`. It is decoded once, so all watchers share it. Raises msgspec.ValidationError."""
         if type(self._decoded) is not struct:
             self._decoded = msgspec.convert(self.raw, struct)
         assert isinstance(self._decoded, struct)
@@ -63,7 +63,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One change. `new` of a DELETED is the last state with the resource version of the deletion."""
+    """One change. For DELETED `new` is the last state, with the resource version of the deletion."""
 
     version: int
     type: EventType
@@ -72,13 +72,13 @@ class Happened:
 
 
 class Table:
-    """The objects of one resource and what happened to them."""
+    """The objects of one resource and their history."""
 
     def __init__(self, history: int) -> None:
         self._history = history
         self._spaces: dict[str, dict[str, Stored]] = {}
         self._events: list[Happened] = []
-        self._dropped = 0  # events that left the front of the history
+        self._dropped = 0  # events that were dropped from the front of the history
         self.floor = 0
         self.last = 0  # version of the newest event
         self.wakers: dict[object, Callable[[], None]] = {}
@@ -88,7 +88,8 @@ class Table:
         return space.get(key[1]) if space is not None else None
 
     def select(self, namespace: str | None, at: int | None = None) -> list[Stored]:
-        """Sorted as etcd sorts keys; with `at`, as of that version. Raises Refusal (410) if it is forgotten."""
+        """The objects, sorted as etcd sorts keys. With `at`, as of that version. Raises Refusal (410) if it is
+        forgotten."""
         spaces = self._rewound(at) if at is not None and at < self.last else self._spaces
         if namespace is not None:
             space = spaces.get(namespace, {})
@@ -114,7 +115,7 @@ class Table:
         return spaces
 
     def record(self, event: Happened) -> None:
-        """Take in a change and wake who watches."""
+        """Take in a change and wake the watchers."""
         namespace, name = event.new.key
         if event.type is EventType.DELETED:
             del self._spaces[namespace][name]
@@ -128,7 +129,7 @@ class Table:
             wake()
 
     def forget(self, version: int) -> None:
-        """Compact: no event up to `version` is kept."""
+        """Compact: drop all events up to `version`."""
         self._drop(bisect_right(self._events, version, key=_version))
         self.floor = max(self.floor, version)
 
@@ -143,12 +144,12 @@ class Table:
             raise expired(version, self.floor)
 
     def cursor(self, version: int) -> int:
-        """Where the events after `version` begin. Raises Refusal (410) if some of them are forgotten."""
+        """The cursor of the events after `version`. Raises Refusal (410) if some of them are forgotten."""
         self.check(version)
         return self._dropped + bisect_right(self._events, version, key=_version)
 
     def since(self, cursor: int) -> tuple[list[Happened], int]:
-        """The events from `cursor` on, and the cursor behind them. Raises Refusal (410) if the watcher fell behind."""
+        """The events from `cursor` on, and the cursor after them. Raises Refusal (410) if the watcher fell behind."""
         if cursor < self._dropped:
             raise Refusal(410, "Expired", f"the watch fell behind the history of {self._history} events")
         found = self._events[cursor - self._dropped :]
@@ -164,7 +165,8 @@ class Store:
 
     def __init__(self, history: int = HISTORY) -> None:
         self._history = history
-        # Not from 0: "0" and "" mean something else in a request, and a compacted start must have room below it.
+        # The counter does not begin at 0: "0" and "" mean something else in a request, and a compacted start needs room
+        # below it.
         self.version = 1
         self._floor = 0
         self._tables: dict[TableId, Table] = {}
@@ -187,7 +189,7 @@ class Store:
         return self._tables.items()
 
     def find(self, uid: str) -> tuple[TableId, Stored] | None:
-        """Where the object with `uid` is."""
+        """The place of the object with `uid`."""
         place = self._uids.get(uid)
         if place is None:
             return None
@@ -214,7 +216,7 @@ class Store:
         return new
 
     def remove(self, table: TableId, old: Stored) -> Stored:
-        """Delete `old`; its last state."""
+        """Delete `old`. Returns its last state."""
         self.version += 1
         raw = {**old.raw, "metadata": {**old.meta, "resourceVersion": str(self.version)}}
         last = Stored(raw, self.version)
@@ -232,7 +234,8 @@ class Store:
                 self._dependents.pop(owner["uid"], None)
 
     def compact(self, version: int | None = None) -> int:
-        """Forget what happened up to `version` (default: all of it); the version that can still be watched from."""
+        """Forget the history up to `version` (default: all of it). Returns the version from which one can still
+        watch."""
         self._floor = max(self._floor, min(self.version, self.version if version is None else version))
         for table in self._tables.values():
             table.forget(self._floor)
