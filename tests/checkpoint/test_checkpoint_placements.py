@@ -47,3 +47,18 @@ def test_tensor_whose_part_is_no_box_is_refused_by_name_before_anything_is_writt
         assert all(text.startswith("StateMismatch: t") for text in rank["told"]), rank
         assert all("a rank holds elements that are not neighbours" in text for text in rank["told"])
         assert (rank["same"], rank["steps"]) == (True, [1])
+
+
+PLACES = ("", "", "", "/0")  # of the tensor in the state of each call
+
+
+def test_tensor_that_some_ranks_cut_otherwise_than_fsdp_is_refused_on_all_of_them(tmp_path: Path) -> None:
+    (world,) = run(tmp_path / "out", f"otherwise:6:{tmp_path / 'store'}")
+    for number, rank in enumerate(world):
+        *plain, union = rank["told"]
+        says = "holds" if number > 3 else "another rank holds another part than FSDP would"
+        assert all(
+            text.startswith(f"StateMismatch: t{place}: {says}") for text, place in zip(plain, PLACES, strict=True)
+        ), rank
+        assert union.startswith("StateMismatch: t/x" if number > 3 else "CheckpointError: the state of another rank")
+        assert (rank["same"], rank["steps"]) == (True, [1])

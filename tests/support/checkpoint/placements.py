@@ -119,19 +119,32 @@ def placements_load(root: str, shapes: str, sizes: str) -> Result:
 
 
 def scattered(root: str) -> Result:
-    """A tensor whose part here is no box: what is said of a save and of a load, and what the load has changed."""
-    flat = distribute_tensor(made((4, 6)), mesh("line"), [Shard(1)]).view(-1)
+    """A tensor whose part here is no box."""
+    return _refused(root, distribute_tensor(made((4, 6)), mesh("line"), [Shard(1)]).view(-1))
+
+
+def otherwise(root: str) -> Result:
+    """A tensor that torch has cut otherwise than FSDP would: only the last two ranks can tell by their own parts."""
+    grid = DeviceMesh("cpu", torch.arange(6).view(3, 2))
+    tensor = distribute_tensor(made((7,)), grid, (_StridedShard(0, split_factor=2), Shard(0)), src_data_rank=None)
+    return _refused(root, tensor)
+
+
+def _refused(root: str, tensor: DTensor) -> Result:
+    """What is said of saves and loads of it, and what the loads have changed."""
     told = []
-    with everstep.Checkpointer(root) as run:
-        whole = {"t": made((24,))}
+    with everstep.Checkpointer(root) as run, everstep.Checkpointer(f"{root}-union") as other:
+        whole = {"t": made(tuple(tensor.shape))}
         run.restore(whole)
         run.save(1, whole).wait(60)
-        before = own_part(flat).clone()
+        union = {"t": everstep.Union({"x": tensor})}
+        before = own_part(tensor).clone()
         calls: list[Callable[[], object]] = [
-            lambda: run.save(2, {"t": flat}),
-            lambda: run.restore({"t": flat}),
-            lambda: everstep.load(root, {"t": flat}),
-            lambda: everstep.load(root, {"t": [flat]}),
+            lambda: run.save(2, {"t": tensor}),
+            lambda: run.restore({"t": tensor}),
+            lambda: everstep.load(root, {"t": tensor}),
+            lambda: everstep.load(root, {"t": [tensor]}),
+            lambda: (other.restore(union), other.save(1, union)),
         ]
         for call in calls:
             try:
@@ -139,7 +152,7 @@ def scattered(root: str) -> Result:
                 told.append("nothing")
             except everstep.checkpoint.CheckpointError as e:
                 told.append(f"{type(e).__name__}: {e}")
-        return {"told": told, "same": torch.equal(before, own_part(flat)), "steps": [f.step for f in run.list()]}
+        return {"told": told, "same": torch.equal(before, own_part(tensor)), "steps": [f.step for f in run.list()]}
 
 
 def _empty(tensor: DTensor) -> DTensor:
@@ -149,7 +162,8 @@ def _empty(tensor: DTensor) -> DTensor:
     )  # fmt: skip
 
 
-worlds.SCENARIOS.update(placements_save=placements_save, placements_load=placements_load, scattered=scattered)
+worlds.SCENARIOS.update(placements_save=placements_save, placements_load=placements_load, scattered=scattered,
+                        otherwise=otherwise)  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps([worlds.world(Path(sys.argv[1]), n, spec) for n, spec in enumerate(sys.argv[2:])]))

@@ -157,9 +157,9 @@ class Checkpointer(Commits):
         step, n = named_commit(step, n)
         self._check_process()
         own, ranks = self._owner.take(restores=True)
-        unions = self._snapshots.holders.meet(state, ranks)
+        self._snapshots.holders.meet(state, ranks)
         record = self._loader.load(
-            state, own, ranks, chosen, unions=unions, step=step, n=n, idle=self.wait, end=self._end,
+            state, own, ranks, chosen, holders=self._snapshots.holders, step=step, n=n, idle=self.wait, end=self._end,
             has_writer=self._writer is not None,
         )  # fmt: skip
         self._last = -1 if record is None else record.step

@@ -27,6 +27,7 @@ from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.capture import Captured, apply, capture
+from everstep.checkpoint.state.holders import Holders
 from everstep.checkpoint.state.ties import check_ties
 from everstep.storage import ObjectStore, StorageError
 
@@ -59,13 +60,14 @@ class Loader:
         self.suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
 
     def load(
-        self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, *, unions: bool,
+        self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, *, holders: Holders,
         step: int | None, n: int | None, idle: Callable[[], object], end: Callable[[], int], has_writer: bool,
     ) -> CommitRecord | None:  # fmt: skip
-        """The commit that `state` is filled from; None if there is none. Collective. Saves of this run's own are waited
-        for by `idle`; commits below record `end()` are looked at."""
+        """The commit that `state` is filled from; None if there is none. Collective. `holders` have met for this state.
+        Saves of this run's own are waited for by `idle`; commits below record `end()` are looked at."""
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=chosen)
+        holders.check_cuts(captured, ranks)
+        wanted = partial(of_all_ranks, state, captured, ranks, bool(holders.unions), selection=chosen)
         idle()
         passed: list[str] = []
 

@@ -29,7 +29,7 @@ from everstep.checkpoint.log.opening import text_of
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.capture import capture
-from everstep.checkpoint.state.holders import any_union
+from everstep.checkpoint.state.holders import Holders, any_union
 from everstep.checkpoint.state.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
@@ -150,6 +150,8 @@ def _load(
 
     unions = ranks.world_size > 1 and any_union(state, ranks)
     captured = capture(state, ranks.rank) if state is not None else None
+    if captured is not None:
+        Holders().check_cuts(captured, ranks)
     try:
         if state is None or captured is None:
             record, values = _read_values(store, candidates(), only, map_location, stepped_over)

@@ -19,7 +19,7 @@ from everstep.checkpoint.format.boxes import Box, whole
 from everstep.checkpoint.format.manifest import DTYPE_BYTES, Entry, Piece, check_tiling
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, capture
-from everstep.checkpoint.state.sharding import holding, is_sharded
+from everstep.checkpoint.state.sharding import cut_uncertainly, elsewhere, holding, is_sharded, local_of
 from everstep.checkpoint.state.tree import DTYPES
 from everstep.checkpoint.state.union import Union
 
@@ -56,6 +56,7 @@ class Holders:
         self.unions: bool | None = None  # whether any rank's state has one; None: not yet asked
         self._signature: object = None
         self._teams: Teams = {}
+        self._cuts = set[object]()  # shapes and placements of which each rank holds the part that it should
 
     def meet(self, state: Any, ranks: Ranks) -> bool:
         """Agree whether there are unions. Collective."""
@@ -77,6 +78,7 @@ class Holders:
                     f"{', '.join(sorted(captured.unions))}: marked with everstep.Union now, and was not when the ranks "
                     "agreed on what they save, at restore() or the first save. Mark it from the beginning"
                 )
+            self.check_cuts(captured, ranks)
             return captured, {}
         found: Captured | None = None
         try:
@@ -88,7 +90,26 @@ class Holders:
         except CheckpointError as e:
             raise problem or e from None
         assert found is not None
+        self.check_cuts(found, ranks)
         return found, teams
+
+    def check_cuts(self, captured: Captured, ranks: Ranks) -> None:
+        """Raises `StateMismatch` on every rank if one holds another part of a tensor than its placements say. It is
+        collective where that is uncertain for some shape and placements, and only the first time for these."""
+        odd = [n for n, t in captured.tensors.items() if n not in captured.united and cut_uncertainly(t)]
+        tensors: Any = captured.tensors
+        cuts = {(tensors[n].device_mesh, tensors[n].placements, tuple(tensors[n].shape)) for n in odd}
+        if cuts <= self._cuts:
+            return
+        problem: StateMismatch | None = None
+        try:
+            for name in odd:
+                holding(name, tensors[name], ranks.group)
+        except StateMismatch as e:
+            problem = e
+        if ranks.maximum(int(problem is not None)):
+            raise problem or StateMismatch(elsewhere(odd))
+        self._cuts |= cuts
 
     def teams(self, captured: Captured | None, ranks: Ranks, *, fenced: bool = False) -> Teams:
         """The holders of each tensor of this rank's unions. Collective; a rank whose state cannot be saved passes None.
@@ -98,17 +119,26 @@ class Holders:
         """
         signature = None if captured is None else _signature(captured)
         here = _CHANGED if signature is None or signature != self._signature else _SAME
+        described: dict[str, Any] = {}
+        problem: CheckpointError | None = None
         if captured is None:
             here = _FENCED if fenced else _BROKEN
+        elif here == _CHANGED:
+            try:
+                described = _all_described(captured, ranks)
+            except StateMismatch as e:
+                here, problem = _BROKEN, e
         worst = ranks.maximum(here)
         if worst >= _BROKEN or captured is None:
             self._signature = None
             if worst == _FENCED:  # each process ends by it, and with its exit code
                 raise Fenced("another rank was fenced by a newer writer, which owns the log now: no rank saves")
-            raise CheckpointError("the state of another rank cannot be saved, and that rank says why: no rank saves it")
+            raise problem or CheckpointError(
+                "the state of another rank cannot be saved, and that rank says why: no rank saves it"
+            )
         if worst == _CHANGED:
             self._signature = None
-            described = {name: _described(name, captured.tensors[name], ranks) for name in sorted(captured.united)}
+            described = described or _all_described(captured, ranks)
             told = gather(ranks, zlib.compress(json.dumps(described).encode(), 1))
             self._teams = agreed([json.loads(zlib.decompress(data)) for data in told], ranks.rank)
             self._signature = signature
@@ -157,6 +187,10 @@ def _check(name: str, held: list[_Held]) -> None:
         ) from e
 
 
+def _all_described(captured: Captured, ranks: Ranks) -> dict[str, Any]:
+    return {name: _described(name, captured.tensors[name], ranks) for name in sorted(captured.united)}
+
+
 def _described(name: str, tensor: Any, ranks: Ranks) -> tuple[str, tuple[int, ...], Any]:
     shape = tuple(tensor.shape)
     box: Box | None = whole(shape)
@@ -171,6 +205,6 @@ def _signature(captured: Captured) -> object:
     found = []
     for name in sorted(captured.united):
         tensor: Any = captured.tensors[name]
-        placed = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
+        placed = (tensor.device_mesh, tensor.placements, local_of(tensor).shape) if is_sharded(tensor) else None
         found.append((name, tensor.dtype, tuple(tensor.shape), placed))
     return found

@@ -21,6 +21,7 @@ from everstep.checkpoint.format.boxes import Box, whole
 from everstep.checkpoint.format.manifest import Entry
 
 REPLICATE: Final = "replicate"  # that of `Run.mesh`
+_RECUT: Final = "redistribute() it to Shard or Replicate, or take a length that the mesh divides"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
     local = tensor.to_local()
     if tuple(local.shape) != box.shape:
         raise StateMismatch(
-            f"{name}: holds {tuple(local.shape)} where its placements {tensor.placements} say {box.shape}"
+            f"{name}: holds {tuple(local.shape)} where FSDP would hold {box.shape} by its placements "
+            f"{tuple(tensor.placements)}. {_RECUT}"
         )
     same = mesh.mesh[
         tuple(slice(None) if p.is_replicate() else c for p, c in zip(tensor.placements, here, strict=True))
@@ -93,6 +95,27 @@ def check_placements(name: str, tensor: Any) -> None:
                 "neighbours, as view() and flatten() make one. Give the tensor that it was made of, or redistribute() "
                 "it to Shard or Replicate"
             )
+
+
+def cut_uncertainly(tensor: Any) -> bool:
+    """Whether other ranks may hold other parts of it than `box_at` says: of a strided shard of an axis that the mesh
+    does not divide, `fully_shard` makes other parts than `distribute_tensor`, and some ranks' are the same in both."""
+    if not is_sharded(tensor):
+        return False
+    sizes, placements = tensor.device_mesh.shape, tensor.placements
+    for at, placement in enumerate(placements):
+        if getattr(placement, "split_factor", 1) > 1 and sizes[at] > 1:
+            cuts = (
+                n for n, p in zip(sizes, placements, strict=True) if not p.is_replicate() and p.dim == placement.dim
+            )
+            if tensor.shape[placement.dim] % math.prod(cuts):
+                return True
+    return False
+
+
+def elsewhere(names: Sequence[str]) -> str:
+    """For a rank that holds the part that it should of each of these, and has heard that another rank does not."""
+    return f"{', '.join(names[:3])}: another rank holds another part than FSDP would by its placements. {_RECUT}"
 
 
 def box_at(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
