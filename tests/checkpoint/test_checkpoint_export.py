@@ -52,6 +52,19 @@ def test_weights_open_with_the_safetensors_library_under_the_names_of_the_module
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(names), "no temporary file stays"
 
 
+def test_metrics_also_those_that_came_late_go_with_a_copy_and_an_export(tmp_path: Path) -> None:
+    store, elsewhere = MemoryStore(), MemoryStore()
+    with everstep.Checkpointer(store=store, on_event=lambda kind, **_: None) as run:
+        run.restore({"epoch": 0})
+        run.save(7, {"epoch": 1}, metrics={"loss": 2.0, "lr": 0.1}).wait(30)
+        run.add_metrics(7, {"loss": 1.5, "accuracy": 0.5})
+    want = {"loss": 1.5, "lr": 0.1, "accuracy": 0.5}
+    copy(store, Catalog(store).find(7), elsewhere, "0" * 32, "2026-01-01T00:00:00Z")
+    assert Catalog(elsewhere).list()[0].metrics == want
+    everstep.Checkpointer(store=elsewhere).export(tmp_path)
+    assert json.loads((tmp_path / "state.json").read_text())["metrics"] == want
+
+
 def test_everything_that_is_no_tensor_is_json(tmp_path: Path) -> None:
     store = MemoryStore()
     committed(store)

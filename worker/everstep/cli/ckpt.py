@@ -73,10 +73,13 @@ def show(
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """What is in a commit: the keys of its state and their sizes; with --tensors each tensor."""
-    with catalog_of(url, storage_option) as (catalog, _):
+    with catalog_of(url, storage_option) as (catalog, store):
+        from everstep.checkpoint.retention.late_metrics import all_metrics  # noqa: PLC0415
+
         found = catalog.find(step, record, tag)
+        metrics = all_metrics(store, found)
     if as_json:
-        print(json.dumps(_described(found), indent=2))
+        print(json.dumps({**_described(found), "metrics": metrics}, indent=2))
         return
     console = _console()
     console.print(

@@ -12,6 +12,7 @@ from everstep.checkpoint.format.chunks import check_size, chunk_size, in_paralle
 from everstep.checkpoint.format.layout import save_id
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, Shard
 from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.retention.late_metrics import all_metrics
 from everstep.storage import ObjectStore
 
 
@@ -40,6 +41,9 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
     names = [shard.path.rsplit("/", 1)[1] for shard in record.shards]
     if len(set(names)) < len(names):
         raise CheckpointError(f"{source.url}: record {record.n} has shards of several saves; it cannot be copied")
+    values = dict(record.values) if isinstance(record.values, dict) else {}
+    if metrics := all_metrics(source, record):
+        values["metrics"] = dict(metrics)  # of the new record, what was known only after the save too
     shards = tuple(in_parallel(bring, record.shards))
     draft = replace(
         record,
@@ -52,5 +56,6 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
         open=NONE,
         commit=NONE,
         shards=shards,
+        values=values,
     )
     return log.begin(writer, draft)

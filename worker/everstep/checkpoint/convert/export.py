@@ -3,7 +3,8 @@
 For every key of the state with tensors, `<key>.safetensors`; a module's tensors have the names of its `state_dict`, so
 `model.safetensors` is what Hugging Face and other loaders expect, and what is too large for one file is split as they
 split it (`…-00001-of-00003.safetensors` and `….safetensors.index.json`). `state.json` holds everything that is no
-tensor. Holds the tensors of one file in memory. Per-rank state (random generators) is left out.
+tensor, and the commit's metrics. Holds the tensors of one file in memory. Per-rank state (random generators) is left
+out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.load.reading import load_whole
+from everstep.checkpoint.retention.late_metrics import all_metrics
 from everstep.storage import ObjectStore
 
 MAX_BYTES: Final = 5_000_000_000  # of one file, as in Hugging Face's `save_pretrained`
@@ -67,7 +69,10 @@ def export(
             files = _split(stem, tensors, max_bytes)
             written += _write_all(store, record, folder, stem, files)
             told[key] = {"kind": body["kind"], "files": [f.name for f in files], "tree": tree}
-        text = {"format": "everstep-export", "version": 1, "step": record.step, "at": record.at, "state": told}
+        text: dict[str, Json] = {"format": "everstep-export", "version": 1, "step": record.step, "at": record.at}
+        if metrics := all_metrics(store, record):
+            text["metrics"] = dict(metrics)
+        text["state"] = told
         _place(folder / STATE, json.dumps(text, indent=1).encode())
     except OSError as e:
         raise unwritten(folder, e) from e

@@ -15,7 +15,7 @@ from typing import Final
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import metrics_name
-from everstep.checkpoint.format.manifest import VERSION
+from everstep.checkpoint.format.manifest import VERSION, CommitRecord
 from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.keep import Keep, metrics_of
 from everstep.storage import NotFound, ObjectStore
@@ -86,11 +86,20 @@ def _put(store: ObjectStore, handle: SaveHandle, metrics: Mapping[str, float]) -
 
 def later_metrics(store: ObjectStore, save_id: str, listed: Collection[str]) -> dict[str, float]:
     """The metrics that were put beside a save, of which `listed` are the objects. Raises `StorageError`."""
+    return _read(store, save_id, absent=logging.WARNING) if metrics_name(save_id) in listed else {}
+
+
+def all_metrics(store: ObjectStore, record: CommitRecord) -> dict[str, float]:
+    """The metrics of one commit: those in its record, and those that were put beside it. Raises `StorageError`."""
+    return {**metrics_of(record.values), **_read(store, record.save_id, absent=logging.DEBUG)}
+
+
+def _read(store: ObjectStore, save_id: str, absent: int) -> dict[str, float]:
     name = metrics_name(save_id)
-    if name not in listed:
-        return {}
     try:
         return metrics_of(wire.decode(store.get(name), name))
-    except (NotFound, FormatError) as e:
+    except NotFound as e:
+        log.log(absent, "%s was not read: %s", name, e)
+    except FormatError as e:
         log.warning("%s was not read: %s", name, e)
-        return {}
+    return {}
