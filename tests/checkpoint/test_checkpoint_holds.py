@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,17 @@ from everstep.storage.faults import Fail, FaultStore
 KINDS = ["pin", "tag", "kept"]
 
 
-def hold(store: Any, record: CommitRecord, kind: str) -> bool:
+def hold(store: Any, record: CommitRecord, kind: str, now: Callable[[], float] = time.time) -> bool:
     """Hold a commit; whether that was granted."""
     try:
         match kind:
             case "pin":
-                pins.pin(store, record, "now", sleep=lambda _: None)
+                pins.pin(store, record, "now", sleep=lambda _: None, now=now)
             case "tag":
-                pins.tag(store, record, "good", "now", sleep=lambda _: None)
+                pins.tag(store, record, "good", "now", sleep=lambda _: None, now=now)
             case _:
-                return pins.mark_kept(store, Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",)), record.shards)
+                mark = Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",))
+                return pins.mark_kept(store, mark, record.shards, now)
     except CheckpointError:
         return False
     return True
@@ -162,6 +164,45 @@ def test_what_deleters_that_died_left_goes_with_the_save(one: Any) -> None:
     assert len(deletions(store, record)) == 3
     assert not hold(store, record, "pin")
     Catalog(store).gc(1)
+    assert store.list(save_folder(record.save_id)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deleter_that_died_refuses_holds_for_an_hour_and_no_longer(one: Any, kind: str) -> None:
+    store, record = one
+    with pytest.raises(StoreUnusable):  # after its mark, before its first deletion
+        delete(FaultStore(store, {3: Fail(StoreUnusable("the cleaner dies here"))}), record)
+    begun = time.time()
+    assert not hold(store, record, kind, now=lambda: begun + pins.DEAD - 5), "it may be slow"
+    assert hold(store, record, kind, now=lambda: begun + pins.DEAD + 5)
+    assert not delete(store, record)
+    assert (pins.held(store), shards_left(store, record)) == ({record.save_id}, [True])
+    assert hold(store, record, kind), "what was made void once is void for everybody"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deleter_that_died_after_it_deleted_a_shard_leaves_nothing_to_hold(one: Any, kind: str) -> None:
+    store, record = one
+    with pytest.raises(StoreUnusable):
+        delete(FaultStore(store, {4: Fail(StoreUnusable("the cleaner dies here"))}), record)
+    assert (len(deletions(store, record)), shards_left(store, record)) == (1, [False])
+    assert not hold(store, record, kind, now=lambda: time.time() + 2 * pins.DEAD)
+    assert pins.held(store) == frozenset()
+
+
+@pytest.mark.parametrize("slow", ["now", "clock"])
+@pytest.mark.parametrize("looks", [1, 2])
+def test_deletion_that_takes_too_long_gives_way_and_the_next_one_ends_it(one: Any, slow: str, looks: int) -> None:
+    store, record = one
+    times = itertools.chain([0.0] * looks, itertools.repeat(pins.LASTS + 1))  # before or after its deletion
+    names = [info.name for info in store.list(save_folder(record.save_id))]
+    ended: list[int] = []
+    options: dict[str, Any] = {slow: lambda: next(times)}
+    assert not pins.delete_save(store, record.save_id, names, lambda: ended.append(1), **options)
+    assert (deletions(store, record), shards_left(store, record), ended) == ([], [looks < 2], [])
+    assert hold(store, record, "pin") == (looks < 2)
+    pins.unpin(store, record)
+    assert Catalog(store).gc(1)
     assert store.list(save_folder(record.save_id)) == []
 
 

@@ -6,15 +6,19 @@ the newest ones (`keep`). All hold alike, and each goes by itself.
 A pin and a deletion may meet. Each first writes its own object, then looks for the other's: the pin one in the folder
 `pins/<save id>/`, the deletion `data/<save id>/deleting-<random>.json`. Whatever the interleaving, at least one sees
 the other and gives way: a deletion that sees a pin withdraws, a pin that sees a deletion is refused. So a pin that was
-granted holds until it is taken back, and no clock is in it; it rests on a store that lists its own writes.
+granted holds until it is taken back. It rests on a store that lists its own writes.
 
 Several may do either at once, so each has an object of its own, with a random part in its name, and who gives way takes
 no other's away. A deletion's object stands until everything is deleted. A deletion that withdraws first writes
 `data/<save id>/withdrawn-<the same random part>.json`, which makes its object void: a request that was repeated may
-arrive late and bring the object back, and nobody would remove it. The object of a deleter that died refuses pins until
-the save is deleted, which the next clean-up that does not keep it does. A hold that was granted replaces those of the
-same kind that were listed before its own was first written: of two at once not both can have come before the other, so
-one that was granted always stays.
+arrive late and bring the object back, and nobody would remove it. A hold that was granted replaces those of the same
+kind that were listed before its own was first written: of two at once not both can have come before the other, so one
+that was granted always stays.
+
+A deleter may die between its object and the end. So its object says when it was written, and a deleter that is not done
+after `LASTS` withdraws: it looks at its clocks before each object that it deletes. Whoever finds an object that is
+older than `DEAD` writes its withdrawal, and goes on. Only here clocks decide: those of two machines may differ by what
+lies between the two, less the time that one request takes.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ from everstep.checkpoint.keep import Kept, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import NotFound, ObjectStore
 
+LASTS: Final = 600.0  # seconds after which a deletion gives way; the next clean-up goes on with it
+DEAD: Final = 3600.0  # and after which it has given way, or its program has died
 _TRIES: Final = 3
 _PAUSE: Final = 0.2  # seconds; a deletion that gives way does so within a few requests
 
@@ -132,11 +138,14 @@ def held_commits(store: ObjectStore, found: Holds) -> list[int]:
     return sorted(numbers, reverse=True)
 
 
-def pin(store: ObjectStore, record: CommitRecord, at: str, sleep: Callable[[float], None] = time.sleep) -> None:
+def pin(
+    store: ObjectStore, record: CommitRecord, at: str, sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> None:  # fmt: skip
     """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are gone, or about to be."""
     found = holds(store)
     older = [name for identifier in saves_of(record) for name in found.names(identifier, PIN)]
-    _hold(store, record, PIN, _body(record, at), older, sleep)
+    _hold(store, record, PIN, _body(record, at), older, sleep, now)
 
 
 def unpin(store: ObjectStore, record: CommitRecord) -> None:
@@ -147,8 +156,9 @@ def unpin(store: ObjectStore, record: CommitRecord) -> None:
 
 
 def tag(
-    store: ObjectStore, record: CommitRecord, name: str, at: str, sleep: Callable[[float], None] = time.sleep
-) -> None:
+    store: ObjectStore, record: CommitRecord, name: str, at: str, sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> None:  # fmt: skip
     """Give a commit a name, and keep it until `untag`. The name leaves the commit that had it before.
 
     Raises `CheckpointError` for a name that cannot be one, and as `pin` does.
@@ -158,7 +168,7 @@ def tag(
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     older = holds(store).of_tag(name).all_names()
-    _hold(store, record, what, {**_body(record, at), "tag": name}, older, sleep)
+    _hold(store, record, what, {**_body(record, at), "tag": name}, older, sleep, now)
 
 
 def untag(store: ObjectStore, name: str) -> bool:
@@ -168,7 +178,9 @@ def untag(store: ObjectStore, name: str) -> bool:
     return bool(found)
 
 
-def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> bool:
+def mark_kept(
+    store: ObjectStore, mark: Kept, shards: Iterable[Shard] = (), now: Callable[[], float] = time.time
+) -> bool:
     """Write retention's mark of a commit, or take it away if it says no reason; whether that was done. It is not if
     somebody else has begun to delete the commit, or has done so: `shards` are those of one that has no mark yet."""
     folder = holds_folder(mark.save_id)
@@ -184,7 +196,7 @@ def mark_kept(store: ObjectStore, mark: Kept, shards: Iterable[Shard] = ()) -> b
     store.put(own, wire.encode(body))
     # In this order: a deletion that has ended before the first look has left no shards, or a compacted record.
     parts = tuple(shards)
-    whole = not _is_being_deleted(store, mark.save_id) and all(store.size(p.path) == p.bytes for p in parts)
+    whole = not _is_being_deleted(store, mark.save_id, now()) and all(store.size(p.path) == p.bytes for p in parts)
     if whole and (parts or older or not _is_compacted(store, mark.n)):
         _delete(store, older)
         return True
@@ -214,7 +226,7 @@ def _body(record: CommitRecord, at: str) -> dict[str, wire.Json]:
 
 def _hold(
     store: ObjectStore, record: CommitRecord, what: str, body: dict[str, wire.Json], older: Iterable[str],
-    sleep: Callable[[float], None],
+    sleep: Callable[[float], None], now: Callable[[], float],
 ) -> None:  # fmt: skip
     """Write an object that holds each save of a commit, unless the deletion of one has begun or its shards are gone.
     It replaces those in `older`, which were listed before."""
@@ -222,14 +234,15 @@ def _hold(
     for attempt in range(_TRIES):
         for name in own:
             store.put(name, wire.encode(body))
-        if not any(_is_being_deleted(store, identifier) for identifier in saves_of(record)):
+        if not any(_is_being_deleted(store, identifier, now()) for identifier in saves_of(record)):
             break
         _delete(store, own)
         if attempt < _TRIES - 1:
             sleep(_PAUSE)
     else:
         raise CheckpointError(
-            f"{store.url}: the deletion of step {record.step} (record {record.n}) has begun; take a newer one"
+            f"{store.url}: the deletion of step {record.step} (record {record.n}) has begun; take a newer one. If the "
+            f"program that deletes has died, try again {DEAD / 60:.0f} minutes later: what is whole can be held then"
         )
     try:
         for shard in record.shards:
@@ -244,20 +257,30 @@ def _hold(
 
 
 def delete_save(
-    store: ObjectStore, identifier: str, names: Iterable[str], last: Callable[[], object] = lambda: None
-) -> bool:
+    store: ObjectStore, identifier: str, names: Iterable[str], last: Callable[[], object] = lambda: None,
+    now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic,
+) -> bool:  # fmt: skip
     """Delete a save's objects, `names`, unless something holds it, and then do `last`; whether that was done. What
-    would hold the save meanwhile is refused. Repeating it is harmless."""
+    would hold the save meanwhile is refused. It is not done either if it takes longer than `LASTS`. Repeating it is
+    harmless."""
     mark = deletion_name(identifier, _random())
-    body = wire.encode({"version": VERSION, "save_id": identifier})
+    at, started = now(), clock()
+    body = wire.encode({"version": VERSION, "save_id": identifier, "at": int(at)})
+
+    def is_late() -> bool:  # a machine that slept has only the first clock's word for it
+        return now() - at > LASTS or clock() - started > LASTS
+
     store.put(mark, body)
-    if is_held(store, [identifier]):
+    gives_way = is_held(store, [identifier])
+    for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
+        if gives_way := gives_way or is_late():
+            break
+        store.delete(name)
+    if gives_way or is_late():
         # The save stays, perhaps for good. A repeated `put` may still bring the mark back: this object says it is void.
         store.put(withdrawal_name(mark), body)
         store.delete(mark)
         return False
-    for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
-        store.delete(name)
     last()
     store.delete(mark)
     return True
@@ -269,9 +292,25 @@ def _is_compacted(store: ObjectStore, n: int) -> bool:
     return isinstance(record, CommitRecord) and is_compacted(record)
 
 
-def _is_being_deleted(store: ObjectStore, identifier: str) -> bool:
+def _is_being_deleted(store: ObjectStore, identifier: str, now: float) -> bool:
     names = {info.name for info in store.list(save_folder(identifier))}
-    return any(is_deletion(name) and withdrawal_name(name) not in names for name in names)
+    begun = [name for name in names if is_deletion(name) and withdrawal_name(name) not in names]
+    return any(not _is_over(store, name, now) for name in sorted(begun))
+
+
+def _is_over(store: ObjectStore, mark: str, now: float) -> bool:
+    """Whether nobody deletes by this object any more. One whose program has died is made void."""
+    try:
+        data = store.get(mark)
+        at = Fields(wire.decode(data, mark), mark).integer("at")
+    except NotFound:
+        return True  # since it was listed; what it has deleted is looked at next
+    except FormatError:
+        return False  # of an earlier release, which does not say when
+    if now - at <= DEAD:
+        return False
+    store.put(withdrawal_name(mark), data)
+    return True
 
 
 def _delete(store: ObjectStore, names: Iterable[str]) -> None:
