@@ -11,7 +11,9 @@ import torch
 
 import everstep
 from everstep.checkpoint import Catalog, Keep
+from everstep.checkpoint.ranks import Alone
 from everstep.storage import open_store
+from everstep.train.coordination.step_coordinator import StepCoordinator
 
 
 def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
@@ -94,3 +96,36 @@ def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: 
                 run.log(total=total, loss=float("nan"))
                 total += 1
     assert metrics_by_step(tmp_path) == {1: {"total": 0.0}}
+
+
+@pytest.mark.parametrize("loss", ["of a peer", "of all"])
+def test_evaluation_that_is_repeated_after_a_loss_gives_the_commit_its_metric(loss: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"weight": torch.zeros(1)}
+
+    def begun() -> StepCoordinator:
+        made = checkpointer(tmp_path, last=1, best=1, metric="error")
+        coordinator = StepCoordinator.find(made, None, None, {})
+        coordinator.begin(state)
+        return coordinator
+
+    run = begun()
+    run.completed(1)
+    assert run.schedule is not None
+    run.schedule.checkpointer.wait(60)
+    if loss == "of a peer":
+        run.move(Alone(), 2, "rendezvous")
+    else:
+        run.close()
+        run = begun()
+    assert run.step == 1
+    run.log({"before": 1.0}, of_state=True)
+    with run.evaluating():
+        run.log({"error": 2.0})
+    for step, error in ((2, 4.0), (3, 3.0)):
+        run.completed(step)
+        with run.evaluating():
+            run.log({"error": error})
+        assert run.schedule is not None
+        run.schedule.checkpointer.wait(60)
+    run.close()
+    assert metrics_by_step(tmp_path) == {1: {"before": 1.0, "error": 2.0}, 3: {"error": 3.0}}

@@ -126,7 +126,7 @@ class Checkpointer(Commits):
         self._sequence = 0
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
-        self._late = LateMetrics(self._store, settings.keep)
+        self.late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False
         self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
@@ -166,6 +166,7 @@ class Checkpointer(Commits):
         self._start_writer()
         self._policy.saved(time.monotonic())
         self._owner.newest = -1
+        self.late_metrics.restored(record)
         self._keys = frozenset(state)
         self._restored_id = None if record is None else record.save_id
         step, n = (None, None) if record is None else (record.step, record.n)
@@ -219,9 +220,9 @@ class Checkpointer(Commits):
         check_order(step, self._last, self._store.url)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
-            return self._late.saved(SaveHandle(step, Failed(step, ready)), metrics)
+            return self.late_metrics.saved(SaveHandle(step, Failed(step, ready)), metrics)
         writer, ranks = ready
-        self._late.check(ranks.rank, by_session=self._by_session)
+        self.late_metrics.check(ranks.rank, by_session=self._by_session)
         holders = self._snapshots.holders
         if holders.unions is None:
             holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
@@ -248,7 +249,7 @@ class Checkpointer(Commits):
             if writer.newest is not handle:
                 handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))
             raise
-        return self._late.saved(handle, metrics)
+        return self.late_metrics.saved(handle, metrics)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers that belong to the state after `step` and are known only after its `save`, as an evaluation's are.
@@ -256,9 +257,7 @@ class Checkpointer(Commits):
 
         Raises `CheckpointError` for what is no number, and for a step that is not among the newest saves of this run.
         """
-        task = self._late.add(whole_step(step), numbers(metrics))
-        if task is not None and self._writer is not None:
-            self._writer.later(task)
+        self.late_metrics.add(whole_step(step), numbers(metrics), None if self._writer is None else self._writer.later)
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
         """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
@@ -272,7 +271,7 @@ class Checkpointer(Commits):
         self._loader.mark.give_up()
         self._owner.move(ranks, InRound(round_, rendezvous))
         self._sequence, self._last = 0, -1
-        self._late.move()
+        self.late_metrics.move()
         self._snapshots.holders = Holders()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -396,5 +395,6 @@ class Checkpointer(Commits):
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
             self._process = os.getpid()
+            self.late_metrics.taken(self._writer.later)
             if not self._by_session:
                 at_exit.close(self, self._store.url)

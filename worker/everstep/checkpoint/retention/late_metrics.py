@@ -2,7 +2,8 @@
 step N has begun, and its result belongs to that commit.
 
 A commit's record never changes, so such metrics are an object beside the shards, which goes with them. Only rank 0
-writes it. Invariant: a metric is put beside no other commit than that of its step.
+writes it. An evaluation that lost a peer is repeated in another world, or after a restart: its metrics go to the newest
+commit, if that is of its step. Invariant: a metric is put beside no other commit than that of its step.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import metrics_name
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord
 from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.keep import Keep, metrics_of
+from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import NotFound, ObjectStore
 
 log = logging.getLogger("everstep.checkpoint")
+
+Later = Callable[[Callable[[], None]], object]  # does something on the writer's thread, after what is in flight
 
 _MOST: Final = 64  # saves whose metrics may still come
 
@@ -34,6 +39,9 @@ class LateMetrics:
         self._saves: dict[int, tuple[SaveHandle, dict[str, float]]] = {}  # by step
         self._later: dict[int, dict[str, float]] = {}  # what came after the save, by step
         self._told = False  # that a commit is without the metric by which the best are kept
+        self._standing = -1  # the step of the commit that this world goes on from, if there is one
+        self._restored_id: str | None = None  # its save; None if it is the newest
+        self._waiting: Callable[[], None] | None = None  # what is to be done once the log is taken again
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> SaveHandle:
         """A save has begun, with these metrics, or failed at once; its handle."""
@@ -48,8 +56,25 @@ class LateMetrics:
 
     def move(self) -> None:
         """The world is another one: a save in flight may come to nothing."""
+        if self._saves:
+            self._standing, self._restored_id = next(reversed(self._saves)), None
         self._saves.clear()
         self._later.clear()
+
+    def restored(self, record: CommitRecord | None) -> None:
+        """The state is that of this commit."""
+        self._standing, self._restored_id = (-1, None) if record is None else (record.step, record.save_id)
+        self._waiting = None
+
+    def knows(self, step: int) -> bool:
+        """Whether metrics of this step can be added."""
+        return step in self._saves or step == self._standing
+
+    def taken(self, later: Later) -> None:
+        """The log is taken, and `later` does what is to be done before the next save."""
+        task, self._waiting = self._waiting, None
+        if task is not None:
+            later(task)
 
     def check(self, rank: int, *, by_session: bool) -> None:
         """The next save begins: say once if the one before is still without the metric by which the best are kept."""
@@ -60,28 +85,49 @@ class LateMetrics:
             self._told = True
             log.warning("step %d: %s", handle.step, self._keep.advice(by_session=by_session))
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> Callable[[], None] | None:
-        """More metrics of the state after `step`. What is to be done once its save is over; None if nothing is.
+    def add(self, step: int, metrics: Mapping[str, float], later: Later | None) -> None:
+        """More metrics of the state after `step`. They are put beside its commit by `later`, once its save is over; by
+        that of `taken` where there is none.
 
         Raises `CheckpointError` for a step that is not among the newest saves.
         """
-        if step not in self._saves:
+        if not self.knows(step):
             known = ", ".join(map(str, self._saves)) or "none"
             raise CheckpointError(
                 f"add_metrics({step}): no save of this step is among the newest of this run (of steps {known}). "
                 "Call it after save() of the same step"
             )
+        found = self._later.setdefault(step, {})
+        found.update(metrics)
+        if not metrics:
+            return
+        if step not in self._saves:
+            self._waiting = partial(_put_beside_older, self._store, step, self._restored_id, dict(found))
+            if later is not None:
+                self.taken(later)
+            return
         handle, given = self._saves[step]
         given.update(metrics)
-        later = self._later.setdefault(step, {})
-        later.update(metrics)
-        return partial(_put, self._store, handle, dict(later)) if metrics else None
+        if later is not None:
+            later(partial(_put, self._store, handle, dict(found)))
 
 
 def _put(store: ObjectStore, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
     if isinstance(handle.outcome, Committed):
         body: dict[str, wire.Json] = {"version": VERSION, "metrics": dict(metrics)}
         store.put(metrics_name(handle.save_id), wire.encode(body))
+
+
+def _put_beside_older(store: ObjectStore, step: int, save_id: str | None, metrics: Mapping[str, float]) -> None:
+    """Of a commit that another world of this run, or another run, has made. The world may have ended before it did."""
+    if save_id is None:
+        log_ = CommitLog(store)
+        newest = next((r for r in log_.commits(log_.head().last + 1) if isinstance(r, CommitRecord)), None)
+        if newest is None or newest.step != step or is_compacted(newest):
+            return
+        save_id = newest.save_id
+    found = {**_read(store, save_id, absent=logging.DEBUG), **metrics}
+    store.put(metrics_name(save_id), wire.encode({"version": VERSION, "metrics": dict(found)}))
 
 
 def later_metrics(store: ObjectStore, save_id: str, listed: Collection[str]) -> dict[str, float]:

@@ -143,9 +143,12 @@ class SaveSchedule:
         self._by_time.saved(time.monotonic())
         self._handle = self.checkpointer.save(step, state, metrics=metrics)
 
-    def saving(self, step: int) -> bool:
-        """Whether the newest save is that of the state after `step`, and has begun."""
-        return self._handle is not None and self._handle.step == step and bool(self._handle.save_id)
+    def measures(self, step: int, *, again: bool) -> bool:
+        """Whether numbers of the state after `step` belong to a commit that is there or begun. `again`: also to one of
+        another world, in which the evaluation lost a peer, or of the run before this one."""
+        if self._handle is not None and self._handle.step == step:
+            return bool(self._handle.save_id)
+        return again and self.checkpointer.late_metrics.knows(step)
 
     def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
         """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`

@@ -173,7 +173,12 @@ class StepCoordinator:
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | torch.Tensor)}
         of_state = of_state or self._evaluates
         self._metrics.log(numbers, of_state=of_state)
-        if of_state and self._rank == 0 and self._schedule is not None and self._schedule.saving(self.step):
+        if (
+            of_state
+            and self._rank == 0
+            and self._schedule is not None
+            and self._schedule.measures(self.step, again=self._evaluates)
+        ):
             self._schedule.checkpointer.add_metrics(self.step, self._metrics.of_state())
 
     @contextmanager
