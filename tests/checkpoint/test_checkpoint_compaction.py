@@ -15,8 +15,8 @@ from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.retention.compactor import Compactor
 from everstep.storage import MemoryStore, RetryableError
-from everstep.storage.base import Data
 from everstep.storage.faults import FaultStore
+from everstep.storage.upload import Data
 
 
 def wide(step: int = 0) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from everstep.storage import (
     TerminalError,
     open_store,
 )
-from everstep.storage.base import Upload
 from everstep.storage.faults import Fail, FaultStore, LoseResponse
+from everstep.storage.upload import Upload
 
 NAME = "data/save/00000.safetensors"
 PART = 16 * 2**20

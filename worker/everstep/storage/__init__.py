@@ -4,7 +4,7 @@ Knows nothing of checkpoints, torch or jobs. Invariant: an object is either whol
 """
 
 from everstep.storage.backends.memory import MemoryStore
-from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload, check_name
+from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore, check_name
 from everstep.storage.errors import (
     AlreadyExists,
     InvalidName,
@@ -19,6 +19,7 @@ from everstep.storage.errors import (
 from everstep.storage.opening import open_store
 from everstep.storage.probe import probe
 from everstep.storage.retry import RetryingStore, RetryPolicy
+from everstep.storage.upload import Data, Upload
 from everstep.storage.writer import ObjectWriter
 
 __all__ = [

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from everstep.storage.errors import InvalidName, Truncated
+from everstep.storage.spool import SpooledUpload
+from everstep.storage.upload import Data, Upload
 from everstep.storage.writer import ObjectWriter
-
-Data = bytes | bytearray | memoryview
 
 MAX_NAME = 512
 MAX_PARTS = 10_000  # S3's bound
@@ -53,26 +53,6 @@ class Capabilities:
     def with_part_size(self, part_size: int | None) -> Capabilities:
         """The same with another part size; None changes nothing."""
         return self if part_size is None else replace(self, part_size=part_size)
-
-
-class Upload(Protocol):
-    """One object on its way to a store, in numbered parts. Nothing is visible before `commit`.
-
-    Every part but the last has exactly `part_size` bytes; the last has 1 to `part_size`. A part may be written again
-    (after a lost answer): the same number means the same bytes. All methods raise `StorageError`.
-    """
-
-    @property
-    def part_size(self) -> int: ...
-
-    def write_part(self, number: int, data: Data) -> None:
-        """Part `number`, from 0. `data` may be reused when this returns. Other threads may write other parts."""
-
-    def commit(self) -> None:
-        """Make the object exist, whole, replacing what had its name. It may be called again after a lost answer."""
-
-    def abort(self) -> None:
-        """Remove the parts. Harmless if there are none, or after `commit`."""
 
 
 class ObjectStore(Protocol):
@@ -124,8 +104,6 @@ class ObjectStore(Protocol):
 
         `size_hint` is the object's size if it is known: large objects get larger parts. May do I/O.
         """
-        from everstep.storage.spool import SpooledUpload  # noqa: PLC0415  only stores without multipart need it
-
         return SpooledUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
 
     def open_write(self, name: str, size_hint: int | None = None) -> ObjectWriter:

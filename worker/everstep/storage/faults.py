@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, assert_never
 
-from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
+from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore
 from everstep.storage.errors import RetryableError
+from everstep.storage.upload import Data, Upload
 
 T = TypeVar("T")
 

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, Upload
+from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore
 from everstep.storage.errors import NotFound, RetryableError, Throttled
 from everstep.storage.rate_limit import Pacer, pacer_for
+from everstep.storage.upload import Data, Upload
 
 T = TypeVar("T")
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from typing import TYPE_CHECKING
 
 from everstep.storage.errors import TerminalError
-
-if TYPE_CHECKING:
-    from everstep.storage.base import Data, ObjectStore
+from everstep.storage.upload import Data, Whole
 
 
 class SpooledUpload:
     """Parts in a temporary file; `commit` makes the object of it."""
 
-    def __init__(self, store: ObjectStore, name: str, part_size: int) -> None:
+    def __init__(self, store: Whole, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
         self._part_size = part_size

@@ -9,12 +9,9 @@ from __future__ import annotations
 import enum
 import logging
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from everstep.storage.errors import StorageError, TerminalError
-
-if TYPE_CHECKING:
-    from everstep.storage.base import Data, ObjectStore, Upload
+from everstep.storage.upload import Data, InParts, Upload
 
 log = logging.getLogger("everstep.storage")
 
@@ -33,7 +30,7 @@ class ObjectWriter:
     first full part.
     """
 
-    def __init__(self, store: ObjectStore, name: str, part_size: int, size_hint: int | None = None) -> None:
+    def __init__(self, store: InParts, name: str, part_size: int, size_hint: int | None = None) -> None:
         self._store = store
         self._name = name
         self._size_hint = size_hint

@@ -23,12 +23,13 @@ from typing import ClassVar
 
 import pytest
 
-from everstep.storage.base import Data, ObjectStore
+from everstep.storage.base import ObjectStore
 from everstep.storage.errors import AlreadyExists, InvalidName, NotFound, StoreUnusable, TerminalError, Truncated
 from everstep.storage.faults import FaultStore, LoseResponse
 from everstep.storage.probe import probe
 from everstep.storage.rate_limit import Pacer
 from everstep.storage.retry import RetryingStore
+from everstep.storage.upload import Data
 
 BAD_NAMES = ("", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "a\\b", "a\nb", "ü", "x" * 600)
 FORK_SECONDS = 60.0

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
-from everstep.checkpoint.load.fit import Fit
 from everstep.checkpoint.load.fit_optimizer import tensors_of
+from everstep.checkpoint.load.fitted import Fit
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, parameters_of
 from everstep.checkpoint.state.sharding import local_of

@@ -7,7 +7,6 @@ with every name that is at fault, while the state is still as it was; and no val
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -16,57 +15,13 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
 from everstep.checkpoint.load import fit_optimizer
 from everstep.checkpoint.load.fit_values import misfits
-from everstep.checkpoint.load.selection import LoadReport, Selection
+from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, Body, Fit
+from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.state.capture import Captured, asked_of, kind_of
 from everstep.checkpoint.state.memory import crossed
-from everstep.checkpoint.state.modules import Answer, bare, migrated
+from everstep.checkpoint.state.modules import bare, migrated
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
 from everstep.checkpoint.state.union import Union, inside
-
-_NAMED: Final = 5  # how many that do not fit an error names
-
-_LACKING: Final = "is in the state passed and not in the commit"
-_BEYOND: Final = "is in the commit and not in the state passed"
-
-Body = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Fit:
-    """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
-    tensors, the names in `Captured.tensors` of those that it is put into. `judges`: for each module that is filled in
-    part, the beginnings of the names that it judges by itself."""
-
-    bodies: dict[str, Body] = field(default_factory=dict)
-    live: dict[str, list[str]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    not_taken: list[str] = field(default_factory=list)
-    mismatched: list[str] = field(default_factory=list)
-    judges: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def report(self) -> LoadReport:
-        return LoadReport(tuple(self.missing), tuple(self.not_taken), tuple(self.mismatched))
-
-    def judged(self, answers: Mapping[str, Answer], selection: Selection) -> None:
-        """Add what modules said while they loaded (see `state.apply`) to the report. Raises `StateMismatch` for it if
-        what is taken must fit: only then is it known, so that the state is changed."""
-        problems: list[str] = []
-        for key, answer in answers.items():
-            own = self.judges.get(key, ())
-            lacking = [join(key, name) for name in answer.missing if name.startswith(own)]
-            lacking = [path for path in lacking if selection.takes(path)]
-            beyond = [join(key, name) for name in answer.unexpected if name.startswith(own)]
-            problems += [f"{path} {_LACKING}" for path in lacking] + [f"{path} {_BEYOND}" for path in beyond]
-            self.missing += lacking
-            self.not_taken += beyond
-        if problems and selection.strict:
-            more = f"; and {len(problems) - _NAMED} more" * (len(problems) > _NAMED)
-            raise StateMismatch(
-                f"{'; '.join(problems[:_NAMED])}{more}. The module reads such names by itself, so this is known only "
-                "after it was filled with the rest: do not train on. strict=False leaves them and reports them, and "
-                "exclude= leaves them out"
-            )
 
 
 def fit(
@@ -105,13 +60,13 @@ def fit(
     found = fitting.found
     found.not_taken += [key for key in saved if key not in state or key not in touched]
     if found.problems:
-        more = f"; and {len(found.problems) - _NAMED} more" * (len(found.problems) > _NAMED)
+        more = f"; and {len(found.problems) - NAMED} more" * (len(found.problems) > NAMED)
         unmarked = [
             k for k, body in saved.items() if body.get("union") and not isinstance(state.get(k, Union({})), Union)
         ]
         partly = f". If a rank holds only some of {unmarked[0]}, mark it with everstep.Union" if unmarked else ""
         raise StateMismatch(
-            f"the commit of step {record.step} does not fit the state passed in: {'; '.join(found.problems[:_NAMED])}"
+            f"the commit of step {record.step} does not fit the state passed in: {'; '.join(found.problems[:NAMED])}"
             f"{more}. Nothing was changed. strict=False loads what fits, cast=True converts types, and include=, "
             f"exclude= and rename= say what to take{partly}"
         )
@@ -192,7 +147,7 @@ class _Fitting:
                 taken[name] = value
                 continue
             elif name not in own:
-                self._told(found.not_taken, path, _BEYOND)
+                self._told(found.not_taken, path, BEYOND)
             complete = False
         for name in own:
             path = join(key, name)
@@ -200,7 +155,7 @@ class _Fitting:
                 continue
             complete = False
             if chosen.takes(path):
-                self._told(found.missing, path, _LACKING)
+                self._told(found.missing, path, LACKING)
         return taken, complete
 
     def _told(self, report: list[str], path: str, what: str) -> None:

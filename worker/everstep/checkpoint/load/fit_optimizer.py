@@ -8,20 +8,16 @@ parameter of the name under which it was saved; without names, only into an opti
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.manifest import Entry
+from everstep.checkpoint.load.fitted import Body, Fit
 from everstep.checkpoint.load.selection import Selection, below
 from everstep.checkpoint.state import named
 from everstep.checkpoint.state.tree import references
-
-if TYPE_CHECKING:
-    from everstep.checkpoint.load.fit import Fit
-
-Body = dict[str, Any]
 
 # The state of torch's optimizers that has the shape of the parameter.
 _MOMENTS = frozenset(

@@ -2,6 +2,10 @@
 
 A sharded live tensor needs its own box, and gets it back as a tensor sharded like it; everything else is needed whole.
 Optimizer state that does not exist yet is sharded as its parameter is.
+
+Bytes are read into the live tensors where the result is the same: the first use of new memory costs more than reading
+the bytes, and the state would be held twice. Invariant: a live tensor is filled in place only if the commit fits all of
+the state, and all of that tensor's key exactly; so what is refused because it does not fit was not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from everstep.checkpoint.format.boxes import Box, whole
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
 from everstep.checkpoint.load.fit import fillable, fit
 from everstep.checkpoint.load.fit_optimizer import tensors_of
-from everstep.checkpoint.load.landing import memory_of
 from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, parameters_of
@@ -137,7 +140,7 @@ def is_united(target: Any, body: Mapping[str, Any]) -> bool:
 def _target(entry: Entry, model: torch.Tensor | None, live: torch.Tensor | None, group: Any, together: bool) -> Target:
     if model is None:
         box = whole(entry.shape)
-        return Target(entry, box, together, memory=memory_of(live, box))
+        return Target(entry, box, together, memory=_memory_of(live, box))
     if tuple(model.shape) != entry.shape:
         raise StateMismatch(
             f"{entry.name}: has shape {entry.shape} in the commit, {tuple(model.shape)} in the state passed"
@@ -148,8 +151,15 @@ def _target(entry: Entry, model: torch.Tensor | None, live: torch.Tensor | None,
     # An axis of length 1 has any stride, and `to_local` gives it another one than the tensor's own part may have; torch
     # refuses to copy between two of one memory whose strides differ, as `load_state_dict` does.
     in_place = live is not None and 1 not in held.local.shape
-    memory = memory_of(held.local if in_place else None, held.box)
+    memory = _memory_of(held.local if in_place else None, held.box)
     return Target(entry, held.box, together and held.box == whole(entry.shape), model, memory)
+
+
+def _memory_of(local: torch.Tensor | None, box: Box) -> torch.Tensor | None:
+    """The tensor, if the bytes of this box can be put straight into its memory."""
+    if local is None or local.device.type != "cpu" or tuple(local.shape) != box.shape:
+        return None
+    return local if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
 
 
 def _of_parameters(

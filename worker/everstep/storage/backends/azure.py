@@ -15,7 +15,6 @@ from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.backends.translate import server_code
 from everstep.storage.base import (
     Capabilities,
-    Data,
     ObjectInfo,
     check_folder,
     check_name,
@@ -26,6 +25,7 @@ from everstep.storage.base import (
 )
 from everstep.storage.errors import NotFound, TerminalError
 from everstep.storage.locks import ForkLock
+from everstep.storage.upload import Data
 
 T = TypeVar("T")
 

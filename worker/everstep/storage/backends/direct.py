@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from everstep.storage.base import Data
+from everstep.storage.upload import Data
 
 CONNECTIONS: Final = 16
 _ERROR_BYTES: Final = 64 * 2**10

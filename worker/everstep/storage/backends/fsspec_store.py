@@ -21,9 +21,10 @@ import fsspec
 import fsspec.asyn
 
 from everstep.storage.backends.translate import EXPIRED_CODES, cannot_open, server_code, translate
-from everstep.storage.base import Capabilities, Data, ObjectInfo, ObjectStore, check_folder, check_name
+from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore, check_folder, check_name
 from everstep.storage.errors import NotFound, StorageError, StoreUnusable, TerminalError
 from everstep.storage.locks import ForkLock
+from everstep.storage.upload import Data
 
 # Settings of the fsspec file system (keys, endpoint and the like), or a function that gives fresh ones to each client.
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any]]

@@ -12,8 +12,9 @@ import types
 from typing import Any, Final
 
 from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
-from everstep.storage.base import Capabilities, Data, check_name, part_size_for
+from everstep.storage.base import Capabilities, check_name, part_size_for
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
+from everstep.storage.upload import Data
 
 SCHEMES: Final = frozenset({"gs", "gcs"})
 _UNIT: Final = 256 * 2**10  # parts must be multiples of it

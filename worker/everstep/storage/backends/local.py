@@ -20,7 +20,6 @@ from pathlib import Path
 from everstep.storage.backends.uncached import UncachedWriter
 from everstep.storage.base import (
     Capabilities,
-    Data,
     ObjectInfo,
     ObjectStore,
     check_folder,
@@ -31,6 +30,7 @@ from everstep.storage.base import (
 )
 from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
 from everstep.storage.locks import ForkLock
+from everstep.storage.upload import Data
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"

@@ -19,7 +19,6 @@ from everstep.storage.backends.fsspec_store import FsspecStore, Options
 from everstep.storage.backends.translate import UNSUPPORTED_CODES, server_code
 from everstep.storage.base import (
     Capabilities,
-    Data,
     ObjectInfo,
     check_folder,
     check_name,
@@ -30,6 +29,7 @@ from everstep.storage.base import (
 )
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.locks import ForkLock
+from everstep.storage.upload import Data
 
 log = logging.getLogger("everstep.storage")
 
