@@ -176,7 +176,7 @@ def test_deleter_that_died_refuses_holds_for_an_hour_and_no_longer(one: Any, kin
     assert not hold(store, record, kind, now=lambda: begun + pins.DEAD - 5), "it may be slow"
     assert hold(store, record, kind, now=lambda: begun + pins.DEAD + 5)
     assert not delete(store, record)
-    assert (pins.held(store), shards_left(store, record)) == ({record.save_id}, [True])
+    assert (pins.held(store), shards_left(store, record)) == (frozenset({record.save_id}), [True])
     assert hold(store, record, kind), "what was made void once is void for everybody"
 
 

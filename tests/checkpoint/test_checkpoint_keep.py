@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -389,7 +390,7 @@ def test_tag_that_was_not_moved_whole_is_told(runs: Any) -> None:
     runs(store).save(1, 2)
     Catalog(store).tag("good", 1)
     two = Catalog(store).find(2)
-    pins._hold(store, two, tag_of("good"), pins._body(two, "now"), [], lambda _: None)
+    pins._hold(store, two, tag_of("good"), pins._body(two, "now"), [], lambda _: None, time.time)
     with pytest.raises(CheckpointError, match="tag 'good' is on steps 2 and 1"):
         Catalog(store).tagged("good")
     Catalog(store).tag("good", 2)

@@ -130,7 +130,7 @@ def otherwise(root: str) -> Result:
     return _refused(root, tensor)
 
 
-def _refused(root: str, tensor: DTensor) -> Result:
+def _refused(root: str, tensor: torch.Tensor) -> Result:
     """What is said of saves and loads of it, and what the loads have changed."""
     told = []
     with everstep.Checkpointer(root) as run, everstep.Checkpointer(f"{root}-union") as other:
