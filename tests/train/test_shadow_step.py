@@ -247,7 +247,7 @@ def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]
         shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffers=buffers: buffers)
         shadow_step._age = told.ages[told.rank]
         shadow_step.meet(joins=False)
-    assert shadow_step.plays(lambda: True)
+    assert shadow_step.is_due(lambda: True)
     assert shadow_step.begin() == 0
     for name, tensor in theirs.items():
         assert torch.equal(mine[name], tensor)
@@ -265,7 +265,7 @@ def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Ten
         shadow_step._age = told.ages[rank]
         FromRank0.told = b"" if rank == 0 else FromRank0.told
         shadow_step.meet(joins=False)
-    assert not shadow_step.plays(lambda: True)
+    assert not shadow_step.is_due(lambda: True)
 
 
 # --- where the part may be left

@@ -64,7 +64,7 @@ class RecoveringWorld:
         self._resharding = resharding
         self._untracked_check = untracked_check
         self._straggler = StragglerDetector(time.monotonic)
-        self._played = False  # whether the newest step was a shadow step
+        self._shadow_step_done = False  # whether the newest step was a shadow step
         self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
 
     def begin(self) -> None:
@@ -107,13 +107,13 @@ class RecoveringWorld:
             live.step_begins(self._coordinator.step, self._recovery.members.rank)
             if self._feed is not None:
                 self._feed.fetched_by = live.batch if live.goes_on else None
-        plays = self._shadow_step is not None and self._shadow_step.plays(self._reducers.can_renew)
-        self._recovery.begin(self._coordinator.step, keep=plays)
+        due = self._shadow_step is not None and self._shadow_step.is_due(self._reducers.can_renew)
+        self._recovery.begin(self._coordinator.step, keep=due)
         self._untracked_check.begins()
         model = None
         if self._shadow_step is not None:
             assert self._recovery.rollback is not None
-            if plays and not self._recovery.rollback.kept:
+            if due and not self._recovery.rollback.kept:
                 self._shadow_step.cannot("there is no room for a copy of the tracked state")
             if (model := self._shadow_step.begin()) is not None:
                 self._read_as(model)
@@ -132,7 +132,7 @@ class RecoveringWorld:
 
     def step_ended(self) -> bool:
         if self._playing:
-            self._has_played(None)
+            self._shadow_step_ended(None)
             return False
         if self._recovery.ended():
             rollback = self._recovery.rollback
@@ -150,7 +150,7 @@ class RecoveringWorld:
 
     def step_lost(self, error: BaseException) -> bool:
         if self._playing and isinstance(error, Exception | SystemExit):
-            self._has_played(None if is_of_lost_peer(error) else error)
+            self._shadow_step_ended(None if is_of_lost_peer(error) else error)
             return self._shadow_step is not None and self._shadow_step.leaves(error)
         if self.lost(error):
             return True
@@ -170,15 +170,15 @@ class RecoveringWorld:
         assert self._recovery.rollback is not None
         self._recovery.rollback.asked = True
 
-    def _has_played(self, error: BaseException | None) -> None:
+    def _shadow_step_ended(self, error: BaseException | None) -> None:
         """The block of a shadow step has ended. The code behind it runs as after a lost step."""
         assert self._shadow_step is not None
-        self._shadow_step.played(error)
-        self._played = True
+        self._shadow_step.ended(error)
+        self._shadow_step_done = True
 
-    def _be_oneself(self) -> None:
+    def _undo_shadow_step(self) -> None:
         """Undo the changes by the shadow step and by the code behind its block. This process's own step follows."""
-        self._played = False
+        self._shadow_step_done = False
         rollback = self._recovery.rollback
         assert rollback is not None
         validity = self._recovery.roll_back()
@@ -196,8 +196,8 @@ class RecoveringWorld:
             raise SystemExit(exit_codes.NOT_RECOVERED)
 
     def go_on(self, phase: Phase) -> None:
-        if self._played:
-            self._be_oneself()
+        if self._shadow_step_done:
+            self._undo_shadow_step()
             return
         validity = Validity.WHOLE
         if phase is Phase.LOST:

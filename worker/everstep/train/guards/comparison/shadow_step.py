@@ -98,9 +98,9 @@ class ShadowStep:
         self._forget()
         oldest = max(self._ages)
         # There is none in the second step, because the first was compared just before.
-        plays = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
-        self._model = self._ages.index(oldest) if any(plays) else None
-        self._due = plays[self._members.rank]
+        due = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
+        self._model = self._ages.index(oldest) if any(due) else None
+        self._due = due[self._members.rank]
         self._brought = b""
         if self._model is not None and (buffers := self._buffers()):
             mine = pack_tensors(buffers, MOST_BUFFERS) if self._members.rank == 0 else b""
@@ -111,7 +111,7 @@ class ShadowStep:
         """Whether this process has completed no step yet. Then all members' reducers are new."""
         return self._age == 0
 
-    def plays(self, can_renew: Callable[[], bool]) -> bool:
+    def is_due(self, can_renew: Callable[[], bool]) -> bool:
         """Whether this process takes a shadow step in the step that begins. `can_renew`: whether DDP's reducers can be
         made like the others' again after it."""
         if self._due and not self._buffers_fit():
@@ -122,7 +122,7 @@ class ShadowStep:
             self._may_be_left = may_be_left(sys._getframe(1))
             self._caches = caches(sys._getframe(1))
             if not self.first and any(c.cache_info().misses > self._missed.get(id(c), 0) for c in self._caches):
-                self.cannot("its steps fill a cache of functools, from which a part's values could not be taken out")
+                self.cannot("its steps fill a cache of functools, from which its values could not be taken out")
             if self._foreign and not self._may_be_left:
                 self.cannot("its steps have collectives of the script's own, and code behind their blocks")
         return self._due
@@ -197,7 +197,7 @@ class ShadowStep:
         if self._gradients is not None and self._found is None:
             self._end_counting()
         if self.playing and self._may_be_left:
-            raise ShadowStepOver("the part is over")
+            raise ShadowStepOver("the shadow step is over")
 
     def leaves(self, error: BaseException) -> bool:
         """Whether the script goes on after the block of the shadow step, which has just ended."""
@@ -217,12 +217,14 @@ class ShadowStep:
         finally:
             self._stand_in(None, None)
 
-    def played(self, error: BaseException | None) -> None:
+    def ended(self, error: BaseException | None) -> None:
         """End the shadow step: this process is itself again. `error`: the script's error that ended it, if any."""
         self.playing = False
         self._stand_in(None, None)
         if error is not None:
-            log.warning("the part of rank %s ended with %r: this new process is not compared", self._model, error)
+            log.warning(
+                "the shadow step as rank %s ended with %r: this new process is not compared", self._model, error
+            )
             self._found = None
 
     def forget_cached(self) -> None:
