@@ -1,0 +1,1 @@
+"""`everstep bench`: how a job scales on this machine."""
