@@ -35,6 +35,8 @@ GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 # The Unix socket on which an agent tells its training processes of rounds.
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 
+# The backend of torch.distributed, in place of the one that the device decides.
+BACKEND = "EVERSTEP_BACKEND"
 # How much torch.distributed and NCCL print and check: "info" or "detail".
 DEBUG = "EVERSTEP_DEBUG"
 

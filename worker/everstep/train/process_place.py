@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.contract import env
+from everstep.train.coordination.backends import backend_for
 from everstep.train.coordination.group_shutdown import quiesce
 
 
@@ -55,8 +56,9 @@ def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
         device = torch.device("cuda", int(environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     made = False
+    backend = backend_for(device, environ, recovers=env.AGENT_SOCKET in environ) if dist.is_available() else ""
     if "RANK" in environ and dist.is_available() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend)
         made = True
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
