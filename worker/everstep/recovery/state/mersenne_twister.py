@@ -3,13 +3,13 @@
 Both are Mersenne Twisters of 624 words, and seeding them takes longer than all else that a step's random numbers need.
 So their states are made ahead, for many steps at once.
 
-numpy's words are drawn by Philox4x64-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC'11): a
-bijection of a counter, which passes BigCrush. Each step and rank has a part of the counter to itself, so the states of
-a run are independent as far as Philox's words are, and where a process begins does not matter. Python's are those that
+Numpy's words are drawn by Philox4x64-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC'11): a
+bijection of a counter, which passes BigCrush. Each step and rank has its own part of the counter. So the states of a
+run are as independent as Philox's words, and do not depend on where a process begins. Python's words are those that
 `random.seed` makes.
 
-A step finds these lines and what they touch in no cache of the processor, because the model has been there since. So
-what a step does here is short, and asks for few objects.
+Between two steps the model fills the processor's caches, so this code and its data are never in them. Therefore the
+work of a step is short here, and uses few objects.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ BEGINNING: Final = slice(8)  # bytes of a state
 
 
 class NumpyTwister:
-    """`bits`: numpy's MT19937. Its state is 624 words and how many of them are used, where numpy says that it is.
-
-    To set it, hold `lock` and copy one of `ahead` to `place`; keep its second part as `first`. Call `forget` before,
-    unless `beginning[0]` is still `first`: a draw changes all words.
+    """Sets numpy's generator. `bits`: numpy's MT19937. Its state in memory is 624 words and the number of used ones;
+    numpy gives the address. To set it, hold `lock` and copy one of `ahead` to `place`; keep its second part as `first`.
+    Call `forget` before, unless `beginning[0]` is still `first`: a draw changes all words.
     """
 
     __slots__ = ("_bits", "beginning", "first", "lock", "place")
 
     def __init__(self, bits: Any) -> None:
         self._bits = bits
-        self.lock = bits.lock  # else a draw in another thread could find all words used, and use one more
+        self.lock = bits.lock  # without it a draw in another thread could find all words used, and use one more
         self.place = _memory(bits.ctypes.state_address)
         self.beginning = self.place[BEGINNING].cast("Q")
         self.first = -1
 
     def ahead(self, key: tuple[int, int], step: int, rank: int, steps: int) -> list[tuple[memoryview, int]]:
-        """For each of so many steps from this one: the state, and what it has at `BEGINNING`."""
+        """For each of so many steps from this one: the state, and its bytes at `BEGINNING`."""
         if np.random.get_bit_generator() is not self._bits:  # type: ignore[attr-defined]  # not in numpy's stub
             raise LoopError(
                 "np.random.set_bit_generator(…) in the loop: the numbers of the new one do not follow from the step. "
@@ -60,13 +59,14 @@ class NumpyTwister:
         return [(state, state[BEGINNING].cast("Q")[0]) for state in states]
 
     def forget(self) -> None:
-        """The second one of a pair of normal numbers, which is kept for the next call."""
+        """Forget the second one of a pair of normal numbers, which numpy keeps for the next call."""
         np.random.seed(0)
 
 
 class PythonTwister:
-    """`generator`: a `random.Random`. Its state is how many words are used, and 624 words, behind what each object
-    begins with. To set it, copy one of `ahead` to `place`, and make its `gauss_next` None."""
+    """Sets Python's generator. `generator`: a `random.Random`. Its state in memory is the number of used words and 624
+    words, after the header of each object. To set it, copy one of `ahead` to `place`, and set its `gauss_next` to
+    None."""
 
     __slots__ = ("generator", "place")
 
@@ -76,7 +76,7 @@ class PythonTwister:
 
     @staticmethod
     def fits(generator: Any) -> bool:
-        """Whether this interpreter keeps the state there."""
+        """Whether this interpreter keeps the state at that place."""
         end = object.__basicsize__ + 4 * (WORDS + 1)
         if not end <= _random.Random.__basicsize__ < end + 8:
             return False
@@ -95,5 +95,5 @@ class PythonTwister:
 
 
 def _memory(address: int) -> memoryview:
-    """A twister's state there."""
+    """The memory of a twister's state at this address."""
     return memoryview((ctypes.c_uint8 * (4 * (WORDS + 1))).from_address(address)).cast("B")
