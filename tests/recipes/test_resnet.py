@@ -1,0 +1,54 @@
+"""examples/resnet: the bits of an undisturbed run, but for BatchNorm's running statistics where rank 0 is lost.
+
+A commit holds rank 0's buffers. If rank 0 is lost, its buffers are lost too. The commit then holds the buffers of the
+rank that gave the state, which saw other images in that step. Training does not read them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.recipes.recipes import Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recorded import record
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "resnet"
+STEPS = 60
+ARGUMENTS = ("--steps", str(STEPS), "--every-steps", "30", "--evaluate-every", "30")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
+
+
+@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worker: int) -> None:
+    step = kill(NAME, 15, 50).partition(":")[0]
+    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[f"{step}:kill={worker}"])
+    assert hit.status()["restarts"] == 1, hit.output
+    changed = differences(calm, hit)
+    statistics = [where for where in changed if "running_" in where]
+    if worker == 0:
+        record(NAME, "parameters that a kill of the first worker changes", len(changed) - len(statistics), "")
+        record(NAME, "largest difference of running statistics after a kill of the first worker", apart(calm, hit), "")
+        assert changed == statistics
+        assert apart(calm, hit) < 0.1
+    else:
+        record(NAME, "values that a kill of another worker than the first changes", len(changed), "")
+        assert changed == []
+    accuracy = accuracies(calm.output)[STEPS]
+    record(NAME, f"accuracy on unseen images after {STEPS} steps", accuracy, "")
+    assert accuracy > 0.7
+
+
+def apart(left: Ended, right: Ended) -> float:
+    mine, others = left.state["model"], right.state["model"]
+    return max(float((mine[name] - others[name]).abs().max()) for name in mine if "running_" in name)
+
+
+def accuracies(output: str) -> dict[int, float]:
+    return {int(step): float(share) for step, share in re.findall(r"step (\d+): accuracy ([\d.]+)", output)}
