@@ -196,6 +196,14 @@ REFUSED = {
     "schedule": (
         TORCHS, "return Schedule1F1B(made, PARTS, loss_fn=loss_of)", "return made", "make.. returned a Pipeline",
     ),
+    "rows": (
+        TORCHS, "run.loader(data, ", "run.loader(torch.utils.data.Subset(data, range(92)), ",
+        r"run\.pipeline: its (input|target) has 4 rows, and had 6\..*write `drop_last=True` in run\.loader",
+    ),
+    "type": (
+        TORCHS, "hidden = torch.empty(rows, HIDDEN, ", "hidden = torch.empty(rows, HIDDEN, dtype=torch.float64, ",
+        r"stage 0 returned float32 \[2, 16\], and its output_args= are float64 \[2, 16\]\..*type that the stage",
+    ),
     "no-replicas": (
         TORCHS, "    mesh = run.mesh(model=STAGES)\n", "    run.pipeline(list)\n",
         r"run\.pipeline\(make\): write `run\.mesh\(model=N\)` before it",
@@ -212,6 +220,7 @@ ALWAYS = (
     "names",
     "scaled",
     "shapes",
+    "type",
 )  # the others in `make soak`: each starts four processes
 
 

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -53,14 +54,22 @@ _NO_JOIN = (
 )
 
 
-_making: list[list[str]] = []  # a schedule that lasts as long as its round: the classes of its stages
+@dataclass(frozen=True)
+class MadeStage:
+    """A stage of torch's pipelines, and its output_args=."""
+
+    stage: Any
+    outputs: Any
+
+
+_making: list[list[MadeStage]] = []  # a schedule that lasts as long as its round: its stages
 
 
 @contextmanager
-def making_schedule() -> Iterator[Sequence[str]]:
-    """A context in which stages of torch's pipelines may be made, because they are made anew in each round. Gives the
-    classes of those that were made."""
-    stages: list[str] = []
+def making_schedule() -> Iterator[Sequence[MadeStage]]:
+    """A context in which stages of torch's pipelines may be made, because they are made anew in each round. Gives those
+    that were made."""
+    stages: list[MadeStage] = []
     _making.append(stages)
     try:
         yield stages
@@ -137,13 +146,14 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
 
 def _check_stage(asking: FrameType) -> None:
     """Check the frame `asking`, which makes a pipeline stage."""
-    name = type(asking.f_locals.get("self")).__name__
+    stage = asking.f_locals.get("self")
+    name = type(stage).__name__
     if not _making:
         _refuse(name, NO_PIPELINE)
     made = asking.f_back.f_locals if asking.f_back is not None else {}
     if "input_args" in made and (made["input_args"] is None or made["output_args"] is None):
         _refuse(name, _NO_SHAPES)
-    _making[-1].append(name)
+    _making[-1].append(MadeStage(stage, made.get("output_args")))
 
 
 def _of_table(torchs: Any) -> Any:
