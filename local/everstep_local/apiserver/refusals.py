@@ -102,9 +102,9 @@ def already_exists(plural: str, name: str) -> Refusal:
     return Refusal(409, "AlreadyExists", f'{plural} "{name}" already exists')
 
 
-def conflict(plural: str, name: str, detail: str = OPTIMISTIC_LOCK, causes: Sequence[FieldError] = ()) -> Refusal:
+def conflict(plural: str, name: str, detail: str = OPTIMISTIC_LOCK) -> Refusal:
     message = f'Operation cannot be fulfilled on {plural} "{name}": {detail}'
-    return Refusal(409, "Conflict", message, causes=causes)
+    return Refusal(409, "Conflict", message)
 
 
 def failed_precondition(plural: str, name: str, what: str, asked: str, found: str) -> Refusal:

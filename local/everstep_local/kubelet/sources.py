@@ -18,7 +18,6 @@ from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured
 
 HOST_IP = "127.0.0.1"
-CONFIG_ERROR = "CreateContainerConfigError"
 
 
 class Keyed(KubeObject, frozen=True, kw_only=True):
@@ -37,9 +36,10 @@ CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap", Keyed)
 class NotStartable(Exception):
     """A container cannot start now. This becomes its waiting state, and the start is tried again."""
 
-    def __init__(self, message: str, reason: str = CONFIG_ERROR) -> None:
+    reason = "CreateContainerConfigError"
+
+    def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
         self.message = message
 
 

@@ -147,14 +147,14 @@ async def _call(api: Any, request: Request) -> aiohttp.ClientResponse:
     return response
 
 
-async def read_body(response: aiohttp.ClientResponse, where: str, max_body: int = MAX_BODY) -> bytes:
-    """The whole body. Raises `ConnectionFailed` beyond `max_body` bytes."""
+async def read_body(response: aiohttp.ClientResponse, where: str) -> bytes:
+    """The whole body. Raises `ConnectionFailed` beyond `MAX_BODY` bytes."""
     parts: list[bytes] = []
     size = 0
     async for chunk in response.content.iter_any():
         size += len(chunk)
-        if size > max_body:
-            raise ConnectionFailed(f"the answer exceeds {max_body} bytes", where=where, status=response.status)
+        if size > MAX_BODY:
+            raise ConnectionFailed(f"the answer exceeds {MAX_BODY} bytes", where=where, status=response.status)
         parts.append(chunk)
     return b"".join(parts)
 

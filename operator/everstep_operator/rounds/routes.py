@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from aiohttp import web
@@ -41,16 +40,11 @@ log = logging.getLogger("everstep.rounds")
 
 _JSON = "application/json"
 
+# Of one replica at once. A job may use a third of either if no other job uses any. In the largest job, of 4,096 agents,
+# each watches twice.
+MAX_WATCHES, MAX_OTHER_CALLS = 32_768, 8192
+
 Call: TypeAlias = Callable[[web.Request, Agent, Caller], Awaitable[web.Response]]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundLimits:
-    """The limits of one replica."""
-
-    # A job may use a third of either if no other job uses any. In the largest job, of 4,096 agents, each watches twice.
-    watches: int = 32_768
-    calls: int = 8192  # other than watches, at once
 
 
 class RoundRoutes:
@@ -63,11 +57,9 @@ class RoundRoutes:
         *,
         agent: Callable[[Caller], Awaitable[Agent]],
         metrics: Metrics,
-        limits: RoundLimits | None = None,
     ) -> None:
         self._rounds, self._auth, self._agent, self._metrics = rounds, auth, agent, metrics
-        limits = limits or RoundLimits()
-        self._calls, self._watches = Shares(limits.calls), Shares(limits.watches)
+        self._calls, self._watches = Shares(MAX_OTHER_CALLS), Shares(MAX_WATCHES)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         presence = PRESENCE_PATH + "/{agent}"
