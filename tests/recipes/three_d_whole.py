@@ -1,0 +1,29 @@
+"""The model of examples/three_d in one piece, trained by one process: what its parameters are to be.
+
+everstep-run … three_d_whole.py SCRIPT --steps N
+"""
+
+import os
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+import everstep
+
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import train
+
+torch.set_num_threads(1)
+images, labels = train.load_digits(return_X_y=True)
+x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
+with everstep.start() as run:
+    model = torch.nn.Sequential(*(train.Block(i) for i in range(train.BLOCKS)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run.track(model=model, optimizer=optimizer)
+    data = run.loader(TensorDataset(x[: train.TRAIN], y[: train.TRAIN]), global_batch=train.BATCH, seed=0)
+    for step in run.steps(data, until=int(sys.argv[3])):
+        with step as batch:
+            batch.scale(train.cross_entropy(model(batch.data[0]), batch.data[1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
