@@ -50,8 +50,29 @@ OF_LIST = """
 """
 
 
+BESIDE_A_CLASS = """
+    class Meter:
+        def __init__(self):
+            self.count = 0
+        def add(self):
+            self.count += 1
+    meter, count = Meter(), 0
+    for step in range(2):
+        meter.add()
+        exec("count = count + 1")
+        completed()
+"""
+
+
 @pytest.mark.parametrize(
-    ("text", "name"), [(COUNTED, "count"), (THRESHOLD, "factor"), (IN_FUNCTION, "rate"), (OF_LIST, "seen")]
+    ("text", "name"),
+    [
+        (COUNTED, "count"),
+        (THRESHOLD, "factor"),
+        (IN_FUNCTION, "rate"),
+        (OF_LIST, "seen"),
+        (BESIDE_A_CLASS, "count"),
+    ],
 )
 def test_variable_that_changes_by_no_line_is_refused_with_the_line_to_write(
     text: str, name: str, tmp_path: Path

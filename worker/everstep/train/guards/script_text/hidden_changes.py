@@ -25,6 +25,7 @@ from typing import Any
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import FRAMES, is_script
 from everstep.train.guards.script_text.sources import tree_of
+from everstep.train.guards.script_text.syntax_patterns import path_of
 
 log = logging.getLogger("everstep.train")
 
@@ -32,6 +33,7 @@ MOST_NAMED = 8
 FEW = 16  # elements of a container that are compared
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set)
+_NO_MODULES = ("self", "cls")  # a counter of a class explains no global variable of that name
 _ALONE = 2  # references: one of the module, and one of the call that counts them
 _Scope = tuple[str, dict[str, Any]]  # a file of the script, and the globals of its module
 
@@ -143,7 +145,7 @@ class _Names:
             if isinstance(node, ast.Global):
                 self.declared_global.update(node.names)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-                self.attributes.add(node.attr)
+                self.attributes.update(() if path_of(node.value) in _NO_MODULES else (node.attr,))
         for statement in tree.body:
             self._read(statement, within=False, own=True)
 
