@@ -1,0 +1,58 @@
+"""The trackers of docs/how-to-trackers.md: one continuous run, no step twice, over a lost rank 0 and a restart."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = Path(__file__).with_name("trackers_script.py")
+BIN = Path(sys.executable).parent
+
+
+def train(kind: str, folder: Path, steps: int) -> None:
+    done = subprocess.run(
+        [BIN / "everstep-run", "--nproc-per-node", "2", "--rdzv-id", "job", SCRIPT, kind, folder, str(steps)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "MLFLOW_ALLOW_FILE_STORE": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def by_tensorboard(folder: Path) -> list[int]:
+    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    seen = accumulator.EventAccumulator(str(folder / "runs"))
+    seen.Reload()
+    return [event.step for event in seen.Scalars("loss")]
+
+
+def by_mlflow(folder: Path) -> list[int]:
+    client: Any = importlib.import_module("mlflow").MlflowClient(f"file://{folder}/store")
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    return sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss"))
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("kind", "logged"), [("tensorboard", by_tensorboard), ("mlflow", by_mlflow)])
+def test_every_step_is_logged_once_over_a_lost_rank_and_a_restart(
+    kind: str, logged: Callable[[Path], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    (tmp_path / "kill").touch()
+    train(kind, tmp_path, 33)
+    assert not (tmp_path / "kill").exists(), "rank 0 was killed"
+    assert logged(tmp_path) == list(range(1, 34))
+
+    # The commits are lost: the run begins again at step 0, and takes 33 steps again that were logged.
+    shutil.rmtree(tmp_path / "commits")
+    train(kind, tmp_path, 40)
+    assert logged(tmp_path) == list(range(1, 41))
