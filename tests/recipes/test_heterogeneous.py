@@ -1,0 +1,50 @@
+"""examples/heterogeneous: shares by speed, the gradient of the whole batch, and kills that change rounding alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.recipes.recipes import Ended, disturbed, kill, undisturbed
+from support.recipes.recorded import record
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "heterogeneous"
+STEPS = ("--steps", "30")
+COST = (0.003, 0.009)  # of slow_ranks.py
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return undisturbed(NAME, tmp_path_factory.mktemp("alone"), STEPS, 1)
+
+
+def furthest(left: Ended, right: Ended) -> float:
+    mine, others = (
+        {name.removeprefix("inner."): value for name, value in ended.state["model"].items()} for ended in (left, right)
+    )
+    assert mine.keys() == others.keys()
+    return max(float((mine[name] - others[name]).abs().max()) for name in mine)
+
+
+def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) -> None:
+    """Shares follow measured times, so sums are made in another order. At all shares the gradient is the same."""
+    hit = disturbed(NAME, tmp_path, (*STEPS, "--every-steps", "10"), 2, [kill(NAME, 8, 25, workers=2)])
+    assert hit.status()["restarts"] == 1, hit.output
+    record(NAME, "largest difference of a parameter after a kill from one process", furthest(hit, alone), "")
+    assert furthest(hit, alone) < 1e-4
+
+
+def test_unequal_ranks_end_a_step_together(tmp_path: Path, alone: Ended) -> None:
+    mixed = undisturbed(NAME, tmp_path, STEPS, 2, [Path(__file__).with_name("slow_ranks.py")])
+    record(NAME, "largest difference of a parameter of unequal ranks from one process", furthest(mixed, alone), "")
+    assert furthest(mixed, alone) < 1e-4
+    shares = mixed.state["carried"]["shares"]
+    longest = max(share * cost for share, cost in zip(shares, COST, strict=True))
+    best = sum(shares) / sum(1 / cost for cost in COST)
+    record(NAME, "time of a step by the final shares, by the best", longest / best, "", expected=1)
+    took = max(float(n) for n in re.findall(r"took ([\d.]+)", mixed.output))
+    record(NAME, "measured time of a step on two cores with other work, by the best", took, "", expected=1)
+    assert longest < 1.1 * best, shares
