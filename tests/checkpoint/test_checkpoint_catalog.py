@@ -59,7 +59,7 @@ def test_commit_is_found_by_step_and_by_number_and_by_nothing_else(runs: Any) ->
     catalog = Catalog(store)
     assert (catalog.find().step, catalog.find(10).n, catalog.find(20).n, catalog.find(n=2).step) == (30, 1, 4, 20)
     asked: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"step": 11}, "no commit of step 11; there are 30, 20, 20, 10"),
+        ({"step": 11}, "no commit of step 11; there are steps 30, 20, 20, 10"),
         ({"n": 3}, "record 3 is no commit"), ({"n": 9}, "record 9 cannot be read"),
         ({"n": 2, "step": 30}, "record 2 is of step 20, not 30"),
     )  # fmt: skip

@@ -142,7 +142,7 @@ def test_export_writes_files_for_other_tools(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["show", "{url}", "--step", "11"], 2, "no commit of step 11; there are 30, 20, 10"),
+        (["show", "{url}", "--step", "11"], 2, "no commit of step 11; there are steps 30, 20, 10"),
         (["show", "{url}", "--record", "0"], 2, "record 0 is no commit"),
         (["verify", "{empty}"], 2, "there is no commit"),
         (["ls", "nothing://x/y"], 3, "unknown scheme 'nothing'"),

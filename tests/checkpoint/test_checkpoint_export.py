@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 import everstep
-from everstep.checkpoint import CheckpointError, Damaged
+from everstep.checkpoint import CheckpointError, Damaged, import_checkpoint
 from everstep.checkpoint.convert.copying import copy
 from everstep.checkpoint.convert.export import export
 from everstep.checkpoint.retention.catalog import Catalog
@@ -63,6 +63,17 @@ def test_metrics_also_those_that_came_late_go_with_a_copy_and_an_export(tmp_path
     assert Catalog(elsewhere).list()[0].metrics == want
     everstep.Checkpointer(store=elsewhere).export(tmp_path)
     assert json.loads((tmp_path / "state.json").read_text())["metrics"] == want
+
+
+def test_export_of_several_keys_is_not_imported_as_one_module_without_a_word(tmp_path: Path) -> None:
+    store, back = MemoryStore(), MemoryStore()
+    committed(store)
+    everstep.Checkpointer(store=store).export(tmp_path)
+    with pytest.raises(CheckpointError, match=r"with the keys model, optimizer, progress, and an import.*ckpt restore"):
+        import_checkpoint(tmp_path, store=back)
+    assert not back.objects
+    import_checkpoint(tmp_path / "model.safetensors", store=back)
+    assert list(everstep.load(store=back).state) == ["model"]
 
 
 def test_everything_that_is_no_tensor_is_json(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_going_back_and_on(tmp_path: Path) -> None:
         assert (found.step, found.n) == (2, 4)
         assert run.restore(state) == 2
         assert state["w"].tolist() == [20, 20]
-        with pytest.raises(CheckpointError, match="no commit of step 7; there are 2, 3, 2, 1"):
+        with pytest.raises(CheckpointError, match="no commit of step 7; there are steps 2, 3, 2, 1"):
             run.restore(state, step=7)
     assert everstep.Checkpointer(str(tmp_path), on_event=lambda kind, **_: None).restore(state) == 2
 

@@ -111,7 +111,7 @@ def test_commit_is_chosen_by_step_or_number(runs: Any) -> None:
     into = runs.state()
     assert everstep.load(store=store, state=into, step=2).n == 2
     assert into["step"] == 2
-    with pytest.raises(NoCommit, match="no commit of step 9; there are 3, 2, 1"):
+    with pytest.raises(NoCommit, match="no commit of step 9; there are steps 3, 2, 1"):
         everstep.load(store=store, step=9)
 
 

@@ -30,6 +30,7 @@ from everstep.storage import ObjectStore
 
 MAX_BYTES: Final = 5_000_000_000  # of one file, as in Hugging Face's `save_pretrained`
 STATE: Final = "state.json"
+FORMAT: Final = "everstep-export"  # of that file
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def export(
             files = _split(stem, tensors, max_bytes)
             written += _write_all(store, record, folder, stem, files)
             told[key] = {"kind": body["kind"], "files": [f.name for f in files], "tree": tree}
-        text: dict[str, Json] = {"format": "everstep-export", "version": 1, "step": record.step, "at": record.at}
+        text: dict[str, Json] = {"format": FORMAT, "version": 1, "step": record.step, "at": record.at}
         if metrics := all_metrics(store, record):
             text["metrics"] = dict(metrics)
         text["state"] = told

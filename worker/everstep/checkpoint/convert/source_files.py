@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from everstep.checkpoint.convert.export import FORMAT, STATE
 from everstep.checkpoint.convert.source import MODEL, Form, Source, check_key, checked, of_state
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format.wire import Json
@@ -85,7 +86,21 @@ def _files_of(folder: Path) -> dict[str | None, Path]:
             f"{folder}: holds {'several' if indices or singles else 'no'} checkpoints that could be meant: a .metadata "
             f"of torch.distributed.checkpoint, model{_INDEX} or model.safetensors is expected; give the file itself"
         )
+    if len(keys := _exported(folder)) > 1:
+        raise CheckpointError(
+            f"{folder}: is an export of everstep with the keys {', '.join(keys)}, and an import of safetensors takes "
+            f"one module. Give its file itself ({found[0]}), or copy the commit with `everstep ckpt restore`"
+        )
     return _indexed(found[0]) if found[0].name.endswith(_INDEX) else {None: found[0]}
+
+
+def _exported(folder: Path) -> list[str]:
+    """The keys of the state in this folder, if `export` has written it."""
+    try:
+        body = json.loads((folder / STATE).read_text())
+        return sorted(body["state"]) if body["format"] == FORMAT else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _indexed(index: Path) -> dict[str | None, Path]:

@@ -117,7 +117,7 @@ class Catalog:
         if step is None or not steps:
             raise NoCommit(f"{self._store.url}: there is no commit")
         shown = ", ".join(map(str, steps[:10])) + (", …" if len(steps) > 10 else "")
-        raise NoCommit(f"{self._store.url}: no commit of step {step}{deleted}; there are {shown}")
+        raise NoCommit(f"{self._store.url}: no commit of step {step}{deleted}; there are steps {shown}")
 
     def verify(self, step: int | None = None, n: int | None = None) -> tuple[str, ...]:
         """The problems of a commit's shards; each text names a file. Empty if the commit is whole. Reads every byte."""
