@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
-import sys
 
 from everstep.contract import agent_requests
 
 NOBODY = 65534
-CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); s.recv(1)"
+
+
+def asks(name: str, user: int | None) -> int:
+    """Connect in a child, which is this user's or becomes another one; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:  # nothing of this process's may run on in the child
+        if user is not None:
+            os.setuid(user)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(name)
+            connection.recv(1)
+    finally:
+        os._exit(0)
 
 
 def test_agent_is_found_by_its_user_and_knows_who_asks() -> None:
@@ -19,14 +31,15 @@ def test_agent_is_found_by_its_user_and_knows_who_asks() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         server.listen()
+        server.settimeout(30)
         assert name in agent_requests.addresses()
         users = [None, *([NOBODY] if os.getuid() == 0 else [])]  # only root can become another user
         for user in users:
-            asker = subprocess.Popen([sys.executable, "-S", "-E", "-c", CONNECT, name[1:]], user=user, cwd="/")
+            asker = asks(name, user)
             try:
                 connection, _ = server.accept()
                 with connection:
                     assert agent_requests.is_of_this_user(connection) is (user is None)
             finally:
-                asker.wait(30)
+                os.waitpid(asker, 0)
     assert name not in agent_requests.addresses(), "nothing is left of an agent that has ended"
