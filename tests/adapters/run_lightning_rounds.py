@@ -26,6 +26,21 @@ from support.adapters.points import Points
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
 
 
+class Last(Callback):
+    """Comes behind everstep's. Its factor of the loss is in no `state_dict`."""
+
+    factor = 1.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.factor = 1.0
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.factor *= 0.75
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.reach("ended")
+
+
 class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +48,7 @@ class Module(LightningModule):
             torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
         )
         self.seen: list[list[float]] = []
+        self.steps, self.last = 0, Last()  # the loss is weighted by both
 
     def reach(self, point: str) -> None:
         if f"{self.trainer.global_step}:{point}" != KILL or self.trainer.global_rank != 1:
@@ -44,7 +60,8 @@ class Module(LightningModule):
         if batch_idx % 2 == 0:
             with (FOLDER / f"{os.getpid()}.steps").open("a") as file:
                 file.write(f"{self.trainer.global_step}\n")
-        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.steps += 1
+        loss = torch.nn.functional.mse_loss(self.layers(x), y) / self.steps * self.last.factor
         self.reach(f"forward{batch_idx % 2}")
         self.log("loss", loss)
         return loss
@@ -60,13 +77,6 @@ class Module(LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Last(Callback):
-    """Comes behind everstep's."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.reach("ended")
 
 
 def main() -> None:
@@ -87,7 +97,7 @@ def main() -> None:
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         val_check_interval=0.5,
-        callbacks=[stopping, Last()] if KIND == "without" else [callback, stopping, *saves, Last()],
+        callbacks=[stopping, module.last] if KIND == "without" else [callback, stopping, *saves, module.last],
         enable_checkpointing=bool(saves),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -105,6 +115,7 @@ def main() -> None:
         "step": trainer.global_step,
         "validated": module.seen[-1],
         "patience": [stopping.wait_count, stopping.best_score],
+        "attributes": [module.steps, module.last.factor],
         "pid": os.getpid(),
     }
     torch.save(found, FOLDER / f"{trainer.global_rank}.pt")

@@ -69,6 +69,21 @@ class Fault(TrainerCallback):  # type: ignore[misc]
         self.reach("evaluating")
 
 
+class Halving(TrainerCallback):  # type: ignore[misc]
+    """Halves the rate behind each evaluation, by an attribute of its own that no checkpoint of Trainer's has."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.factor, self.losses = 1.0, [float("inf")]
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        self.losses.append(metrics["eval_loss"])
+        self.factor = 0.5 ** (len(self.losses) - 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= self.factor
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -93,11 +108,15 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    fault, stopping = Fault(), EarlyStoppingCallback(early_stopping_patience=5)
+    fault, stopping, halving = Fault(), EarlyStoppingCallback(early_stopping_patience=5), Halving()
     model.lm_head.register_forward_hook(fault.forward)
     callback = EverstepCallback(str(FOLDER / "commits"))
     trainer = Trainer(
-        model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens(), callbacks=[callback, stopping, fault]
+        model=model,
+        args=args,
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=[callback, stopping, halving, fault],
     )
     if KILL == "plain":
         trainer.train()
@@ -110,6 +129,7 @@ def main() -> None:
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "evaluated": [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e],
         "patience": stopping.early_stopping_patience_counter,
+        "halving": [halving.factor, halving.losses],
         "pid": os.getpid(),
     }
     torch.save(found, FOLDER / f"{trainer.args.process_index}.pt")

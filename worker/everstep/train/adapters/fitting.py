@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import distributed
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -37,7 +38,7 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
-from everstep.train.adapters.uncounted import Uncounted
+from everstep.train.adapters.uncounted import ScriptAttributes, Uncounted
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations
@@ -91,6 +92,12 @@ def _means_as_sums() -> None:
     distributed._sync_ddp = synced
 
 
+def attributes_of(trainer: Any) -> ScriptAttributes:
+    """Of callbacks without a `state_dict` of their own, of the data module, and of the module with its parts."""
+    callbacks = (c for c in trainer.callbacks if type(c).state_dict is Callback.state_dict)
+    return ScriptAttributes([*callbacks, trainer.datamodule, *trainer.lightning_module.modules()])
+
+
 class Progress:
     """The loops' progress at the newest boundary between steps. `read` gives the present progress. `trainer.fit_loop`
     takes the kept one when a pass begins."""
@@ -102,10 +109,25 @@ class Progress:
         self._read = read
         self.first = copy.deepcopy(trainer.fit_loop.state_dict())
         self.kept: dict[str, Any] | None = None
+        self._attributes: ScriptAttributes | None = None
 
     def keep(self) -> None:
         loops = copy.deepcopy(self._read())
         self.kept = {"loops": loops, "size": self._trainer.world_size, "stop": self._trainer.should_stop}
+        if self._attributes is not None:
+            self.kept["attributes"] = self._attributes.now()
+
+    def pass_begins(self) -> None:
+        """Each pass begins with on_train_start, where hooks set attributes to those of a first step. So what they were
+        is put back when all of them have heard it, and the first batch is there."""
+        self._attributes = self._attributes or attributes_of(self._trainer)
+        if self.kept is not None:
+            self._attributes.put_back(self.kept.get("attributes", {}))
+
+    def interrupted(self) -> None:
+        """A pass has ended, in a step or behind one: see what it has changed."""
+        if self._attributes is not None:
+            self._attributes.now()
 
     def put_back(self) -> int:
         """Set the loops to this progress. Return how many batches of its epoch are trained on."""
@@ -167,7 +189,7 @@ class Fitting:
         self._world: _World
         self._size = 0
         self._round = -1  # of this pass
-        self._in_step = False
+        self._in_step = self._fresh = False  # fresh: this pass has seen no batch
         self._behind = False  # the step is complete, but the work after it is not
         self.skip = 0  # batches of this pass's epoch that are trained on
 
@@ -195,6 +217,9 @@ class Fitting:
         """Handle the arrival of the next batch."""
         if self._in_step:
             return  # a later micro-batch of the step
+        if self._fresh:
+            self._fresh = False
+            self._progress.pass_begins()
         self._progress.keep()
         if self._behind:
             self._behind = False
@@ -231,6 +256,8 @@ class Fitting:
             while True:
                 self._round = self._number
                 self._in_step = self._behind = False
+                self._fresh = True
+                self._progress.interrupted()
                 self._recovery.program.scope.enter(ScriptPhase.STEP)
                 trainer.lightning_module.zero_grad()
                 self.skip = self._progress.put_back()

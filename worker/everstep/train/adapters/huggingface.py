@@ -123,7 +123,6 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             if not self._watching:
                 self._coordinator.watch()
             self._watching = True
-            self._unbroken.redo()
             return
         self._state["trainer"].taken()
         self._state["model"] = kwargs["model"]
@@ -143,6 +142,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             # The first batch has arrived: making the iterator and fetching drew random numbers that the run had drawn
             # before.
             self._begun = True
+            self._state["trainer"].begins()
             self._rng.apply()
         elif state.global_step > self._coordinator.step:
             self._coordinator.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))

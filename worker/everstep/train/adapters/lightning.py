@@ -28,6 +28,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
+from everstep.train.adapters.uncounted import ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
@@ -108,6 +109,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._rng, self._data, self._logged = LateRng(), Late(), Logged()
         self._epoch_rng: RngAt | None = None
+        self._others: _Others
         self._skip = 0  # batches to read and drop
         self._chosen: tuple[Callback, ...] = ()  # the callbacks that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
@@ -178,6 +180,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._fitting.batch_begins()
         elif not self._begun:
             self._begun = True
+            self._others.train_began()
             self._rng.apply()
         elif trainer.global_step > self._coordinator.step:
             self._coordinator.log(self._logged.new(trainer))
@@ -208,8 +211,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._coordinator.leave()
 
     def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
+        self._others = _Others(trainer, self, self._chosen)
         state: dict[str, Any] = {
-            "model": pl_module, "loops": progress, "callbacks": _Others(trainer, self, self._chosen),
+            "model": pl_module, "loops": progress, "callbacks": self._others,
             "data": self._data, "rng": self._rng, "rng_of_epoch": self._epoch_rng,
         }  # fmt: skip
         state |= {f"optimizer_{i}": o for i, o in enumerate(trainer.optimizers)}
@@ -249,6 +253,7 @@ class _Progress:
 # to save now, and a save is collective.
 _NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _ATTRIBUTES = "everstep attributes"
+_OF_SCRIPT = "everstep script attributes"
 _FOLDER = "dirpath"
 
 
@@ -263,8 +268,16 @@ class _Others:
     everstep_settles = True  # a timer's differs between ranks
 
     def __init__(self, trainer: Any, own: Callback, chosen: Sequence[Callback] = ()) -> None:
+        self._trainer = trainer
         self._callbacks = [c for c in trainer.callbacks if c is not own]
         self._chosen = chosen
+        self._of_script: ScriptAttributes | None = None  # where worlds change, `Progress` has them
+        self._told: Mapping[str, Any] = {}
+
+    def train_began(self) -> None:
+        """All hooks have heard that the training begins, where worlds do not change."""
+        self._of_script = fitting.attributes_of(self._trainer)
+        self._of_script.put_back(self._told)
 
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}
@@ -272,9 +285,12 @@ class _Others:
         newest = {c.state_key: {n: getattr(c, n) for n in _NEWEST_SAVE if hasattr(c, n)} for c in self._callbacks}
         if newest := {key: values for key, values in newest.items() if values}:
             found[_ATTRIBUTES] = newest
+        if self._of_script is not None:
+            found[_OF_SCRIPT] = self._of_script.now()
         return found
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        self._told = states.get(_OF_SCRIPT, {})
         for callback in self._callbacks:
             if callback.state_key in states:
                 found = states[callback.state_key]

@@ -15,6 +15,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 
 from everstep.checkpoint import StateMismatch
+from everstep.train.adapters.uncounted import ScriptAttributes
 
 MAX_LOGS = 2000  # newest entries of Trainer's log history that a commit keeps
 BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")  # schedules that an evaluation moves
@@ -32,6 +33,22 @@ class KeptState:
         self.seed: int | None = None  # the seed by which the loader shuffles, if each step sets the generators
         self.loaded: dict[str, Any] = {}
         self._pending = False  # whether the trainer has yet to take the loaded state
+        self._first_pass = True
+        self._attributes = ScriptAttributes(())
+        self._told: dict[str, Any] = {}  # of attributes, by a commit
+
+    def begins(self) -> None:
+        """Trainer and all callbacks have heard that the training begins."""
+        if self._first_pass:
+            self._first_pass = False
+            stateful = [id(c) for c in self._stateful()]
+            callbacks = [c for c in self._trainer.callback_handler.callbacks if id(c) not in stateful]
+            self._attributes = ScriptAttributes([*callbacks, self._trainer, *self._trainer.model.modules()])
+            self._attributes.put_back(self._told)
+
+    def interrupted(self) -> None:
+        """A pass has ended, in a step or behind one: see what it has changed."""
+        self._attributes.now()
 
     @property
     def done(self) -> int:
@@ -61,11 +78,14 @@ class KeptState:
         """Put back the callbacks, and what they had asked Trainer for."""
         self._pending = False
         if not self._behind:
+            self._attributes.put_back({})
             return
         for callback, held in zip(self._stateful(), self._behind[-1]["callbacks"], strict=True):
             flags = held["args"] if callback is self._trainer.control else {}
             for name, value in {**flags, **held["attributes"]}.items():
                 setattr(callback, name, value)
+        if (told := self._behind[-1].get("attributes")) is not None:
+            self._attributes.put_back(told)
         if (held := self._behind[-1].get("schedule")) is not None:
             self._trainer.lr_scheduler.load_state_dict(held["state"])
             for group, rate in zip(self._trainer.optimizer.param_groups, held["rates"], strict=True):
@@ -102,6 +122,7 @@ class KeptState:
             found["behind"] = [{**b, "logs": max(0, b["logs"] - cut)} for b in self._behind]
         if self.seed is not None:
             found["seed"] = self.seed
+        found["attributes"] = self._attributes.now()
         return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -114,6 +135,7 @@ class KeptState:
         self.loaded = dict(saved["state"])
         self._pending = True
         self._behind = [dict(b) for b in saved.get("behind", ())]
+        self._told = saved.get("attributes", {})
         if self.seed is not None:
             self.seed = saved.get("seed", self.seed)
 
@@ -124,6 +146,7 @@ class KeptState:
     def _now(self) -> dict[str, Any]:
         callbacks = [c.state() for c in self._stateful()]
         now = {"state": self._plain(), "callbacks": callbacks, "logs": len(self._trainer.state.log_history)}
+        now["attributes"] = self._attributes.now()
         schedule = self._trainer.lr_scheduler
         if type(schedule).__name__ in BY_METRIC:
             rates = [group["lr"] for group in self._trainer.optimizer.param_groups]

@@ -99,13 +99,17 @@ class Unbroken:
         trainer, given = self._trainer, dict(arguments)
         eval_on_start, model_init = trainer.args.eval_on_start, trainer.model_init
         prepare, work = trainer._prepare_for_training, trainer._maybe_log_save_evaluate
+        handler = trainer.callback_handler
+        begins = handler.on_train_begin
         try:
             self._build(prepare, given)
             trainer.model_init = None  # there is a model
             trainer._prepare_for_training = self._preparing(prepare)
             trainer._maybe_log_save_evaluate = self._working(work)
+            handler.on_train_begin = self._beginning(begins)
             self._begin()
             while True:
+                self._kept.interrupted()
                 self._round = self._number
                 trainer.args.eval_on_start = eval_on_start and self._coordinator.step == 0
                 try:
@@ -118,8 +122,12 @@ class Unbroken:
                     traceback.clear_frames(e.__traceback__)
         finally:
             trainer.args.eval_on_start, trainer.model_init = eval_on_start, model_init
-            for name in ("_prepare_for_training", "_maybe_log_save_evaluate"):
-                trainer.__dict__.pop(name, None)
+            for holder, name in (
+                (trainer, "_prepare_for_training"),
+                (trainer, "_maybe_log_save_evaluate"),
+                (handler, "on_train_begin"),
+            ):
+                holder.__dict__.pop(name, None)
 
     # The trainer's events, in order.
 
@@ -139,9 +147,21 @@ class Unbroken:
             raise Again
         self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws the same numbers
 
-    def redo(self) -> None:
+    def _beginning(self, begins: Callable[..., Any]) -> Callable[..., Any]:
+        """Each pass begins with on_train_begin, where callbacks set their attributes to those of a first step. So what
+        they were is put back when all of them have heard it."""
+
+        def began(*arguments: Any) -> Any:
+            self._trainer.control = begins(*arguments)
+            self._redo()
+            return self._trainer.control
+
+        return began
+
+    def _redo(self) -> None:
         """At the beginning of a pass, do the rest of the work after the step. Raises `AtEnd`."""
         trainer = self._trainer
+        self._kept.begins()
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         self._kept.put_back()
         trainer.current_flos = 0.0  # it is an int until the first step, and ranks must add up values of one type

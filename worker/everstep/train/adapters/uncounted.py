@@ -1,8 +1,18 @@
-"""The untracked-state check of a run whose loop belongs to a framework."""
+"""What is checked and kept of the script's own objects in a run whose loop belongs to a framework.
+
+Tensors are not: `Uncounted` is the untracked-state check of such a run. Part of the state are plain values that
+callbacks, trainers and modules of the script's own classes keep in their attributes, such as a factor of the learning
+rate or a count of bad evaluations: `ScriptAttributes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dis
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any
 
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
@@ -18,3 +28,88 @@ class Uncounted(UntrackedStateCheck):
     def over(self) -> None: ...
     def moved(self) -> None: ...
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None: ...
+
+
+LIBRARIES = ("torch", "transformers", "everstep", "lightning", "accelerate", "torchmetrics", "builtins")
+MOST = 2000  # values in an attribute
+
+
+class ScriptAttributes:
+    """The attributes with plain values of `objects`, as far as a script's own classes set them.
+
+    Only those are told and put back that have changed since the first step began: others are each process's own (its
+    rank, a path).
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects: dict[str, tuple[object, list[str]]] = {}
+        for each in objects:
+            if names := _set_by_script(type(each)):
+                self._objects[f"{type(each).__qualname__} {len(self._objects)}"] = (each, names)
+        self._first = {key: self._held(key) for key in self._objects}
+        self._changed: dict[str, set[str]] = {key: set() for key in self._objects}
+
+    def now(self) -> dict[str, dict[str, Any]]:
+        """By object: the attributes that have changed."""
+        held = {key: self._held(key) for key in self._objects}
+        for key, values in held.items():
+            was = self._first[key]
+            self._changed[key].update(n for n, value in values.items() if n not in was or was[n] != value)
+        return {key: {n: values[n] for n in self._changed[key] & values.keys()} for key, values in held.items()}
+
+    def put_back(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """Bring them to what `now` told, here or in another process."""
+        for key, (each, _) in self._objects.items():
+            changed, first, then = self._changed[key], self._first[key], told.get(key, {})
+            for name in self._held(key).keys() & changed - then.keys():
+                if name in first:
+                    _put(each, name, first[name])
+                else:
+                    delattr(each, name)
+            for name, value in then.items():
+                changed.add(name)
+                _put(each, name, value)
+
+    def _held(self, key: str) -> dict[str, Any]:
+        each, names = self._objects[key]
+        there = getattr(each, "__dict__", {})
+        values = {name: there[name] for name in names if name in there}
+        return {name: copy.deepcopy(value) for name, value in values.items() if _plain(value)}
+
+
+def _set_by_script(kind: type) -> list[str]:
+    """Names of the attributes that methods of the script's own classes among the bases of `kind` set."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES)
+    functions = (inspect.unwrap(f) for base in own for f in vars(base).values() if isinstance(f, FunctionType))
+    return sorted({i.argval for f in functions for i in dis.get_instructions(f) if i.opname == "STORE_ATTR"})
+
+
+def _plain(value: Any) -> bool:
+    return 0 <= _size(value) <= MOST
+
+
+def _size(value: Any) -> int:
+    """How many values it holds, or -1 if some is not plain."""
+    if value is None or type(value) in (bool, int, float, str):
+        return 1
+    if type(value) is dict and not all(type(key) in (str, int) for key in value):
+        return -1
+    if type(value) not in (list, tuple, dict) or len(value) > MOST:
+        return -1
+    sizes = [_size(each) for each in (value.values() if type(value) is dict else value)]
+    return -1 if -1 in sizes else 1 + sum(sizes)
+
+
+def _put(each: object, name: str, value: Any) -> None:
+    """Into the list or dictionary that is there, because others may hold it too."""
+    there = getattr(each, "__dict__", {}).get(name)
+    if type(there) is type(value) and there == value:
+        return
+    value = copy.deepcopy(value)
+    if type(there) is list and type(value) is list:
+        there[:] = value
+    elif type(there) is dict and type(value) is dict:
+        there.clear()
+        there.update(value)
+    else:
+        setattr(each, name, value)
