@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import EXAMPLES, differences, disturbed, undisturbed
+from support.recipes.recipes import differences, disturbed, undisturbed
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
 SEED = int(os.environ.get("EVERSTEP_SEED", "0"))
@@ -34,7 +34,6 @@ RECIPES = {
     "pipeline": Long(("--schedule", "interleaved"), workers=4),
     "zero": Long(("--stage", "2"), workers=4),
 }
-ELSEWHERE = {"digits"}  # `make soak` kills its workers a hundred times
 
 
 @pytest.mark.long
@@ -54,7 +53,3 @@ def test_many_killed_workers_leave_no_trace(tmp_path: Path, name: str) -> None:
     assert len(re.findall(r"^ +[\d.]+ s +kill ", hit.output, re.MULTILINE)) == KILLS, replay
     assert hit.status()["restarts"] >= 1, replay  # losses that are close together are charged once
     assert differences(calm, hit, recipe.compared) == [], replay
-
-
-def test_each_recipe_has_its_row() -> None:
-    assert RECIPES.keys() | ELSEWHERE == {file.parent.name for file in EXAMPLES.glob("*/recipe.toml")}

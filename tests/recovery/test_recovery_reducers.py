@@ -388,3 +388,16 @@ def test_ddp_objects_of_the_process_are_found_and_not_kept_alive() -> None:
     del ddp
     gc.collect()
     assert len(found) == before - 1
+
+
+def test_ddp_object_that_the_script_dropped_is_not_found_before_it_is_collected() -> None:
+    gc.collect()
+    before = len(Reducers({}))
+    gc.disable()
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        ddp.held = [ddp]  # a cycle, so that only the collector frees it
+        del ddp
+        assert len(Reducers({})) == before
+    finally:
+        gc.enable()

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.group.members import Members
+from everstep.recovery.group.recoverable import RecoverableGroup
 
 log = logging.getLogger("everstep.train")
 
@@ -60,7 +61,8 @@ class Reducers:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         found = parallel() if dist.is_available() and dist.is_initialized() else []
-        if len(found) > 1:  # an object that the script dropped may be collected on one rank and not yet on another
+        # An object that the script dropped may not be collected yet, or be so on one rank only.
+        if len(found) > 1 or any(not isinstance(ddp.process_group, RecoverableGroup) for ddp in found):
             del found
             gc.collect()
             found = parallel()
