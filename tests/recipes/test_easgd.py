@@ -1,0 +1,65 @@
+"""examples/easgd: parameters travel once a period, workers leave between periods, kills leave no trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recorded import record
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "easgd"
+ARGUMENTS = ("--periods", "30", "--every-periods", "10")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    through = [Path(__file__).with_name("bytes_sent.py")]
+    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, through=through)
+
+
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
+    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 8, 24)])
+    assert hit.status()["restarts"] == 1, hit.output
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes", len(changed), "")
+    assert changed == []
+
+
+def test_parameters_travel_once_a_period(calm: Ended) -> None:
+    size = sum(value.nbytes for value in calm.state["centre"].values())
+    sent = [(int(given), int(passes)) for given, passes in re.findall(r"sent (\d+) bytes for (\d+)", calm.output)]
+    assert len(sent) == 3, calm.output
+    shares = [given / passes / size for given, passes in sent]
+    record(
+        NAME, "bytes that a rank gives for a local step, by those of its parameters", max(shares), "", expected=1 / 12
+    )
+    assert all(given == 30 * size and passes == 30 * 12 for given, passes in sent), sent
+
+
+def test_a_worker_leaves_between_two_periods(tmp_path: Path, calm: Ended) -> None:
+    through = [Path(__file__).with_name("unhurried.py"), Path("12:2")]
+    left = disturbed(NAME, tmp_path, ARGUMENTS, at=["12:scale=2"], through=through, elastic="2:3")
+    restarts = left.status()["restarts"]
+    record(NAME, "restarts when one of three workers leaves between two periods", restarts, "")
+    assert restarts == 0, left.output
+    workers = [entry["world_size"] for entry in left.history() if entry["kind"] == "step"]
+    assert workers[0] == 3, workers
+    assert workers[-1] == 2, workers
+    reached = accuracy(left)
+    record(NAME, "accuracy on unseen images after 30 periods", reached, "")
+    assert reached > 0.8
+
+
+def accuracy(ended: Ended) -> float:
+    train = script(NAME)
+    x, y = train.digits()
+    model = train.network().eval()
+    model.load_state_dict(ended.state["centre"])
+    with torch.no_grad():
+        right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
+    return right.float().mean().item()
