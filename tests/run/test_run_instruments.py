@@ -18,7 +18,7 @@ from everstep.storage import open_store
 from support.local.local_job import LocalJob
 from support.scenarios.player import wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = Path(__file__).with_name("instruments_script.py")
 BIN = Path(sys.executable).parent
@@ -55,7 +55,7 @@ def test_terminal_beside_a_run_sees_memory_and_the_rank_that_all_others_wait_for
     sleeper = tmp_path / "sleeper"
     options = ["--workers", "2", "--elastic", "2:2", "--out", str(job.out), "--checkpoint", job.url, "--plain"]
     job.start(str(SCRIPT), "--name", job.name, *options, "--", str(sleeper))
-    wait_for("steps of both", lambda: len([r for r in job.view().get("workers", ()) if r["step"]]) == 2, 120)
+    wait_for("steps of both", lambda: len([r for r in job.view().get("workers", ()) if r["step"]]) == 2, 240)
 
     held = [row["memory"] for row in job.view()["workers"]]
     assert all(2**25 < one < 2**34 for one in held), held
