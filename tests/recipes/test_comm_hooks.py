@@ -44,6 +44,7 @@ def test_a_killed_worker_costs_its_rest_since_the_last_average(tmp_path: Path) -
     assert furthest(calm, hit) < 0.05
 
 
+@pytest.mark.turns(2)
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["top", "sketch", "powersgd"])
 def test_a_restore_changes_nothing(tmp_path: Path, method: str) -> None:
@@ -84,6 +85,7 @@ def worst(results: dict[str, list[float]]) -> float:
     return min(right for right, _ in results.values()) - results["none"][0]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.long
 def test_nodes_exchange_what_their_first_ranks_have(tmp_path: Path) -> None:
     """Four ranks of two nodes end like four ranks without nodes."""

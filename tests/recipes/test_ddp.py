@@ -26,6 +26,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     assert changed == []
 
 
+@pytest.mark.turns(2)
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     one, three = (undisturbed(NAME, tmp_path / str(n), ("--steps", "1", "--dropout", "0"), processes=n) for n in (1, 3))
     alone, together = (e.state["optimizer"]["state"] for e in (one, three))
@@ -38,6 +39,7 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.turns(2)
 def test_gradients_travel_once_a_step(tmp_path: Path) -> None:
     through = [Path(__file__).with_name("bytes_averaged.py")]
     few = undisturbed(NAME, tmp_path / "few", ("--steps", "4"), 2, through)

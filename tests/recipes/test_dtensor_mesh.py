@@ -27,6 +27,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     assert changed == []
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [("pixels", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in [("classes", 2), ("none", 1)])],

@@ -43,6 +43,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, weights: Path, calm: En
     assert changed == []
 
 
+@pytest.mark.turns(2)
 def test_frozen_weights_are_those_of_their_file(tmp_path: Path, weights: Path) -> None:
     through = [Path(__file__).with_name("finetune_base.py")]
     ended = undisturbed(NAME, tmp_path, (str(weights), "20"), 2, through)

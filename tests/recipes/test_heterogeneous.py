@@ -37,6 +37,7 @@ def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) ->
     assert furthest(hit, alone) < 1e-4
 
 
+@pytest.mark.turns(2)
 def test_unequal_ranks_end_a_step_together(tmp_path: Path, alone: Ended) -> None:
     mixed = undisturbed(NAME, tmp_path, STEPS, 2, [Path(__file__).with_name("slow_ranks.py")])
     record(NAME, "largest difference of a parameter of unequal ranks from one process", furthest(mixed, alone), "")

@@ -29,6 +29,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, optimizer: str) -> None
     assert changed == []
 
 
+@pytest.mark.turns(2)
 def test_the_rate_follows_each_resize(tmp_path: Path) -> None:
     """Of a run that is stopped, and continued by other numbers of workers."""
     for steps, workers in ((25, 3), (50, 2), (60, 4)):

@@ -29,6 +29,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
     assert changed == []
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     "schedule", [*(pytest.param(s, marks=pytest.mark.long) for s in ("gpipe", "1f1b")), "interleaved"]
 )
@@ -56,6 +57,7 @@ def _in_whole(name: str, place: int, schedule: str) -> str:
     return f"{index}.{rest}"
 
 
+@pytest.mark.turns(2)
 def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
     """(p - 1) / (m + p - 1) of a step, of p stages and m micro-batches. A rank that comes later to a step than the
     other is idle for less of it; so the more idle one is held to its least. A machine with other work adds to that."""

@@ -30,6 +30,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     assert changed == []
 
 
+@pytest.mark.turns(2)
 def test_parameters_are_those_of_the_model_in_one_piece(tmp_path: Path, calm: Ended) -> None:
     whole = undisturbed(NAME, tmp_path, ("--steps", str(STEPS)), 1, [Path(__file__).with_name("three_d_whole.py")])
     furthest = 0.0

@@ -55,6 +55,7 @@ def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
             record(NAME, figure, max(shares), "", expected=1 / ranks)
 
 
+@pytest.mark.turns(2)
 def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
     four = undisturbed(NAME, tmp_path, ("--steps", "3", "--shard", "4"), processes=4)
     torchrun(2, tmp_path, "3", tmp_path / "commits")
