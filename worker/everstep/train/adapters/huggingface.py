@@ -43,6 +43,7 @@ from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
 from everstep.train.adapters.trainer_state import KeptState
 from everstep.train.adapters.unbroken import AtEnd, Unbroken
+from everstep.train.adapters.uncounted import CallbackWeights
 
 STATE_FILE = "trainer_state.json"  # Trainer's own name
 
@@ -72,6 +73,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._trainer: Any = None
         self._begun = self._watching = False
         self._unbroken: Unbroken | None = None
+        self._weights: CallbackWeights | None = None
 
     def train(self, trainer: Any, **arguments: Any) -> Any:
         """Resume from the newest commit, or begin. Returns the result of `trainer.train(**arguments)`. Collective.
@@ -136,6 +138,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             raise AtEnd
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._weights = self._weights or CallbackWeights(self._trainer.callback_handler.callbacks, self._trainer.model)
+        self._weights.check()
         if self._unbroken is not None:
             self._unbroken.step_begins(state.global_step)
         elif not self._begun:

@@ -28,7 +28,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
-from everstep.train.adapters.uncounted import ScriptAttributes
+from everstep.train.adapters.uncounted import CallbackWeights, ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
@@ -113,6 +113,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._skip = 0  # batches to read and drop
         self._chosen: tuple[Callback, ...] = ()  # the callbacks that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
+        self._weights: CallbackWeights | None = None
+        self._looked = -1  # the step after which `_weights` has looked
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         # Lightning sets up its checkpoint callbacks after all others, so their folders are not chosen yet.
@@ -176,6 +178,10 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._fresh = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self._looked:
+            self._looked = trainer.global_step
+            self._weights = self._weights or CallbackWeights(trainer.callbacks, pl_module)
+            self._weights.check()
         if self._fitting is not None:
             self._fitting.batch_begins()
         elif not self._begun:
