@@ -149,6 +149,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             self._state["trainer"].begins()
             self._rng.apply()
         elif state.global_step > self._coordinator.step:
+            self._state["trainer"].look()
             self._coordinator.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:

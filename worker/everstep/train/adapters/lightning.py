@@ -189,6 +189,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._others.train_began()
             self._rng.apply()
         elif trainer.global_step > self._coordinator.step:
+            self._others.look()
             self._coordinator.log(self._logged.new(trainer))
             total = trainer.max_steps if trainer.max_steps > 0 else None
             self._coordinator.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
@@ -284,6 +285,11 @@ class _Others:
         """All hooks have heard that the training begins, where worlds do not change."""
         self._of_script = fitting.attributes_of(self._trainer)
         self._of_script.put_back(self._told)
+
+    def look(self) -> None:
+        """See which attributes a step has changed."""
+        if self._of_script is not None:
+            self._of_script.now()
 
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}

@@ -46,8 +46,8 @@ class KeptState:
             self._attributes = ScriptAttributes([*callbacks, self._trainer, *self._trainer.model.modules()])
             self._attributes.put_back(self._told)
 
-    def interrupted(self) -> None:
-        """A pass has ended, in a step or behind one: see what it has changed."""
+    def look(self) -> None:
+        """See which attributes a step, or a pass that has ended, has changed."""
         self._attributes.now()
 
     @property

@@ -109,7 +109,7 @@ class Unbroken:
             handler.on_train_begin = self._beginning(begins)
             self._begin()
             while True:
-                self._kept.interrupted()
+                self._kept.look()
                 self._round = self._number
                 trainer.args.eval_on_start = eval_on_start and self._coordinator.step == 0
                 try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -36,13 +37,15 @@ class Uncounted(UntrackedStateCheck):
 
 LIBRARIES = ("torch", "transformers", "everstep", "lightning", "accelerate", "torchmetrics", "builtins")
 MOST = 2000  # values in an attribute
+ONCE = "flags set once"
 
 
 class ScriptAttributes:
     """The attributes with plain values of `objects`, as far as a script's own classes set them.
 
     Only those are told and put back that have changed since the first step began: others are each process's own (its
-    rank, a path).
+    rank, a path). So is a flag that was set once: it says that this process has opened its log or unfrozen a layer, and
+    another process has to do that itself.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
@@ -51,28 +54,42 @@ class ScriptAttributes:
             if names := _set_by_script(type(each)):
                 self._objects[f"{type(each).__qualname__} {len(self._objects)}"] = (each, names)
         self._first = {key: self._held(key) for key in self._objects}
-        self._changed: dict[str, set[str]] = {key: set() for key in self._objects}
+        self._last = copy.deepcopy(self._first)
+        self._changes: dict[str, Counter[str]] = {key: Counter() for key in self._objects}
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """By object: the attributes that have changed."""
+        """By object: the attributes that have changed; and the names of flags among them that were set once. Call it in
+        each step, so that it sees each change of a flag."""
         held = {key: self._held(key) for key in self._objects}
         for key, values in held.items():
-            was = self._first[key]
-            self._changed[key].update(n for n, value in values.items() if n not in was or was[n] != value)
-        return {key: {n: values[n] for n in self._changed[key] & values.keys()} for key, values in held.items()}
+            was = self._last[key]
+            self._changes[key].update(n for n, value in values.items() if n not in was or was[n] != value)
+        self._last = held
+        told: dict[str, dict[str, Any]] = {
+            key: {n: value for n, value in values.items() if self._changes[key][n]} for key, values in held.items()
+        }
+        told[ONCE] = {
+            key: [n for n, value in values.items() if type(value) is bool and self._changes[key][n] == 1]
+            for key, values in told.items()
+        }
+        return copy.deepcopy(told)
 
     def put_back(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """Bring them to what `now` told, here or in another process."""
         for key, (each, _) in self._objects.items():
-            changed, first, then = self._changed[key], self._first[key], told.get(key, {})
-            for name in self._held(key).keys() & changed - then.keys():
+            first, changes, then = self._first[key], self._changes[key], dict(told.get(key, {}))
+            for name in {n for n in self._held(key) if changes[n]} - then.keys():
                 if name in first:
                     _put(each, name, first[name])
                 else:
                     delattr(each, name)
+            once = told.get(ONCE, {}).get(key, ())
             for name, value in then.items():
-                changed.add(name)
+                if name in once and not changes[name]:
+                    continue
+                changes[name] = max(changes[name], 1 if name in once else 2)
                 _put(each, name, value)
+            self._last[key] = self._held(key)
 
     def _held(self, key: str) -> dict[str, Any]:
         each, names = self._objects[key]
