@@ -84,9 +84,10 @@ async def new_place(client: HttpKubeClient) -> AsyncGenerator[NewPlace, None]:
     made: list[str] = []
 
     async def make() -> Place:
-        made.append(f"test-{uuid.uuid4().hex[:16]}")
-        await make_namespace(client, made[-1])
-        return Place(client, made[-1])
+        name = f"test-{uuid.uuid4().hex[:16]}"
+        made.append(name)
+        await make_namespace(client, name)
+        return Place(client, name)
 
     yield make
     for name in made:
