@@ -158,9 +158,7 @@ ROWS = (
     Row("ddp_gloo_group", exact=False),
     Row("metrics_group"),
     Row("log_by_messages"),
-    Row(
-        "half_groups",
-    ),
+    Row("half_groups", refused=r"new_group\(\[0, 1\]\) \(half_groups\.py:17\).*run\.mesh", torchrun_same=True),
     Row(
         "pipeline_stage_in_step", refused=r"PipelineStage \(pipeline_stage_in_step\.py:\d+\).*run\.mesh", torchrun=False
     ),
