@@ -462,3 +462,24 @@ def test_metric_of_a_save_that_came_to_nothing_is_put_nowhere() -> None:
     with pytest.raises(CheckpointError, match="NaN"):
         run.close()
     assert not [info.name for info in store.list("data/") if "metrics" in info.name]
+
+
+def test_metric_after_going_back_belongs_to_the_commit_that_was_loaded(runs: Any) -> None:
+    # Of two commits of one step: the run has gone back behind the first one, and then to it.
+    store = MemoryStore()
+    run, _ = runs(store).begin(keep=Keep(9))
+    run.save(5, runs.state(5)).wait(30)
+    run.save(10, runs.state(10)).wait(30)
+    first = Catalog(store).find(10).n
+    run.add_metrics(10, {"loss": 1.0})
+    run.restore(runs.state(), step=5)
+    run.save(10, runs.state(10)).wait(30)
+    second = Catalog(store).find(10).n
+    run.add_metrics(10, {"loss": 2.0})
+    run.restore(runs.state(), n=first)
+    run.add_metrics(10, {"error": 3.0})
+    run.restore(runs.state(), n=second)
+    run.add_metrics(10, {"error": 4.0})
+    run.close()
+    found = {f.n: dict(f.metrics) for f in Catalog(store).list() if f.step == 10}
+    assert found == {first: {"loss": 1.0, "error": 3.0}, second: {"loss": 2.0, "error": 4.0}}

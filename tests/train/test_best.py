@@ -98,7 +98,7 @@ def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: 
     assert metrics_by_step(tmp_path) == {1: {"total": 0.0}}
 
 
-@pytest.mark.parametrize("loss", ["of a peer", "of all"])
+@pytest.mark.parametrize("loss", ["of a peer", "of rank 0", "of all"])
 def test_evaluation_that_is_repeated_after_a_loss_gives_the_commit_its_metric(loss: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"weight": torch.zeros(1)}
 
@@ -114,6 +114,12 @@ def test_evaluation_that_is_repeated_after_a_loss_gives_the_commit_its_metric(lo
     run.schedule.checkpointer.wait(60)
     if loss == "of a peer":
         run.move(Alone(), 2, "rendezvous")
+    elif loss == "of rank 0":  # whose part a new process plays, which a peer gives the state
+        run = StepCoordinator.find(checkpointer(tmp_path, last=1, best=1, metric="error"), None, None, {})
+        run.join()
+        run.track(state)
+        run.move(Alone(), 2, "rendezvous")
+        run.step = 1
     else:
         run.close()
         run = begun()

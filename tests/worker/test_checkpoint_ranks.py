@@ -12,6 +12,7 @@ import pytest
 
 from everstep.checkpoint.format.manifest import OpenRecord, Owner
 from everstep.checkpoint.log.commitlog import CommitLog
+from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import open_store
 from support.processes.warm_python import warm
 
@@ -103,6 +104,11 @@ def main(rank):
             def size(self, name): return None if rank == 1 and "-00000002/" in name else self._inner.size(name)
         again = everstep.Checkpointer(store=Blind(open_store(root)), on_event=hook)
         result = {"step": again.restore(state), "epoch": state["epoch"]}
+        for other in range(world):
+            if rank == other:
+                again.add_metrics(1, {"rank": rank})
+                again.close()
+            dist.barrier()
     elif scenario == "fenced":
         ck = everstep.Checkpointer(root, every_steps=1, on_event=hook)
         ck.restore(state)
@@ -189,9 +195,12 @@ def test_dead_peer_costs_the_save_and_the_previous_commit_stays_the_latest(tmp_p
 
 
 def test_commit_that_one_rank_cannot_read_is_stepped_over_by_all(tmp_path: Path) -> None:
-    codes, results = world("damaged-for-one", 2, str(tmp_path / "store"), tmp_path)
+    root = str(tmp_path / "store")
+    codes, results = world("damaged-for-one", 2, root, tmp_path)
     assert codes == [0, 0]
     assert [(r["step"], r["epoch"]) for r in results] == [(1, 1), (1, 1)]
+    found = {f.step: dict(f.metrics) for f in Catalog(open_store(root)).list()}
+    assert found == {2: {}, 1: {"rank": 0.0}}, "of what all ranks say of the restored commit, that of rank 0 counts"
 
 
 def test_fenced_coordinator_stops_every_rank(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ class Checkpointer(Commits):
         self._start_writer()
         self._policy.saved(time.monotonic())
         self._owner.newest = -1
-        self.late_metrics.restored(record)
+        self.late_metrics.restored(record, ranks.rank)
         self._keys = frozenset(state)
         self._restored_id = None if record is None else record.save_id
         step, n = (None, None) if record is None else (record.step, record.n)
@@ -271,7 +271,7 @@ class Checkpointer(Commits):
         self._loader.mark.give_up()
         self._owner.move(ranks, InRound(round_, rendezvous))
         self._sequence, self._last = 0, -1
-        self.late_metrics.move()
+        self.late_metrics.move(ranks.rank)
         self._snapshots.holders = Holders()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -3,7 +3,7 @@ step N has begun, and its result belongs to that commit.
 
 A commit's record never changes, so such metrics are an object beside the shards, which goes with them. Only rank 0
 writes it. An evaluation that lost a peer is repeated in another world, or after a restart: its metrics go to the newest
-commit, if that is of its step. Invariant: a metric is put beside no other commit than that of its step.
+commit, if that is of its step. Invariant: a metric is put beside no other commit than that of the state that it is of.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ class LateMetrics:
         self._keep = keep
         self._saves: dict[int, tuple[SaveHandle, dict[str, float]]] = {}  # by step
         self._later: dict[int, dict[str, float]] = {}  # what came after the save, by step
+        self._rank = 0
         self._told = False  # that a commit is without the metric by which the best are kept
-        self._standing = -1  # the step of the commit that this world goes on from, if there is one
+        # The step of the commit that this world goes on from; -1 if there is none, None if this process does not know.
+        self._standing: int | None = -1
         self._restored_id: str | None = None  # its save; None if it is the newest
         self._waiting: Callable[[], None] | None = None  # what is to be done once the log is taken again
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> SaveHandle:
         """A save has begun, with these metrics, or failed at once; its handle."""
+        if self._standing is None:
+            self._standing = -1
         self._saves.pop(handle.step, None)
         self._later.pop(handle.step, None)
         self._saves[handle.step] = handle, dict(metrics)
@@ -54,21 +58,30 @@ class LateMetrics:
             self._later.pop(oldest, None)
         return handle
 
-    def move(self) -> None:
-        """The world is another one: a save in flight may come to nothing."""
+    def move(self, rank: int) -> None:
+        """The world is another one, and this process has this rank: a save in flight may come to nothing."""
+        self._rank = rank
         if self._saves:
             self._standing, self._restored_id = next(reversed(self._saves)), None
+        elif self._standing == -1:  # a process that joins has not seen the save, and may be rank 0 now
+            self._standing = None
         self._saves.clear()
         self._later.clear()
 
-    def restored(self, record: CommitRecord | None) -> None:
-        """The state is that of this commit."""
+    def restored(self, record: CommitRecord | None, rank: int) -> None:
+        """The state is that of this commit, in the process of this rank."""
+        self._rank = rank
         self._standing, self._restored_id = (-1, None) if record is None else (record.step, record.save_id)
         self._waiting = None
+        saved = self._saves.get(record.step) if record is not None else None
+        if record is not None and (saved is None or saved[0].save_id != record.save_id):
+            # This run has saved the step again, on another way there: what comes now is of the commit that was loaded.
+            self._saves.pop(record.step, None)
+            self._later.pop(record.step, None)
 
     def knows(self, step: int) -> bool:
         """Whether metrics of this step can be added."""
-        return step in self._saves or step == self._standing
+        return step in self._saves or self._standing in (step, None)
 
     def taken(self, later: Later) -> None:
         """The log is taken, and `later` does what is to be done before the next save."""
@@ -86,8 +99,8 @@ class LateMetrics:
             log.warning("step %d: %s", handle.step, self._keep.advice(by_session=by_session))
 
     def add(self, step: int, metrics: Mapping[str, float], later: Later | None) -> None:
-        """More metrics of the state after `step`. They are put beside its commit by `later`, once its save is over; by
-        that of `taken` where there is none.
+        """More metrics of the state after `step`. Rank 0 puts them beside its commit by `later`, once its save is over;
+        by that of `taken` where there is none.
 
         Raises `CheckpointError` for a step that is not among the newest saves.
         """
@@ -102,9 +115,11 @@ class LateMetrics:
         if not metrics:
             return
         if step not in self._saves:
-            self._waiting = partial(_put_beside_older, self._store, step, self._restored_id, dict(found))
-            if later is not None:
-                self.taken(later)
+            self._standing = step
+            if self._rank == 0:
+                self._waiting = partial(_put_beside_older, self._store, step, self._restored_id, dict(found))
+                if later is not None:
+                    self.taken(later)
             return
         handle, given = self._saves[step]
         given.update(metrics)
