@@ -33,6 +33,7 @@ from support.checkpoint.states_held import whole
 
 MESHES = ("line", "column", "row")
 WAYS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2))
+ALONE = 6  # states of a world of several that are saved alone
 _made: dict[str, DeviceMesh] = {}
 
 
@@ -116,7 +117,8 @@ def run(root: str, examples: str, first: str = "0", together: str = "50") -> wor
     """As many states as `examples` says, or fewer if there are no more; how many there were.
 
     In a world of several `together` states are saved and loaded as one: ranks that wait for each other cost more than
-    all else. With `together=1` what fails is a single state.
+    all else. The last few come alone: of a small state a rank may hold nothing. With `together=1` what fails is a
+    single state.
     """
     drawn: list[dict[str, states.Object]] = []
 
@@ -136,14 +138,17 @@ def run(root: str, examples: str, first: str = "0", together: str = "50") -> wor
     if dist.get_rank() == 0:
         draws(lambda described: None, Phase.generate)
     drawn = told([drawn])
-    for begin in range(0, len(drawn), int(together)):
-        some = drawn[begin : begin + int(together)]
+    begin = 0
+    while begin < len(drawn):
+        left = len(drawn) - begin
+        some = drawn[begin : begin + min(int(together), max(1, left - ALONE))]
         joined = {f"{n}.{key}": target for n, state in enumerate(some) for key, target in state.items()}
         try:
             check(joined, open_store(f"{root}/{begin}"))
         except BaseException:
             print(f"rank {dist.get_rank()}, states from {begin} on: {joined}", file=sys.stderr)
             raise
+        begin += len(some)
     return {"states": len(drawn)}
 
 
