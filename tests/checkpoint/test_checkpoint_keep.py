@@ -483,3 +483,12 @@ def test_metric_after_going_back_belongs_to_the_commit_that_was_loaded(runs: Any
     run.close()
     found = {f.n: dict(f.metrics) for f in Catalog(store).list() if f.step == 10}
     assert found == {first: {"loss": 1.0, "error": 3.0}, second: {"loss": 2.0, "error": 4.0}}
+
+
+def test_commit_that_is_pinned_or_found_by_its_tag_is_told_with_its_late_metrics(runs: Any) -> None:
+    run, _ = runs(MemoryStore()).begin()
+    run.save(1, runs.state(1), metrics={"loss": 2.0}).wait(30)
+    run.add_metrics(1, {"error": 3.0})
+    run.close()
+    want = {"loss": 2.0, "error": 3.0}
+    assert [dict(f.metrics) for f in (run.pin(1), run.tag("good", 1), run.tagged("good"), *run.list())] == [want] * 4

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog, Found
+from everstep.checkpoint.retention.late_metrics import all_metrics
 from everstep.checkpoint.save import attachments
 from everstep.storage import ObjectStore
 
@@ -73,7 +74,7 @@ class Commits:
         return self._found(self._catalog.tagged(tag))
 
     def _found(self, record: CommitRecord) -> Found:
-        return Found.of(record, pins.holds(self._store))
+        return Found.of(record, pins.holds(self._store), later=all_metrics(self._store, record))
 
     def gc(self) -> tuple[str, ...]:
         """Clean up now, as is done after each commit; the save ids of what was deleted."""
