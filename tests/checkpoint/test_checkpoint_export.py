@@ -1,6 +1,7 @@
 """A commit as files for other tools, and as a log of its own elsewhere."""
 
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_weights_open_with_the_safetensors_library_under_the_names_of_the_module
     moments = load_file(tmp_path / "out" / "optimizer.safetensors")
     assert torch.equal(moments["state/0/exp_avg"], state["optimizer"].state_dict()["state"][0]["exp_avg"])
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(names), "no temporary file stays"
+
+
+def test_weights_are_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    """An image that copies them runs as another user than the one that exported."""
+    store = MemoryStore()
+    committed(store)
+    before = os.umask(0o022)
+    try:
+        names = everstep.Checkpointer(store=store).export(tmp_path)
+    finally:
+        os.umask(before)
+    assert {name: (tmp_path / name).stat().st_mode & 0o777 for name in names} == dict.fromkeys(names, 0o644)
 
 
 def test_metrics_also_those_that_came_late_go_with_a_copy_and_an_export(tmp_path: Path) -> None:

@@ -154,10 +154,13 @@ def _write(store: ObjectStore, record: CommitRecord, folder: Path, file: _File) 
         used.add(entry.name)
     temporary = folder / f".{file.name}.{os.getpid()}"
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask; safetensors makes files that only their owner can read
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as e:
             raise unwritten(folder / file.name, e) from e
+        temporary.chmod(mode)
         temporary.replace(folder / file.name)
     finally:
         temporary.unlink(missing_ok=True)
