@@ -17,6 +17,7 @@ from support.recipes.recorded import record
 pytestmark = pytest.mark.timeout(300)
 NAME = "zero"
 ARGUMENTS = ("--steps", "50", "--every-steps", "20")
+LAST = 4 * (64 * 10 + 10)  # bytes of the model's last layer
 SCRIPT = Path(__file__).with_name("zero_memory.py")
 
 
@@ -45,7 +46,13 @@ def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
         torchrun(ranks, tmp_path / "held", str(stage))
         for rank in range(ranks):
             held = json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text())
+            between = held.pop("between the passes")
             whole = whole or held
+            # Stage 2 keeps the gathered parameters from the forward to the backward pass; stage 3 those of the last
+            # layer, which is needed again at once.
+            gathered = whole["parameters"] if stage == 2 else LAST
+            expected = gathered + (whole["parameters"] - gathered) / ranks
+            assert between == pytest.approx(expected, rel=0.02), (ranks, rank)
             # Divided by rows: what is left over makes a rank's part a little larger or smaller.
             for what, size in held.items():
                 shares.append(size / whole[what])

@@ -39,10 +39,13 @@ if url:
 else:
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
+        output = model(torch.randn(8, 64))
+        between = held(list(model.parameters()))
+        output.square().mean().backward()
         optimizer.step()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
     told = {"parameters": held(list(model.parameters())), "gradients": held(gradients), "optimizer": held(state)}
+    told["between the passes"] = between
     Path(f"{out}-{world}-{dist.get_rank()}.json").write_text(json.dumps(told))
 dist.destroy_process_group()
