@@ -2,7 +2,8 @@
 
 A method is a function of this rank's vector. It returns the average that all ranks have now, and this rank's part in
 it, which is less than the vector. With error feedback the rest is added to the vector of the next step. `sent` collects
-the bytes that a rank has given to collectives.
+the bytes that a rank has given to collectives. An all-gather brings them to each other rank, so the traffic of top-k,
+threshold, sign and TernGrad grows with the number of ranks; that of an all-reduce does not.
 
 Sources: top-k and threshold, Strom 2015, Lin et al. 2018; random-k with error feedback, Stich et al. 2018; 1-bit sign,
 Seide et al. 2014, Karimireddy et al. 2019; TernGrad, Wen et al. 2017; PowerSGD, Vogels et al. 2019; count sketch,

@@ -34,6 +34,20 @@ def furthest(left: Ended, right: Ended) -> float:
     return max(float((one - other).abs().max()) for one, other in parts)
 
 
+def test_a_killed_worker_leaves_no_trace_where_each_step_averages_the_rests(tmp_path: Path) -> None:
+    """The new process then has all that the lost one had: it is given the state of the hook."""
+    arguments = (*ARGUMENTS, "--average-every", "1")
+    calm = undisturbed(NAME, tmp_path / "calm", arguments, 2)
+    hit = disturbed(NAME, tmp_path / "hit", arguments, 2, [kill(NAME, 26, 40, workers=2)])
+    assert hit.status()["restarts"] == 1, hit.output
+    assert any(rest.ne(0).any() for rest in hit.state["compression"]["average"].values())
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill changes where each step averages the rests (top-k)", len(changed), "")
+    assert changed == []
+
+
+@pytest.mark.turns(2)
+@pytest.mark.long
 def test_a_killed_worker_costs_its_rest_since_the_last_average(tmp_path: Path) -> None:
     """The new process has the average of the rests of step 24, and not its own rest of the step in which it died."""
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, 2)
