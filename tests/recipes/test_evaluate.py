@@ -29,6 +29,14 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     assert changed == []
 
 
+@pytest.mark.turns(2)
+def test_a_worker_killed_in_an_evaluation_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
+    through = [Path(__file__).with_name("killed_evaluating.py"), tmp_path / "killed"]
+    hit = undisturbed(NAME, tmp_path, ARGUMENTS, 2, through)
+    assert "SIGKILL" in hit.output, "nobody was killed"
+    assert differences(calm, hit) == []
+
+
 def test_metrics_are_those_of_one_process(calm: Ended) -> None:
     """357 samples are no multiple of two: a sampler that fills shares up would count some twice."""
     check(calm)
