@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from support.recipes import techniques
 from support.recipes.recorded import ROOT, UndeclaredFigure, record
@@ -46,6 +50,44 @@ def test_an_example_has_its_description_readme_and_tests(name: str) -> None:
         file, _, function = test.partition("::")
         assert (ROOT / file).exists(), f"examples/{name}/recipe.toml names {file}, which does not exist"
         assert f"def {function}(" in (ROOT / file).read_text(), f"{file} has no {function}"
+
+
+JOBS = sorted(file.parent.name for file in (ROOT / "examples").glob("*/job.yaml"))
+INSTALLED_AS = {"sklearn": "scikit-learn"}  # by what a script imports, where the package has another name
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_image_of_an_example_has_its_folder_and_what_it_imports(name: str) -> None:
+    folder = ROOT / "examples" / name
+    job = yaml.safe_load((folder / "job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "everstep/examples:dev"
+    assert container["workingDir"] == f"/workspace/{name}"
+    said = [part for part in container["command"] if part.endswith(".py")]
+    assert said
+    assert all((folder / part).exists() for part in said), f"examples/{name} does not have {said}"
+    worker = tomllib.loads((ROOT / "worker" / "pyproject.toml").read_text())["project"]
+    stage = (ROOT / "Dockerfile").read_text().partition(" AS examples\n")[2]
+    there = {
+        re.split(r"[<>=~!]", wanted)[0]
+        for wanted in [*worker["optional-dependencies"]["worker"], *re.findall(r"'([^']+)'", stage)]
+    }
+    own = {file.stem for file in folder.glob("*.py")} | {"everstep"}
+    known = own | set(sys.stdlib_module_names)
+    missing = {module for module in imported(folder) - known if INSTALLED_AS.get(module, module) not in there}
+    assert not missing, f"the image examples of the Dockerfile does not install {', '.join(sorted(missing))}"
+
+
+def imported(folder: Path) -> set[str]:
+    """The first names of all modules that a folder's scripts import."""
+    found = set()
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    return found
 
 
 def test_a_measured_figure_reaches_the_page_with_date_and_commit(project: Path) -> None:
