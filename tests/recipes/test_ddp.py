@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import differences, disturbed, kill, undisturbed
+from support.recipes.recipes import differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,6 +37,17 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     for i, state in alone.items():
         # After its first step Adam's average is a tenth of the gradient.
         torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.turns(2)
+@pytest.mark.long
+def test_gradients_of_unequal_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """In the last batch of the epoch three ranks have 25, 24 and 24 samples."""
+    epoch = ("--steps", str(script(NAME).TRAIN // 96 + 1), "--dropout", "0")
+    one, three = (undisturbed(NAME, tmp_path / str(n), epoch, processes=n) for n in (1, 3))
+    alone, together = (e.state["optimizer"]["state"] for e in (one, three))
+    for i, state in alone.items():
+        torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.turns(2)
