@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
+import signal
 import socket
+import subprocess
+from pathlib import Path
+from typing import Any
 
+from everstep.agent.decide.stall import Watch
+from everstep.agent.hang.watcher import Watcher
+from everstep.agent.processes.output import Files
+from everstep.agent.processes.running import Running
 from everstep.contract import agent_requests
 
 NOBODY = 65534
@@ -43,3 +52,26 @@ def test_agent_is_found_by_its_user_and_knows_who_asks() -> None:
             finally:
                 os.waitpid(asker, 0)
     assert name not in agent_requests.addresses(), "nothing is left of an agent that has ended"
+
+
+class Silent:
+    """An agent's ways to a process that does not answer: a program without an interpreter."""
+
+    def tell(self, pid: int, **message: Any) -> None:
+        pass
+
+    def signal(self, pid: int, number: int, *, group: bool) -> None:
+        os.kill(pid, number)
+
+
+def test_program_without_a_handler_is_not_ended_by_the_question_where_it_is(tmp_path: Path) -> None:
+    files = Files(None, None, *(tmp_path / name for name in ("error", "stacks", "calls")))
+    ways: Any = Silent()
+    with subprocess.Popen(["sleep", "600"]) as program:
+        try:
+            watcher = Watcher({}, lambda: None, lambda event: None, ways, ways, "sleep", tmp_path)
+            answer = asyncio.run(watcher.stacks_of(program.pid, Running(0, 0, files, Watch(60.0, 3.0))))
+            assert answer["stacks"] == ""
+            assert program.poll() is None, "the signal for its stacks ended it"
+        finally:
+            program.send_signal(signal.SIGKILL)

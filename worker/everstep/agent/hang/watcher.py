@@ -183,7 +183,7 @@ class Watcher:
         since = stacks.size_of(process.files.stacks)
         self._control_socket.tell(pid, kind="stacks", path=str(process.files.stacks))
         text = await stacks.written(process.files.stacks, since)
-        if not text:
+        if not text and stacks.handles(pid, STACKS_SIGNAL):
             # The process does not answer, so the fault handler reads its stacks on a signal. That can crash a process
             # whose threads run (seen once in some hundred times), so it is the second choice.
             self._fork_server.signal(pid, STACKS_SIGNAL, group=False)

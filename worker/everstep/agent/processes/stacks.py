@@ -62,6 +62,17 @@ async def written(path: Path, since: int, seconds: float = SECONDS) -> str:
     return tail(path, since)
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal. A program that took an interpreter's place (`--no-python`, an
+    `exec` of the script) has none, and the signal would end it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> number - 1 & 1)
+
+
 def size_of(path: Path) -> int:
     try:
         return path.stat().st_size
