@@ -45,6 +45,11 @@ def test_same_mismatch_again_ends_the_job_with_both_lines() -> None:
     assert "correct the script" in found.message
 
 
+def test_folder_of_the_stacks_is_no_part_of_the_place() -> None:
+    one, other = (f"{SAID}; stacks in /tmp/{pod}/stacks of each agent" for pod in ("a1", "b2"))
+    assert isinstance(judged(one, other), Fail)
+
+
 @pytest.mark.parametrize(
     ("before", "options"),
     [
@@ -66,6 +71,12 @@ def test_loss_of_another_kind_in_between_forgets_nothing() -> None:
     found = judged(SAID, "ValueError: bad row")
     assert isinstance(found, Restart)
     assert found.restarts.mismatch == mismatches.place(loss(SAID))
+
+
+def test_loss_after_new_steps_forgets_a_mismatch_that_was_before_them() -> None:
+    found = judged(SAID, "ValueError: bad row", new_steps=1)
+    assert isinstance(found, Restart)
+    assert found.restarts.mismatch is None
 
 
 def test_longest_text_fits_the_status() -> None:

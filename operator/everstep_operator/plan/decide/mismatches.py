@@ -12,14 +12,14 @@ from everstep.contract.calls import NO_MATCH
 from everstep_operator.api.status import MAX_MISMATCH, Restarts
 from everstep_operator.plan.state.losses import Loss
 
-# How often the ranks had called a collective says nothing about the place.
-_COUNTS = re.compile(r", (?:the \d{1,12}\w\w|after \d{1,12} collectives) in this round")
+# How often the ranks had called a collective says nothing about the place, nor does the folder of a worker's stacks.
+_NOT_THE_PLACE = re.compile(r", (?:the \d{1,12}\w\w|after \d{1,12} collectives) in this round|; stacks in .*$")
 
 
 def place(loss: Loss) -> str | None:
     """Which ranks waited in which collective, at which lines. None if the loss has another reason."""
     _, found, said = loss.detail.partition(NO_MATCH)
-    return _COUNTS.sub("", said)[:MAX_MISMATCH] if found else None
+    return _NOT_THE_PLACE.sub("", said)[:MAX_MISMATCH] if found else None
 
 
 def is_final(restarts: Restarts, loss: Loss, step: int | None) -> bool:
