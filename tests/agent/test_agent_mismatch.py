@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent.hang.mismatch import Seen, clash, compare, decode, ranks_in_words
-from everstep.contract.calls import Call, in_group
+from everstep.contract.calls import NO_MATCH, Call, in_group
 from support.agent.agent_job import HERE, Agent, Job
 
 SUM = "all_reduce(float32[10])"
@@ -43,6 +43,21 @@ def test_a_rank_that_skipped_one_and_waits_at_the_end_of_its_step_is_the_odd_one
     verdict = compare({0: Seen(None, (Call(4, SUM),)), 1: waits(5, SUM), 2: waits(5, SUM), 3: waits(5, SUM)})
     assert verdict.odd == (0,)
     assert "rank 0 waits at the end of the step, after 4 collectives in this round; ranks 1-3 wait" in verdict.why
+
+
+@pytest.mark.parametrize("later", [Call(6, SUM), None], ids=["in the next one", "at the end of its step"])
+def test_a_rank_that_went_on_because_it_need_not_wait_is_no_mismatch(later: Call | None) -> None:
+    called = (Call(5, COPY), *([later] if later is not None else []))
+    verdict = compare({0: Seen(later, called), 1: waits(5, COPY), 2: waits(5, COPY)})
+    assert verdict.odd == (), "the data of the broadcast has not arrived"
+    assert f"ranks 1 and 2 wait in {COPY}" in verdict.why
+    assert "nothing arrives" in verdict.why
+    assert NO_MATCH not in verdict.why
+
+
+def test_a_rank_that_called_another_one_before_is_a_mismatch() -> None:
+    ahead = Seen(Call(6, SUM), (Call(5, COPY), Call(6, SUM)))
+    assert compare({0: ahead, 1: waits(5, SUM), 2: waits(5, SUM)}).odd == (0,)
 
 
 def test_of_two_halves_the_one_with_rank_0_is_not_the_odd_one() -> None:

@@ -2,7 +2,8 @@
 
 If all ranks of a round wait and none computes, they will wait for ever. There are two causes. Either their programs
 have called collectives that do not match (a rank skipped one, or shapes differ); a retry would fail in the same way. Or
-they are in the same collective and its data was lost on the way; a retry helps.
+they have called the same ones, and data was lost on the way; a retry helps. Some may wait in a later one then: the root
+of a broadcast goes on when its data is sent.
 
 Invariant: only properties that must be equal on all ranks are compared, so each reported mismatch is one.
 """
@@ -70,14 +71,16 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
         said = _said(sorted(seen), seen, numbers=_ambiguous(groups))
         return Verdict((), f"{said}, and nothing arrives: no rank computes, and none is elsewhere")
     verdict = _differ(groups.values(), seen, numbers=_ambiguous(groups))
-    if not any(call is not None and call.what.endswith(IN_GROUP) for call in groups):
+    first = min((call for call in groups if call is not None), key=lambda call: call.number)
+    if all(one.call == first or first in one.recent for one in seen.values()):
+        why = "all have called the one that some still wait in"
+    elif any(call is not None and call.what.endswith(IN_GROUP) for call in groups):
+        # Collectives of smaller groups differ between ranks even in a correct program. Each rank may be in the right
+        # one, and data may have been lost on the way.
+        why = "they are in groups of their own"
+    else:
         return verdict
-    # Collectives of smaller groups differ between ranks even in a correct program. Each rank may be in the right one,
-    # and data may have been lost on the way.
-    return Verdict(
-        (),
-        f"{verdict.why.removeprefix(NO_MATCH)}; nothing arrives: no rank computes, and they are in groups of their own",
-    )
+    return Verdict((), f"{verdict.why.removeprefix(NO_MATCH)}; nothing arrives: no rank computes, and {why}")
 
 
 def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
