@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,7 +23,16 @@ def loss(said: str) -> Loss:
     return Loss(0, Cause.ERROR, said, exit_code=1)
 
 
-def judged(before: str | None, now: str, *, follows: bool = False, new_steps: int = 0, rule: bool = False) -> Any:
+def judged(
+    before: str | None,
+    now: str,
+    *,
+    follows: bool = False,
+    new_steps: int = 0,
+    rule: bool = False,
+    reports: bool = True,
+    ended_after: float | None = None,
+) -> Any:
     """What a second loss comes to. `before`: the detail of the loss before the last restart."""
     world = agents.ElasticWorld()
     world.do_job("recovery.maxRestarts=5")
@@ -30,11 +41,15 @@ def judged(before: str | None, now: str, *, follows: bool = False, new_steps: in
     place = mismatches.place(loss(before)) if before is not None else None
     world.status = world.status.model_copy(
         update={
-            "restarts": Restarts(mismatch=place, last_step=7),
-            "progress": world.status.progress.model_copy(update={"step": 7 + new_steps}),
+            "restarts": Restarts(mismatch=place, last_step=7, incident_at=world.now),
+            "progress": world.status.progress.model_copy(
+                update={"step": 7 + new_steps, "updated_at": world.now if reports else None}
+            ),
         }
     )
-    return judge(world.snapshot(), loss(now), follows=follows)
+    at = world.now + timedelta(seconds=ended_after) if ended_after is not None else None
+    world.do_advance("100")
+    return judge(world.snapshot(), replace(loss(now), at=at), follows=follows)
 
 
 def test_same_mismatch_again_ends_the_job_with_both_lines() -> None:
@@ -58,6 +73,7 @@ def test_folder_of_the_stacks_is_no_part_of_the_place() -> None:
         (SAID, {"new_steps": 1}),
         (SAID, {"follows": True}),
         (SAID, {"rule": True}),
+        (SAID, {"reports": False}),
     ],
 )
 def test_another_mismatch_or_one_after_new_steps_is_restarted(before: str | None, options: dict[str, Any]) -> None:
@@ -65,6 +81,14 @@ def test_another_mismatch_or_one_after_new_steps_is_restarted(before: str | None
     assert isinstance(found, Restart)
     if not options.get("follows"):
         assert found.restarts.mismatch == mismatches.place(loss(SAID))
+
+
+@pytest.mark.parametrize(("seconds", "final"), [(2, False), (70, True)])
+def test_worker_that_the_first_mismatch_ended_is_no_second_one_however_late_it_is_heard_of(
+    seconds: int, final: bool
+) -> None:
+    found = judged(SAID, SAID, ended_after=seconds)
+    assert isinstance(found, Fail if final else Restart)
 
 
 def test_loss_of_another_kind_in_between_forgets_nothing() -> None:

@@ -7,11 +7,13 @@ step in between, ends the job. The first one is charged as any failure of the pr
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 
 from everstep.contract.calls import NO_MATCH
 from everstep_operator.api.status import MAX_MISMATCH, Restarts
 from everstep_operator.plan.state.losses import Loss
 
+TOGETHER = timedelta(seconds=10)  # from the first worker that a mismatch ends to the last one
 # How often the ranks had called a collective says nothing about the place, nor does the folder of a worker's stacks.
 _NOT_THE_PLACE = re.compile(r", (?:the \d{1,12}\w\w|after \d{1,12} collectives) in this round|; stacks in .*$")
 
@@ -26,6 +28,12 @@ def is_final(restarts: Restarts, loss: Loss, step: int | None) -> bool:
     """Whether the same happened before the last restart, and no step was new since. `step`: the highest one so far."""
     new = step is not None and (restarts.last_step is None or step > restarts.last_step)
     return restarts.mismatch is not None and restarts.mismatch == place(loss) and not new
+
+
+def is_heard_late(restarts: Restarts, loss: Loss) -> bool:
+    """Whether the worker ended in the last incident, as several do whose collectives gloo aborts, and the status of its
+    pod took long to come."""
+    return loss.at is not None and restarts.incident_at is not None and loss.at - restarts.incident_at < TOGETHER
 
 
 def words(loss: Loss) -> str:

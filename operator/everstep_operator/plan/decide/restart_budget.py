@@ -45,8 +45,13 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     reporting = seen.updated_at is not None or before.updated_at is not None
     if refusals.is_final(snapshot, loss) and _rule(job.spec.recovery, loss) is None:
         return Fail(FailedReason.SCRIPT_REFUSED, refusals.words(loss), EventReason.SCRIPT_REFUSED)
-    place = mismatches.place(loss) if not follows else None
-    if place and mismatches.is_final(job.status.restarts, loss, step) and _rule(job.spec.recovery, loss) is None:
+    place = mismatches.place(loss) if not follows and not mismatches.is_heard_late(job.status.restarts, loss) else None
+    if (
+        place
+        and reporting
+        and mismatches.is_final(job.status.restarts, loss, step)
+        and _rule(job.spec.recovery, loss) is None
+    ):
         return Fail(FailedReason.SCRIPT_REFUSED, mismatches.words(loss), EventReason.SCRIPT_REFUSED)
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
