@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+import torch
+
 from everstep.train.adapters.uncounted import ScriptAttributes
 
 
@@ -77,3 +80,84 @@ def test_tensors_and_long_lists_are_left_alone() -> None:
     attributes = ScriptAttributes([patience])
     patience.seen = [0.0] * 3000
     assert not attributes.now()["Patience 0"]
+
+
+class Averaging:
+    def begin(self, world: int) -> None:
+        self.world, self.seen = world, 0
+
+    def hear(self) -> None:
+        self.seen += 1
+
+
+def test_what_hooks_set_anew_in_each_pass_is_of_that_pass() -> None:
+    callback = Averaging()
+    callback.begin(3)
+    attributes = ScriptAttributes([callback])
+    callback.hear()
+    told = attributes.now()
+    for world in (2, 3):  # the rank of a process, or the number of them, in the worlds that follow
+        attributes.now()
+        callback.begin(world)
+        attributes.put_back(told)
+        assert (callback.world, callback.seen) == (world, 1)
+        told = attributes.now()
+    new = Averaging()
+    new.begin(1)
+    ScriptAttributes([new]).put_back(told)
+    assert (new.world, new.seen) == (1, 1)
+
+
+class Positions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.calls = 0, 0
+        self.mask: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if len(x) != self.length:
+            self.length, self.mask = len(x), torch.ones(len(x))
+        made: torch.Tensor = x * self.mask
+        return made
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make(0)
+
+    def make(self, length: int) -> None:
+        self.length = length
+        self.register_buffer("mask", torch.ones(length), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.length:
+            self.make(len(x))
+        made: torch.Tensor = x * self.get_buffer("mask")[: len(x)]
+        return made
+
+
+@pytest.mark.parametrize("kind", [Positions, Buffered])
+def test_a_new_process_does_not_believe_that_it_has_a_tensor_of_another_one(kind: type[torch.nn.Module]) -> None:
+    old, new = kind(), kind()
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    old(torch.ones(8))
+    theirs.put_back(ours.now())
+    assert torch.equal(new(torch.ones(8)), torch.ones(8))
+    assert getattr(new, "calls", 2) == 2, "a count has been told"
+
+
+def test_callbacks_of_rank_0_alone_leave_those_of_the_others_in_their_places() -> None:
+    first, extra, alone = Averaging(), Patience(0), Averaging()
+    for each in (first, alone):
+        each.begin(3)
+    ours, theirs = ScriptAttributes([extra, first]), ScriptAttributes([alone])
+    first.hear()
+    extra.hear(0.5)
+    theirs.put_back(ours.now())
+    assert alone.seen == 1
+    alone.hear()
+    told = theirs.now()
+    ours.put_back(told)
+    assert (first.seen, extra.waited, extra.best) == (2, 0, 0.5), "what no other rank has stays"

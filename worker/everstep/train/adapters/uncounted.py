@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from types import FunctionType
 from typing import Any
 
@@ -38,71 +41,123 @@ class Uncounted(UntrackedStateCheck):
 LIBRARIES = ("torch", "transformers", "everstep", "lightning", "accelerate", "torchmetrics", "builtins")
 MOST = 2000  # values in an attribute
 ONCE = "flags set once"
+_SCALARS = (bool, int, float, str, type(None))
 
 
 class ScriptAttributes:
     """The attributes with plain values of `objects`, as far as a script's own classes set them.
 
-    Only those are told and put back that have changed since the first step began: others are each process's own (its
-    rank, a path). So is a flag that was set once: it says that this process has opened its log or unfrozen a layer, and
-    another process has to do that itself.
+    Only those are told and put back that steps have changed. Others are each process's own:
+
+    - a path, or its rank, which hooks set anew when a pass begins;
+    - what says for which length a tensor beside it was made: a new process has no such tensor yet;
+    - a flag that was set once: it says that this process has opened its log or unfrozen a layer, and another process
+      has to do that itself.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
-        self._objects: dict[str, tuple[object, list[str]]] = {}
+        self._objects: dict[str, tuple[object, frozenset[str], tuple[_Method, ...]]] = {}
+        numbers = Counter[str]()  # of each class, because rank 0 may have callbacks that others do not have
         for each in objects:
-            if names := _set_by_script(type(each)):
-                self._objects[f"{type(each).__qualname__} {len(self._objects)}"] = (each, names)
+            if methods := _methods_of_script(type(each)):
+                name = type(each).__qualname__
+                self._objects[f"{name} {numbers[name]}"] = (
+                    each,
+                    frozenset[str]().union(*(m.sets for m in methods)),
+                    methods,
+                )
+                numbers[name] += 1
         self._first = {key: self._held(key) for key in self._objects}
-        self._last = copy.deepcopy(self._first)
-        self._changes: dict[str, Counter[str]] = {key: Counter() for key in self._objects}
+        self._last = dict(self._first)
+        self._changes = {key: Counter[str]() for key in self._objects}
 
     def now(self) -> dict[str, dict[str, Any]]:
         """By object: the attributes that have changed; and the names of flags among them that were set once. Call it in
         each step, so that it sees each change of a flag."""
-        held = {key: self._held(key) for key in self._objects}
-        for key, values in held.items():
-            was = self._last[key]
-            self._changes[key].update(n for n, value in values.items() if n not in was or was[n] != value)
-        self._last = held
-        told: dict[str, dict[str, Any]] = {
-            key: {n: value for n, value in values.items() if self._changes[key][n]} for key, values in held.items()
-        }
-        told[ONCE] = {
-            key: [n for n, value in values.items() if type(value) is bool and self._changes[key][n] == 1]
-            for key, values in told.items()
-        }
-        return copy.deepcopy(told)
+        told: dict[str, dict[str, Any]] = {}
+        flags: dict[str, list[str]] = {}
+        for key, changes in self._changes.items():
+            held, was = self._held(key), self._last[key]
+            changes.update(n for n, value in held.items() if n not in was or was[n] != value)
+            self._last[key] = held
+            beside = self._beside_tensors(key)
+            told[key] = {n: value for n, value in held.items() if changes[n] and n not in beside}
+            flags[key] = [n for n, value in told[key].items() if type(value) is bool and changes[n] == 1]
+        return {**told, ONCE: flags}
 
     def put_back(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """Bring them to what `now` told, here or in another process."""
-        for key, (each, _) in self._objects.items():
-            first, changes, then = self._first[key], self._changes[key], dict(told.get(key, {}))
-            for name in {n for n in self._held(key) if changes[n]} - then.keys():
-                if name in first:
-                    _put(each, name, first[name])
-                else:
-                    delattr(each, name)
-            once = told.get(ONCE, {}).get(key, ())
+        """Bring them to what `now` told, here or in another process. Called before the first step of a pass. If `told`
+        has other objects only, it comes from a rank without this one."""
+        for key, (each, *_) in self._objects.items():
+            changes, first = self._changes[key], self._first[key]
+            then, once = told.get(key, {}), told.get(ONCE, {}).get(key, ())
+            if key in told or not told:
+                for name in {n for n in self._held(key) if changes[n]} - then.keys() - self._beside_tensors(key):
+                    if name in first:
+                        _put(each, name, first[name])
+                    else:
+                        delattr(each, name)
             for name, value in then.items():
-                if name in once and not changes[name]:
-                    continue
-                changes[name] = max(changes[name], 1 if name in once else 2)
-                _put(each, name, value)
-            self._last[key] = self._held(key)
+                if name not in once or changes[name]:
+                    changes[name] = max(changes[name], 1 if name in once else 2)
+                    _put(each, name, value)
+            # The hooks of this pass have set the others: those are changed by what changes them from now on.
+            held = self._held(key)
+            begun = {name: value for name, value in held.items() if not changes[name]}
+            self._first[key] = begun | {name: value for name, value in first.items() if changes[name]}
+            self._last[key] = held
 
     def _held(self, key: str) -> dict[str, Any]:
-        each, names = self._objects[key]
+        each, names, _ = self._objects[key]
         there = getattr(each, "__dict__", {})
         values = {name: there[name] for name in names if name in there}
-        return {name: copy.deepcopy(value) for name, value in values.items() if _plain(value)}
+        return {
+            name: value if type(value) in _SCALARS else copy.deepcopy(value)
+            for name, value in values.items()
+            if _plain(value)
+        }
+
+    def _beside_tensors(self, key: str) -> set[str]:
+        """The attributes that a method sets together with one that holds tensors now. Not a count (`+=`)."""
+        if not self._changes[key]:
+            return set()
+        each, _, methods = self._objects[key]
+        there = getattr(each, "__dict__", {})
+        made = [m for m in methods if m.replaces and (m.buffers or any(_holds_tensors(there.get(n)) for n in m.sets))]
+        return {name for method in made for name in method.replaces}
 
 
-def _set_by_script(kind: type) -> list[str]:
-    """Names of the attributes that methods of the script's own classes among the bases of `kind` set."""
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """One of a script's own classes. `sets`: the attributes to which it gives values. `replaces`: those of them to
+    which it does not add; none in `__init__`. `buffers`: it registers some."""
+
+    sets: frozenset[str]
+    replaces: frozenset[str]
+    buffers: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _methods_of_script(kind: type) -> tuple[_Method, ...]:
+    """The methods that set attributes, of the script's own classes among the bases of `kind`."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES)
     functions = (inspect.unwrap(f) for base in own for f in vars(base).values() if isinstance(f, FunctionType))
-    return sorted({i.argval for f in functions for i in dis.get_instructions(f) if i.opname == "STORE_ATTR"})
+    return tuple(method for f in functions if (method := _read(f)).sets)
+
+
+def _read(function: FunctionType) -> _Method:
+    found = list(dis.get_instructions(function))
+    stores = [(i.argval, before.opname == "SWAP") for before, i in pairwise(found) if i.opname == "STORE_ATTR"]
+    names = frozenset(name for name, _ in stores)
+    if function.__name__ == "__init__":
+        return _Method(names, frozenset(), buffers=False)
+    added = {name for name, adds in stores if adds}  # `self.count += 1` puts the sum below its object
+    return _Method(names, names - added, buffers=any(i.argval == "register_buffer" for i in found))
+
+
+def _holds_tensors(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, torch.Tensor) for each in islice(inside, 4))
 
 
 def _plain(value: Any) -> bool:
@@ -111,7 +166,7 @@ def _plain(value: Any) -> bool:
 
 def _size(value: Any) -> int:
     """How many values it holds, or -1 if some is not plain."""
-    if value is None or type(value) in (bool, int, float, str):
+    if type(value) in _SCALARS:
         return 1
     if type(value) is dict and not all(type(key) in (str, int) for key in value):
         return -1
