@@ -91,6 +91,12 @@ class KeptState:
             for group, rate in zip(self._trainer.optimizer.param_groups, held["rates"], strict=True):
                 group["lr"] = rate
 
+    def epoch_begins(self) -> None:
+        """All callbacks have heard that an epoch begins. Where a pass goes on in the middle of one, they had heard it
+        before."""
+        if self._behind and not self.at_epoch_end() and (told := self._behind[-1].get("attributes")) is not None:
+            self._attributes.put_back(told)
+
     def taken(self) -> None:
         """Tell that Trainer has the loaded state, in a world that does not change: there no work after a step is done
         again."""

@@ -100,13 +100,14 @@ class Unbroken:
         eval_on_start, model_init = trainer.args.eval_on_start, trainer.model_init
         prepare, work = trainer._prepare_for_training, trainer._maybe_log_save_evaluate
         handler = trainer.callback_handler
-        begins = handler.on_train_begin
+        begins, epoch_begins = handler.on_train_begin, handler.on_epoch_begin
         try:
             self._build(prepare, given)
             trainer.model_init = None  # there is a model
             trainer._prepare_for_training = self._preparing(prepare)
             trainer._maybe_log_save_evaluate = self._working(work)
             handler.on_train_begin = self._beginning(begins)
+            handler.on_epoch_begin = self._epoch_beginning(epoch_begins)
             self._begin()
             while True:
                 self._kept.look()
@@ -126,6 +127,7 @@ class Unbroken:
                 (trainer, "_prepare_for_training"),
                 (trainer, "_maybe_log_save_evaluate"),
                 (handler, "on_train_begin"),
+                (handler, "on_epoch_begin"),
             ):
                 holder.__dict__.pop(name, None)
 
@@ -155,6 +157,15 @@ class Unbroken:
             self._trainer.control = begins(*arguments)
             self._redo()
             return self._trainer.control
+
+        return began
+
+    def _epoch_beginning(self, begins: Callable[..., Any]) -> Callable[..., Any]:
+        def began(*arguments: Any) -> Any:
+            control = begins(*arguments)
+            if not self._ready:  # the first epoch of this pass
+                self._kept.epoch_begins()
+            return control
 
         return began
 
