@@ -59,7 +59,7 @@ class ScriptAttributes:
         self._objects: dict[str, tuple[object, frozenset[str], tuple[_Method, ...]]] = {}
         numbers = Counter[str]()  # of each class, because rank 0 may have callbacks that others do not have
         for each in objects:
-            if methods := _methods_of_script(type(each)):
+            if methods := _methods_of_script(type(each)):  # type: ignore[arg-type]  # mypy does not see the hash
                 name = type(each).__qualname__
                 self._objects[f"{name} {numbers[name]}"] = (
                     each,
