@@ -16,6 +16,7 @@ NAME = "activation_checkpointing"
 ARGUMENTS = ("--steps", "40", "--every-steps", "10")
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, 2)
     hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, 2, [kill(NAME, 12, 36, workers=2)])

@@ -26,6 +26,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 2, [OVERFLOW])
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, ARGUMENTS, 2, [kill(NAME, 12, 28, workers=2)], through=[OVERFLOW])
     assert hit.status()["restarts"] == 1, hit.output

@@ -19,6 +19,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 4)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, ARGUMENTS, processes=2, at=[kill(NAME, 9, 18, workers=2)])
     assert hit.status()["restarts"] == 1, hit.output

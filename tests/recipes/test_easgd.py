@@ -22,6 +22,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, through=through)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 8, 24)])
     assert hit.status()["restarts"] == 1, hit.output

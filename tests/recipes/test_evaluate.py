@@ -20,6 +20,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 2)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     """Also in the metrics of the evaluations, which are part of the state."""
     hit = disturbed(NAME, tmp_path, ARGUMENTS, 2, [kill(NAME, 12, 36, workers=2)])

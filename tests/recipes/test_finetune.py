@@ -35,6 +35,7 @@ def arguments(weights: Path) -> tuple[str, ...]:
     return ("--steps", "60", "--every-steps", "20", "--base", str(weights))
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, weights: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, arguments(weights), at=[kill(NAME, 15, 45)])
     assert hit.status()["restarts"] == 1, hit.output

@@ -25,6 +25,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 25, 100)])
     assert hit.status()["restarts"] == 1, hit.output

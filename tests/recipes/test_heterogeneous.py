@@ -29,6 +29,7 @@ def furthest(left: Ended, right: Ended) -> float:
     return max(float((mine[name] - others[name]).abs().max()) for name in mine)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) -> None:
     """Shares follow measured times, so sums are made in another order. At all shares the gradient is the same."""
     hit = disturbed(NAME, tmp_path, (*STEPS, "--every-steps", "10"), 2, [kill(NAME, 8, 25, workers=2)])

@@ -17,6 +17,7 @@ ARGUMENTS = ("--steps", "30", "--every-steps", "10")
 WORKER, BATCH, RATE, WARM_UP = 32, 96, 0.01, 20  # of the script
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("optimizer", ["lamb", pytest.param("lars", marks=pytest.mark.long)])
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, optimizer: str) -> None:
     arguments = (*ARGUMENTS, "--optimizer", optimizer)

@@ -22,6 +22,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ("--steps", str(STEPS)), 4, [NOTED])
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "8")
     hit = disturbed(NAME, tmp_path, arguments, processes=2, at=[kill(NAME, 9, 18, workers=2)])

@@ -27,6 +27,7 @@ def arguments(shards: str, cache: Path) -> tuple[str, ...]:
     return ("--steps", str(steps), "--every-steps", "15", "--shards", f"file://{shards}", "--cache", str(cache))
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shards: str) -> None:
     asked = arguments(shards, tmp_path / "cache")
     calm = undisturbed(NAME, tmp_path / "calm", asked)

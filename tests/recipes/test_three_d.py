@@ -21,6 +21,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ("--steps", str(STEPS)), 8)
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "10")
     hit = disturbed(NAME, tmp_path, arguments, processes=4, at=[kill(NAME, 6, 14, workers=4)])
