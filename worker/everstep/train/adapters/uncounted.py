@@ -201,6 +201,7 @@ class CallbackWeights:
     def __init__(self, callbacks: Iterable[object], model: torch.nn.Module) -> None:
         self._callbacks = list(callbacks)
         self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._modules = {id(m) for m in model.modules()}
         self._shapes = [p.shape for p in model.parameters()]
         self._before: dict[str, tuple[object, list[tuple[int, int]]]] = {}
         self._moved: set[str] = set()  # in the step before
@@ -228,9 +229,13 @@ class CallbackWeights:
     def _weights(self, value: Any, deep: bool = True) -> Iterator[torch.Tensor]:
         """Those of a module; or of a collection whose tensors have the shapes of half of the model's parameters, since
         another one is no copy of it; or those of an object of the script's that holds such."""
+        if id(value) in self._modules:
+            return  # many callbacks refer to the model, and walking it costs time in each step
         if isinstance(value, torch.nn.Module):
             yield from value.parameters()
         elif isinstance(value, dict | list | tuple):
+            if len(value) > max(MOST, 8 * len(self._shapes)):
+                return  # a list of losses that grows, which each step would read whole
             found = value.values() if isinstance(value, dict) else value
             alike = [t for t in found if isinstance(t, torch.Tensor) and t.dim() and t.shape in self._shapes]
             yield from alike if 2 * len(alike) >= len(self._shapes) else ()
