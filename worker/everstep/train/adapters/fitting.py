@@ -124,8 +124,8 @@ class Progress:
         if self.kept is not None:
             self._attributes.put_back(self.kept.get("attributes", {}))
 
-    def interrupted(self) -> None:
-        """A pass has ended, in a step or behind one: see what it has changed."""
+    def look(self) -> None:
+        """See which attributes a pass that has ended, in a step or behind one, has changed."""
         if self._attributes is not None:
             self._attributes.now()
 
@@ -257,7 +257,7 @@ class Fitting:
                 self._round = self._number
                 self._in_step = self._behind = False
                 self._fresh = True
-                self._progress.interrupted()
+                self._progress.look()
                 self._recovery.program.scope.enter(ScriptPhase.STEP)
                 trainer.lightning_module.zero_grad()
                 self.skip = self._progress.put_back()
