@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import Ended, accuracy, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,16 +50,6 @@ def test_a_worker_leaves_between_two_periods(tmp_path: Path, calm: Ended) -> Non
     workers = [entry["world_size"] for entry in left.history() if entry["kind"] == "step"]
     assert workers[0] == 3, workers
     assert workers[-1] == 2, workers
-    reached = accuracy(left)
+    reached = accuracy(NAME, left.state["centre"])
     record(NAME, "accuracy on unseen images after 30 periods", reached, "")
     assert reached > 0.8
-
-
-def accuracy(ended: Ended) -> float:
-    train = script(NAME)
-    x, y = train.digits()
-    model = train.network().eval()
-    model.load_state_dict(ended.state["centre"])
-    with torch.no_grad():
-        right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
-    return right.float().mean().item()

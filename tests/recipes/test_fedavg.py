@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import Ended, accuracy, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -56,16 +56,6 @@ def test_a_worker_leaves_between_two_rounds(tmp_path: Path, calm: Ended) -> None
     record(NAME, "largest difference of a parameter when a worker leaves", furthest, "")
     for name, value in model.items():
         torch.testing.assert_close(left.state["model"][name], value, rtol=1e-3, atol=1e-4)
-    reached = accuracy(left)
+    reached = accuracy(NAME, left.state["model"])
     record(NAME, "accuracy on unseen images after 30 rounds", reached, "")
     assert reached > 0.7
-
-
-def accuracy(ended: Ended) -> float:
-    train = script(NAME)
-    x, y = train.digits()
-    model = train.network().eval()
-    model.load_state_dict(ended.state["model"])
-    with torch.no_grad():
-        right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
-    return right.float().mean().item()

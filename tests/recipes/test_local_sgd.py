@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import Ended, accuracy, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -52,16 +51,6 @@ def test_a_worker_leaves_between_two_rounds(tmp_path: Path, calm: Ended) -> None
     workers = [entry["world_size"] for entry in left.history() if entry["kind"] == "step"]
     assert workers[0] == 3, workers
     assert workers[-1] == 2, workers
-    record(NAME, "accuracy on unseen images after 30 rounds", accuracy(calm), "")
-    assert accuracy(calm) > 0.8
-    assert accuracy(left) > 0.8
-
-
-def accuracy(ended: Ended) -> float:
-    train = script(NAME)
-    x, y = train.digits()
-    model = train.network().eval()
-    model.load_state_dict(ended.state["model"])
-    with torch.no_grad():
-        right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
-    return right.float().mean().item()
+    record(NAME, "accuracy on unseen images after 30 rounds", accuracy(NAME, calm.state["model"]), "")
+    assert accuracy(NAME, calm.state["model"]) > 0.8
+    assert accuracy(NAME, left.state["model"]) > 0.8

@@ -130,6 +130,17 @@ def differences(left: Ended, right: Ended, only: Sequence[str] = ()) -> list[str
     return found
 
 
+def accuracy(name: str, parameters: Mapping[str, Any]) -> float:
+    """The share of the unseen digits that a recipe's `network()` knows with these parameters."""
+    train = script(name)
+    x, y = train.digits()
+    model = train.network().eval()
+    model.load_state_dict(parameters)
+    with torch.no_grad():
+        right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
+    return right.float().mean().item()
+
+
 def _compare(where: str, left: Any, right: Any, found: list[str]) -> None:
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         found.extend(f"{where}/{key}: in one only" for key in left.keys() ^ right.keys())
