@@ -26,7 +26,6 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     assert changed == []
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
     with_it = undisturbed(NAME, tmp_path / "with", ("--steps", "20"), 2)

@@ -45,7 +45,6 @@ def test_an_overflow_on_one_rank_is_left_out_on_all(calm: Ended) -> None:
     assert {int(one["step"]) for one in calm.state["optimizer"]["state"].values()} == {40 - len(left_out)}
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_the_scaler_comes_back_from_a_commit(tmp_path: Path, calm: Ended) -> None:
     """At step 30 it has a scale, and a count of steps without an overflow, that a new one would not have."""

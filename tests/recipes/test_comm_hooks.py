@@ -47,7 +47,6 @@ def test_a_killed_worker_leaves_no_trace_where_each_step_averages_the_rests(tmp_
     assert changed == []
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_a_killed_worker_costs_its_rest_since_the_last_average(tmp_path: Path) -> None:
     """The new process has the average of the rests of step 24, and not its own rest of the step in which it died."""
@@ -59,7 +58,6 @@ def test_a_killed_worker_costs_its_rest_since_the_last_average(tmp_path: Path) -
     assert furthest(calm, hit) < 0.05
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["top", "sketch", "powersgd"])
 def test_a_restore_changes_nothing(tmp_path: Path, method: str) -> None:
@@ -100,7 +98,6 @@ def worst(results: dict[str, list[float]]) -> float:
     return min(right for right, _ in results.values()) - results["none"][0]
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_nodes_exchange_what_their_first_ranks_have(tmp_path: Path) -> None:
     """Four ranks of two nodes end like four ranks without nodes."""

@@ -39,7 +39,6 @@ def test_logits_are_those_of_whole_texts(calm: Ended) -> None:
     record(NAME, "share of the tokens on a rank of 2", tokens / script(NAME).LENGTH, "", 0.5)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_logits_of_four_ranks_are_those_of_whole_texts(tmp_path: Path) -> None:
     check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [NOTED]), ranks=4)

@@ -39,7 +39,6 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
         torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_gradients_of_unequal_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     """In the last batch of the epoch three ranks have 25, 24 and 24 samples."""

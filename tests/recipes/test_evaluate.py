@@ -44,7 +44,6 @@ def test_metrics_are_those_of_one_process(calm: Ended) -> None:
     record(NAME, "samples that 2 ranks count", int(calm.state["history"]["40"]["samples"]), "", expected=357)
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_metrics_of_other_numbers_of_ranks_are_those_of_one_process(tmp_path: Path, ranks: int) -> None:

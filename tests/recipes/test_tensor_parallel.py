@@ -37,7 +37,6 @@ def test_logits_are_those_of_the_model_in_one_piece(calm: Ended) -> None:
     record(NAME, "largest difference of a logit from the model in one piece, 2 ranks", furthest, "")
 
 
-@pytest.mark.turns(2)
 @pytest.mark.long
 def test_logits_of_four_ranks_are_those_of_the_model_in_one_piece(tmp_path: Path) -> None:
     check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [HERE / "divided_logits.py"]), ranks=4)
