@@ -47,7 +47,7 @@ def assign(model: nn.Module, values: Tensor) -> None:
 
 
 def exchanged(mine: Tensor, ranks: int) -> list[Tensor]:
-    """What each rank has, by rank."""
+    """The values of each rank, by rank."""
     if not dist.is_initialized():
         return [mine]
     found = [torch.empty_like(mine) for _ in range(ranks)]

@@ -42,7 +42,7 @@ def clients(labels: Tensor) -> list[Tensor]:
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor, part: Tensor, seed: int) -> tuple[nn.Module, float]:
-    """What a client makes of the model in two epochs over its part of the images, and its last loss."""
+    """The model after two epochs of a client over its part of the images, and its last loss."""
     mine = copy.deepcopy(model)
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     chance = torch.Generator().manual_seed(seed)
