@@ -99,7 +99,7 @@ class Stream:
             await self._wake.wait()
 
     async def _struck(self, event: Told, faults: Faults) -> list[Told]:
-        """What the faults deliver of `event`, after events that were held back before it."""
+        """The events that the faults deliver of `event`, after events that were held back before it."""
         namespace, name = event.object.key
         request = Request("event", self._request.plural, namespace, name)
         count, swap = 1, False

@@ -151,7 +151,7 @@ def _step(name: str) -> int:
 
 
 def _profile(name: str) -> list[dict[str, Any]]:
-    """What the ranks communicate; nothing for a script without the session."""
+    """The answers of the ranks about their communication; none for a script without the session."""
     try:
         found = ask(Where(name), PROFILE, PROFILE_SECONDS, [], steps=PROFILE_STEPS, id=name)
     except NoAgent:

@@ -70,7 +70,7 @@ class Plain:
 
 
 def _why(message: str) -> str:
-    """What the job waits for, without the count of ready workers before it."""
+    """The reason why the job waits, without the count of ready workers before it."""
     return message.partition(": ")[2]
 
 
