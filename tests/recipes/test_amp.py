@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -18,7 +18,7 @@ ARGUMENTS = ("--steps", "40", "--every-steps", "10", "--scale", str(2.0**22), "-
 BAD = 30  # the step in which the loss of one rank is infinite, of overflow.py
 
 
-OVERFLOW = Path(__file__).with_name("overflow.py")
+OVERFLOW = PROGRAMS / "overflow.py"
 
 
 @pytest.fixture(scope="module")

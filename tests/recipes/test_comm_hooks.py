@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import BIN, EXAMPLES, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import BIN, EXAMPLES, PROGRAMS, Ended, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,7 +72,7 @@ def test_a_restore_changes_nothing(tmp_path: Path, method: str) -> None:
 
 def test_fewer_bytes_have_the_accuracy_of_all(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", Path(__file__).with_name("compressed.py")]
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", PROGRAMS / "compressed.py"]
     done = subprocess.run(
         [*map(str, command), str(EXAMPLES / NAME), "240", str(found)],
         capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},

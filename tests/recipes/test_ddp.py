@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,7 +51,7 @@ def test_gradients_of_unequal_ranks_are_those_of_one_process(tmp_path: Path) -> 
 
 @pytest.mark.turns(2)
 def test_gradients_travel_once_a_step(tmp_path: Path) -> None:
-    through = [Path(__file__).with_name("bytes_averaged.py")]
+    through = [PROGRAMS / "bytes_averaged.py"]
     few = undisturbed(NAME, tmp_path / "few", ("--steps", "4"), 2, through)
     many = undisturbed(NAME, tmp_path / "many", ("--steps", "4"), 2, through, EVERSTEP_TEST_ALWAYS="1")
     parts = 96 // 2 // 8  # of a rank's batch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
 
 @pytest.mark.turns(2)
 def test_a_worker_killed_in_an_evaluation_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    through = [Path(__file__).with_name("killed_evaluating.py"), tmp_path / "killed"]
+    through = [PROGRAMS / "killed_evaluating.py", tmp_path / "killed"]
     hit = undisturbed(NAME, tmp_path, ARGUMENTS, 2, through)
     assert "SIGKILL" in hit.output, "nobody was killed"
     assert differences(calm, hit) == []

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import everstep
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -46,7 +46,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, weights: Path, calm: En
 
 @pytest.mark.turns(2)
 def test_frozen_weights_are_those_of_their_file(tmp_path: Path, weights: Path) -> None:
-    through = [Path(__file__).with_name("finetune_base.py")]
+    through = [PROGRAMS / "finetune_base.py"]
     ended = undisturbed(NAME, tmp_path, (str(weights), "20"), 2, through)
     ranks = [(int(same), int(tensors)) for same, tensors in re.findall(r"untouched (\d+) of (\d+)", ended.output)]
     assert len(ranks) == 2, ended.output

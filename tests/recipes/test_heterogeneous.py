@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import Ended, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +40,7 @@ def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) ->
 
 @pytest.mark.turns(2)
 def test_unequal_ranks_end_a_step_together(tmp_path: Path, alone: Ended) -> None:
-    mixed = undisturbed(NAME, tmp_path, STEPS, 2, [Path(__file__).with_name("slow_ranks.py")])
+    mixed = undisturbed(NAME, tmp_path, STEPS, 2, [PROGRAMS / "slow_ranks.py"])
     record(NAME, "largest difference of a parameter of unequal ranks from one process", furthest(mixed, alone), "")
     assert furthest(mixed, alone) < 1e-4
     shares = mixed.state["carried"]["shares"]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "layerwise"
 STEPS = 24
-NOTED = Path(__file__).with_name("layer_outputs.py")
+NOTED = PROGRAMS / "layer_outputs.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import Ended, accuracy, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, accuracy, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,7 +17,7 @@ ARGUMENTS = ("--rounds", "30", "--every-rounds", "10")
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    through = [Path(__file__).with_name("bytes_sent.py")]
+    through = [PROGRAMS / "bytes_sent.py"]
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, through=through)
 
 
@@ -42,7 +42,7 @@ def test_parameters_travel_once_a_round(calm: Ended) -> None:
 
 
 def test_a_worker_leaves_between_two_rounds(tmp_path: Path, calm: Ended) -> None:
-    through = [Path(__file__).with_name("unhurried.py"), Path("12:2")]
+    through = [PROGRAMS / "unhurried.py", Path("12:2")]
     average = (*ARGUMENTS, "--outer", "average")
     left = disturbed(NAME, tmp_path, average, at=["12:scale=2"], through=through, elastic="2:3")
     restarts = left.status()["restarts"]

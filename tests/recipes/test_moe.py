@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import differences, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,7 +28,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
 @pytest.mark.turns(2)
 def test_tokens_are_conserved(tmp_path: Path) -> None:
     """What a rank gives arrives, and comes back; without room at an expert less is given than there is."""
-    script = Path(__file__).with_name("moe_tokens.py")
+    script = PROGRAMS / "moe_tokens.py"
     ended = undisturbed(NAME, tmp_path, ("12",), 2, [script])
     ranks = [[int(n) for n in line.split()] for line in re.findall(r"tokens ([\d ]+)", ended.output)]
     assert len(ranks) == 2, ended.output

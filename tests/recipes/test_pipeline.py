@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import differences, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "pipeline"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.long)])
@@ -36,7 +35,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
 )
 def test_the_loss_is_that_of_the_model_in_one_piece(tmp_path: Path, schedule: str) -> None:
     """By the parameters that twenty steps make of it."""
-    whole = undisturbed(NAME, tmp_path / "whole", ("--steps", "20"), 1, [HERE / "pipeline_whole.py"])
+    whole = undisturbed(NAME, tmp_path / "whole", ("--steps", "20"), 1, [PROGRAMS / "whole_model.py"])
     divided = undisturbed(NAME, tmp_path / "divided", ("--steps", "20", "--schedule", schedule), 2)
     found = {}
     for place in range(2):
@@ -65,7 +64,7 @@ def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
     least. A machine with other work adds to that."""
     most = []
     for micro_batches in (2, 8):
-        script = [HERE / "pipeline_bubble.py"]
+        script = [PROGRAMS / "pipeline_bubble.py"]
         ended = undisturbed(NAME, tmp_path / str(micro_batches), (str(micro_batches),), 2, script)
         idle = [float(n) for n in re.findall(r"idle ([\d.]+)", ended.output)]
         assert len(idle) == 2, ended.output

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,7 +41,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shards: str) -> None:
 def test_each_sample_comes_once_an_epoch_over_resizes(tmp_path: Path, shards: str) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    slow, noting = (Path(__file__).with_name(name) for name in ("unhurried.py", "streaming_ids.py"))
+    slow, noting = (PROGRAMS / name for name in ("unhurried.py", "streaming_ids.py"))
     ended = disturbed(
         NAME,
         tmp_path,

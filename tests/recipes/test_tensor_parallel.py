@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "tensor_parallel"
 STEPS = 40
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Two replicas of two ranks, which note their logits in the last step."""
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), (str(STEPS), "2"), 4, [HERE / "divided_logits.py"])
+    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), (str(STEPS), "2"), 4, [PROGRAMS / "divided_logits.py"])
 
 
 @pytest.mark.turns(3)
@@ -39,7 +38,7 @@ def test_logits_are_those_of_the_model_in_one_piece(calm: Ended) -> None:
 
 @pytest.mark.long
 def test_logits_of_four_ranks_are_those_of_the_model_in_one_piece(tmp_path: Path) -> None:
-    check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [HERE / "divided_logits.py"]), ranks=4)
+    check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [PROGRAMS / "divided_logits.py"]), ranks=4)
 
 
 def check(ended: Ended, ranks: int) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, RecipeFailed, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, RecipeFailed, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,7 +33,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
 
 @pytest.mark.turns(2)
 def test_parameters_are_those_of_the_model_in_one_piece(tmp_path: Path, calm: Ended) -> None:
-    whole = undisturbed(NAME, tmp_path, ("--steps", str(STEPS)), 1, [Path(__file__).with_name("three_d_whole.py")])
+    whole = undisturbed(NAME, tmp_path, ("--steps", str(STEPS)), 1, [PROGRAMS / "whole_model.py"])
     furthest = 0.0
     for stage in range(2):
         parts = [calm.state[f"model@{stage * 2 + part}of4"] for part in range(2)]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import everstep
-from support.recipes.recipes import BIN, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import BIN, PROGRAMS, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "zero"
 ARGUMENTS = ("--steps", "50", "--every-steps", "20")
 LAST = 4 * (64 * 10 + 10)  # bytes of the model's last layer
-SCRIPT = Path(__file__).with_name("zero_memory.py")
+SCRIPT = PROGRAMS / "zero_memory.py"
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> None:

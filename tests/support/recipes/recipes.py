@@ -26,6 +26,7 @@ import everstep
 from support import ROOT
 
 EXAMPLES = ROOT / "examples"
+PROGRAMS = ROOT / "tests" / "recipes" / "programs"  # which run a recipe and note, change or disturb what it does
 BIN = Path(sys.executable).parent
 SECONDS = 140  # that one run may take, on a machine with other work
 OWN = ("seeds", "switches", "ddp_buckets")  # what the session keeps beside what the script tracks

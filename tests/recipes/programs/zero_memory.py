@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import everstep
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "zero"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "zero"))
 from train import build
 
 

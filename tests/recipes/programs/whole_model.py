@@ -1,6 +1,7 @@
-"""The model of examples/three_d in one piece, trained by one process: what its parameters are to be.
+"""The model of examples/pipeline or examples/three_d in one piece, trained by one process: what its loss and parameters
+are to be.
 
-everstep-run … three_d_whole.py SCRIPT --steps N
+everstep-run … whole_model.py SCRIPT --steps N
 """
 
 import os
@@ -18,7 +19,8 @@ torch.set_num_threads(1)
 images, labels = train.load_digits(return_X_y=True)
 x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
 with everstep.start() as run:
-    model = torch.nn.Sequential(*(train.Block(i) for i in range(train.BLOCKS)))
+    made = (train.Block, train.BLOCKS) if hasattr(train, "BLOCKS") else (train.part, train.PARTS)
+    model = torch.nn.Sequential(*(made[0](i) for i in range(made[1])))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run.track(model=model, optimizer=optimizer)
     data = run.loader(TensorDataset(x[: train.TRAIN], y[: train.TRAIN]), global_batch=train.BATCH, seed=0)
