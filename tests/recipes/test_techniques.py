@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support import ROOT
 from support.recipes import techniques
-from support.recipes.recorded import ROOT, UndeclaredFigure, record
+from support.recipes.recorded import UndeclaredFigure, record
 from support.recipes.techniques import BadRecipe
 
 FOLDERS = sorted(file.name for file in (ROOT / "examples").iterdir() if any(file.glob("*.py")))
