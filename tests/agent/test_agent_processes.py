@@ -89,3 +89,23 @@ async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_nex
     finally:
         await control_socket.close()
         await fork_server.close()
+
+
+async def test_a_signal_to_all_of_a_jobs_processes_does_not_end_the_one_that_hosts_stores(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all processes of a step, and the ranks still need their store to save."""
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    control_socket = ControlSocket(str(tmp_path / "agent"), lambda *_: None)
+    fork_server = ForkServer([], os.environ, lambda pid, _: ended.put_nowait(pid))
+    environ = {**os.environ, env.AGENT_SOCKET: control_socket.path}
+    await control_socket.start()
+    await fork_server.start()
+    try:
+        pid = await fork_server.fork({"kind": "stores", "environment": environ, "stdout": None, "stderr": None})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            fork_server.signal(pid, number)
+        async with asyncio.timeout(60):
+            assert "cpus" in await control_socket.ask_stores(kind="devices")
+        assert ended.empty()
+    finally:
+        await control_socket.close()
+        await fork_server.close()

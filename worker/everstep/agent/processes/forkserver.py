@@ -24,7 +24,8 @@ from typing import Any
 
 MAX_LINE = 1024 * 1024
 PR_SET_PDEATHSIG = 1
-# A terminal or a supervisor sends these to the agent's whole process group. Only the agent handles them.
+# A terminal sends these to the agent's whole process group, Slurm and systemd to all of its descendants. Only the agent
+# handles them.
 FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # A training process is in the background of a terminal. By default these stop it for ever when it reads there (`input`,
 # `breakpoint()`) or sets the terminal up. While they are ignored, a read is an error with a traceback.
@@ -120,9 +121,10 @@ class Parent:
                 os.close(self._wake)
                 self._commands.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for number in FOR_THE_AGENT:
-                    signal.signal(number, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if command["kind"] != "stores":  # the process that hosts stores ends with the agent
+                    for number in FOR_THE_AGENT:
+                        signal.signal(number, signal.SIG_DFL)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 for number in OF_A_TERMINAL:
                     signal.signal(number, signal.SIG_IGN)
                 os.setpgid(0, 0)
