@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from support.agent.agent_job import Job
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
 LIMIT = 200
@@ -67,6 +68,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+def run(*argv: object) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return warm().run(warm_agent.__file__, *argv, timeout=LIMIT, env=environ)
+
+
 def starts(folder: Path) -> dict[str, int]:
     return {path.name: len(path.read_text()) for path in folder.glob("starts-*")}
 
@@ -77,22 +83,14 @@ def starts(folder: Path) -> dict[str, int]:
 def test_an_error_after_the_start_uses_up_the_restarts_of_one_agent(
     script: Path, tmp_path: Path, how: str, who: str, code: int
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=3", "--max-restarts=1", script, how, who,
-         tmp_path],
-        capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run("--nproc-per-node=3", "--max-restarts=1", script, how, who, tmp_path)
     assert done.returncode == code, done.stderr
     assert "its one restart is used up (--max-restarts)" in done.stderr
     assert max(starts(tmp_path).values()) <= 3, "a process, its one restart, and one that was under way"
 
 
 def test_a_script_that_the_session_refuses_is_not_restarted(script: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=5", script, "refused",
-         "all", tmp_path],
-        capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run("--nproc-per-node=2", "--max-restarts=5", script, "refused", "all", tmp_path)
     assert done.returncode == 1, done.stderr
     assert "LoopError: track() takes each object with a name" in done.stderr.splitlines()[-1]
     assert "the script is refused, and not restarted" in done.stderr.splitlines()[-1]

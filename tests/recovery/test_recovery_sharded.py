@@ -8,8 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,7 +18,9 @@ import pytest
 
 from everstep.contract import exit_codes
 from support.processes.commits import newest_commit
+from support.processes.ranks import Ranks
 from support.processes.standstill import go_on
+from support.processes.warm_python import warm
 from support.recovery import sharded_script
 from support.recovery.recovery_agents import Agents, Process
 from support.recovery.sharded_script import Wanted, main
@@ -360,15 +360,22 @@ def test_state_that_is_sharded_otherwise_is_refused_before_the_first_step(
     assert "run.mesh(shard=N)" in agents.log(p)
 
 
+def without_agent(folder: Path, ranks: int, wanted: Wanted) -> tuple[list[int], str]:
+    """By `python`, or as torchrun would: the exit codes by rank, and what was said."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}
+    started = Ranks(warm(), ranks, (SCRIPT, json.dumps(wanted.__dict__)), folder / "log", variables)
+    try:
+        codes = started.wait(120)
+    finally:
+        started.kill()
+    return codes, (folder / "log").read_text()
+
+
 @pytest.mark.parametrize(("launcher", "shards"), [("python", 1), ("torchrun", 2)])
 def test_script_trains_alike_where_no_peer_may_be_lost(tmp_path: Path, launcher: str, shards: int) -> None:
     wanted = Wanted(steps=12, exact=True, out=str(tmp_path))
-    command = [sys.executable, SCRIPT, json.dumps(wanted.__dict__)]
-    if launcher == "torchrun":
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    codes, log = without_agent(tmp_path, shards if launcher == "torchrun" else 0, wanted)
+    assert codes == [0] * shards, log[-3000:]
     ends = [e for path in tmp_path.glob("*.jsonl") for e in map(json.loads, path.read_text().splitlines())
             if e["kind"] == "end"]  # fmt: skip
     assert [e["step"] for e in ends] == [12] * shards
@@ -376,9 +383,6 @@ def test_script_trains_alike_where_no_peer_may_be_lost(tmp_path: Path, launcher:
 
 def test_world_that_is_no_whole_replicas_is_refused_where_it_cannot_change(tmp_path: Path) -> None:
     wanted = Wanted(steps=2, shard=3, out=str(tmp_path))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", SCRIPT]
-    ended = subprocess.run(
-        [*command, json.dumps(wanted.__dict__)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode != 0
-    assert "mesh(shard=3): 2 processes are no whole replicas" in ended.stderr
+    codes, log = without_agent(tmp_path, 2, wanted)
+    assert 0 not in codes
+    assert "mesh(shard=3): 2 processes are no whole replicas" in log

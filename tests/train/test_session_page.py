@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 import everstep
 from everstep.data import ElasticLoader
+from support.processes.warm_python import warm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "session.md"
 AROUND = """
@@ -74,9 +73,7 @@ def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) 
     found = blocks()
     assert len(found) == 7
     (tmp_path / "train.py").write_text(AROUND + found[number] + "\nprint('steps', run.step)\n")
-    ended = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
-    )
+    ended = warm().run("train.py", cwd=tmp_path, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "steps 4" in ended.stdout
 

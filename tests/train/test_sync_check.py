@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(200)
 SCRIPT = """
@@ -42,11 +44,9 @@ DRIFT = """if step.number == 4 and run.rank == 1:
 def run(tmp_path: Path, drift: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("DRIFT", drift))
-    return subprocess.run(
-        [sys.executable, "-m", "everstep.agent.main", "--standalone", "--nproc-per-node", "2", script],
-        capture_output=True, text=True, timeout=150, check=False, cwd=tmp_path,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+    flags = ("--standalone", "--nproc-per-node", "2")
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return warm().run(warm_agent.__file__, *flags, script, timeout=150, cwd=tmp_path, env=environ)
 
 
 def test_ranks_that_are_alike_go_on(tmp_path: Path) -> None:
