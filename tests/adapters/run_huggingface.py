@@ -26,6 +26,24 @@ class Tell(TrainerCallback):
             begin(state.global_step)
 
 
+class Decay(TrainerCallback):
+    """Lowers the rate by attributes that no checkpoint of Trainer's has: a count, and a mean in a tensor."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps, self.evaluated, self.mean = 0, 0, torch.zeros(())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        self.evaluated += 1
+        self.mean += (metrics["eval_loss"] - self.mean) / self.evaluated
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.95**self.steps / (1 + float(self.mean))
+
+
 def main() -> None:
     given = options()
     torch.set_num_threads(1)
@@ -50,7 +68,11 @@ def main() -> None:
         )
         callback = EverstepCallback(given.url, every_steps=5)
         trainer = Trainer(
-            model=net, args=args, train_dataset=Points(), eval_dataset=Points(), callbacks=[callback, Tell()]
+            model=net,
+            args=args,
+            train_dataset=Points(),
+            eval_dataset=Points(),
+            callbacks=[callback, Decay(), Tell()],
         )
         if given.kind == "plain":
             trainer.train()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from everstep.checkpoint import Checkpointer
 from everstep.train.adapters.uncounted import ScriptAttributes
 
 
@@ -75,11 +78,92 @@ def test_a_flag_that_was_set_once_is_each_processs_own_and_one_that_alternates_i
     assert theirs.now() == ours.now(), "and a process that comes after that one is told the same"
 
 
-def test_tensors_and_long_lists_are_left_alone() -> None:
-    patience = Patience(0)
-    attributes = ScriptAttributes([patience])
-    patience.seen = [0.0] * 3000
-    assert not attributes.now()["Patience 0"]
+class Meter:
+    """Keeps a mean by a count and a tensor, as a callback's own loss scale or baseline may."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.size, self.count, self.mean = size, 0, torch.zeros(size)
+        self.spread: Any = np.float32(0)
+        self.bins = np.zeros(4)
+
+    def hear(self, value: float) -> None:
+        self.count += 1
+        self.mean = self.mean + (value - self.mean) / self.count
+        self.spread = np.maximum(self.spread, np.float32(value))
+        self.bins[self.count % 4] += 1
+
+
+def heard(meter: Meter) -> dict[str, Any]:
+    return {**vars(meter), "mean": meter.mean.tolist(), "bins": meter.bins.tolist(), "kind": type(meter.spread)}
+
+
+def test_tensor_and_arrays_beside_a_count_are_kept_with_it() -> None:
+    old, new = Meter(), Meter()
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    for value in (1.0, 4.0):
+        old.hear(value)
+        told = ours.now()
+    then = heard(old)
+    old.hear(9.0)
+    ours.now()
+    ours.put_back(told)
+    theirs.put_back(told)
+    assert heard(old) == heard(new) == then
+    for meter in (old, new):
+        meter.hear(2.0)
+    assert heard(old) == heard(new)
+    ours.put_back(told)
+    assert heard(old) == then, "what is told is no part of the object"
+
+
+def test_tensor_that_is_changed_in_its_place_is_kept() -> None:
+    old, new = Meter(), Meter()
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    old.mean.add_(2.0)
+    held = new.mean
+    theirs.put_back(ours.now())
+    assert new.mean is held, "others may hold the tensor"
+    assert new.mean.tolist() == [2.0] * 3
+
+
+def test_what_is_told_of_a_tensor_and_of_arrays_can_be_in_a_commit(tmp_path: Path) -> None:
+    old, new = Meter(), Meter()
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    old.hear(4.0)
+
+    class State:
+        told: dict[str, Any] = ours.now()
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.told
+
+        def load_state_dict(self, told: dict[str, Any]) -> None:
+            self.told = told
+
+    with Checkpointer(str(tmp_path)) as saving:
+        saving.save(1, {"state": State()})
+    state = State()
+    state.told = {}
+    with Checkpointer(str(tmp_path)) as loading:
+        loading.restore({"state": state})
+    theirs.put_back(state.told)
+    assert heard(new) == heard(old)
+
+
+@pytest.mark.parametrize("name", ["mean", "seen"])
+def test_what_is_too_large_is_named_once_when_steps_change_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    callback: Any = Meter(3000) if name == "mean" else Patience(0)
+    if name == "seen":
+        callback.seen = [0.0] * 3000
+    attributes = ScriptAttributes([callback])
+    kind = type(callback).__name__
+    assert name not in attributes.now()[f"{kind} 0"]
+    assert not caplog.records
+    for _ in range(3):
+        callback.hear(0.5)
+        assert name not in attributes.now()[f"{kind} 0"]
+    (record,) = caplog.records
+    assert f"{kind}.{name} is changed in the steps, and is not kept" in record.getMessage()
 
 
 class Averaging:

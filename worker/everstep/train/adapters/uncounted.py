@@ -2,8 +2,9 @@
 
 `Uncounted` is the untracked-state check of such a run: there is none. Part of the state are plain values that
 callbacks, trainers and modules of the script's own classes keep in their attributes, such as a factor of the learning
-rate or a count of bad evaluations: `ScriptAttributes`. Weights that a callback keeps and changes, such as an average of
-the model's, are in no commit and in no new process. They are refused: `CallbackWeights`.
+rate or a count of bad evaluations, and callbacks' small tensors: `ScriptAttributes`. It warns of an attribute that it
+cannot keep. Weights that a callback keeps and changes, such as an average of the model's, are in no commit and in no
+new process. They are refused: `CallbackWeights`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import copy
 import dis
 import functools
 import inspect
-from collections import Counter
+import logging
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback.snapshots import version
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
+
+log = logging.getLogger("everstep.train")
 
 
 class Uncounted(UntrackedStateCheck):
@@ -38,25 +45,37 @@ class Uncounted(UntrackedStateCheck):
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None: ...
 
 
-LIBRARIES = ("torch", "transformers", "everstep", "lightning", "accelerate", "torchmetrics", "builtins")
+LIBRARIES = (
+    "torch", "transformers", "everstep", "lightning", "pytorch_lightning", "accelerate", "torchmetrics", "peft", "trl",
+    "timm", "builtins",
+)  # fmt: skip
 MOST = 2000  # values in an attribute
 ONCE = "flags set once"
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_TENSOR, _DEVICE = "everstep tensor", "device"  # the keys of a tensor, or of numpy's array, that is told
+_ARRAY, _SCALAR = "numpy array", "numpy scalar"  # the devices of numpy's
+_COLLECTIONS = (list, tuple, dict, set, deque)
 
 
 class ScriptAttributes:
-    """The attributes with plain values of `objects`, as far as a script's own classes set them.
+    """The attributes with plain values of `objects`, as far as a script's own classes set them, and the small tensors
+    of those that are no modules.
 
     Only those are told and put back that steps have changed. Others are each process's own:
 
     - a path, or its rank, which hooks set anew when a pass begins;
-    - what says for which length a tensor beside it was made: a new process has no such tensor yet;
+    - what says for which length a tensor beside it was made, if that tensor is not told: a new process has none yet;
     - a flag that was set once: it says that this process has opened its log or unfrozen a layer, and another process
       has to do that itself.
+
+    An attribute that steps change and that is too large, or of another kind, is named in a warning.
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
         self._objects: dict[str, tuple[object, frozenset[str], tuple[_Method, ...]]] = {}
+        self._marks: dict[tuple[str, str], _Mark] = {}  # of what is not compared by its value, at the last look
+        self._copies: dict[tuple[str, str], dict[str, Any]] = {}  # of tensors
+        self._warned: set[tuple[str, str]] = set()
         numbers = Counter[str]()  # of each class, because rank 0 may have callbacks that others do not have
         for each in objects:
             if methods := _methods_of_script(type(each)):  # type: ignore[arg-type]  # mypy does not see the hash
@@ -77,8 +96,8 @@ class ScriptAttributes:
         told: dict[str, dict[str, Any]] = {}
         flags: dict[str, list[str]] = {}
         for key, changes in self._changes.items():
-            held, was = self._held(key), self._last[key]
-            changes.update(n for n, value in held.items() if n not in was or was[n] != value)
+            held, was = self._held(key, warns=True), self._last[key]
+            changes.update(n for n, value in held.items() if n not in was or _differs(was[n], value))
             self._last[key] = held
             beside = self._beside_tensors(key)
             told[key] = {n: value for n, value in held.items() if changes[n] and n not in beside}
@@ -107,24 +126,84 @@ class ScriptAttributes:
             self._first[key] = begun | {name: value for name, value in first.items() if changes[name]}
             self._last[key] = held
 
-    def _held(self, key: str) -> dict[str, Any]:
+    def _held(self, key: str, *, warns: bool = False) -> dict[str, Any]:
+        """Copies of what is kept. `warns`: of the others, those that have changed since the last look are named."""
         each, names, _ = self._objects[key]
         there = getattr(each, "__dict__", {})
-        values = {name: there[name] for name in names if name in there}
-        return {
-            name: value if type(value) in _SCALARS else copy.deepcopy(value)
-            for name, value in values.items()
-            if _plain(value)
-        }
+        found: dict[str, Any] = {}
+        for name in names:
+            value = there.get(name, self)
+            if type(value) in _SCALARS:
+                found[name] = value
+            elif isinstance(value, torch.Tensor):
+                if _is_small(each, value):
+                    found[name] = self._copy_of(key, name, value)
+                elif not isinstance(each, torch.nn.Module):
+                    self._look_at(key, name, value, warns=warns)
+            elif isinstance(value, np.ndarray | np.generic):
+                if value.size <= MOST and value.dtype.kind in "biufc":
+                    found[name] = {_TENSOR: np.array(value), _DEVICE: _SCALAR if value.shape == () else _ARRAY}
+            elif isinstance(value, _COLLECTIONS):
+                if _plain(value):
+                    found[name] = _copied(value)
+                elif value and (len(value) > MOST or not isinstance(each, torch.nn.Module)):
+                    self._look_at(key, name, value, warns=warns)
+        return found
+
+    def _copy_of(self, key: str, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """The same copy as long as the tensor is the same: comparing values would wait for an accelerator."""
+        mark = self._marks.get((key, name))
+        if mark is None or not mark.is_of(tensor):
+            self._marks[key, name] = _Mark.of(tensor)
+            self._copies[key, name] = {_TENSOR: tensor.detach().clone(), _DEVICE: tensor.device.type}
+        return self._copies[key, name]
+
+    def _look_at(self, key: str, name: str, value: Any, *, warns: bool) -> None:
+        mark = self._marks.get((key, name))
+        if mark is not None and mark.is_of(value):
+            return
+        self._marks[key, name] = _Mark.of(value)
+        if mark is None or not warns or (key, name) in self._warned:
+            return
+        self._warned.add((key, name))
+        log.warning(
+            "%s.%s is changed in the steps, and is not kept: a process that replaces a lost one, or a run that goes on "
+            "from a commit, begins with its own. If training depends on it, keep it in numbers, texts, lists, tuples "
+            "and dictionaries of up to %d values, a callback's in tensors of as many; larger ones belong to the model "
+            "(register_buffer)",
+            key.rpartition(" ")[0], name, MOST,
+        )  # fmt: skip
 
     def _beside_tensors(self, key: str) -> set[str]:
-        """The attributes that a method sets together with one that holds tensors now. Not a count (`+=`)."""
+        """The attributes that a method sets together with one that holds tensors now, and is not kept. Not a count
+        (`+=`)."""
         if not self._changes[key]:
             return set()
         each, _, methods = self._objects[key]
         there = getattr(each, "__dict__", {})
-        made = [m for m in methods if m.replaces and (m.buffers or any(_holds_tensors(there.get(n)) for n in m.sets))]
+        made = [
+            m for m in methods if m.replaces and (m.buffers or any(_holds_tensors(each, there.get(n)) for n in m.sets))
+        ]
         return {name for method in made for name in method.replaces}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """By which another value, or another content of the same, is seen. A tensor is not kept alive by it."""
+
+    value: Any  # a weak reference to a tensor, or the id of a collection
+    state: int
+
+    @classmethod
+    def of(cls, value: Any) -> _Mark:
+        if isinstance(value, torch.Tensor):
+            return cls(weakref.ref(value), version(value))
+        return cls(id(value), len(value))
+
+    def is_of(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return isinstance(self.value, weakref.ref) and self.value() is value and self.state == version(value)
+        return bool(self.value == id(value)) and self.state == len(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +234,16 @@ def _read(function: FunctionType) -> _Method:
     return _Method(names, names - added, buffers=any(i.argval == "register_buffer" for i in found))
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(each: object, value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, torch.Tensor) for each in islice(inside, 4))
+    found = [one for one in islice(inside, 4) if isinstance(one, torch.Tensor)]
+    return any(one is not value or not _is_small(each, one) for one in found)
+
+
+def _is_small(each: object, tensor: torch.Tensor) -> bool:
+    """Whether the object's tensor is kept. A module's is a mask or a cache: what it trains with is a buffer."""
+    kept = tensor.layout is torch.strided and tensor.numel() <= MOST
+    return kept and not isinstance(each, torch.nn.Module) and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _plain(value: Any) -> bool:
@@ -172,13 +258,42 @@ def _size(value: Any) -> int:
         return -1
     if type(value) not in (list, tuple, dict) or len(value) > MOST:
         return -1
-    sizes = [_size(each) for each in (value.values() if type(value) is dict else value)]
+    inside = value.values() if type(value) is dict else value
+    if _SCALARS.issuperset(map(type, inside)):
+        return 1 + len(value)
+    sizes = [_size(each) for each in inside]
     return -1 if -1 in sizes else 1 + sum(sizes)
+
+
+def _copied(value: Any) -> Any:
+    inside = value.values() if type(value) is dict else value
+    return copy.copy(value) if _SCALARS.issuperset(map(type, inside)) else copy.deepcopy(value)
+
+
+def _differs(was: Any, value: Any) -> bool:
+    """Copies of a tensor are the same object as long as it has not changed."""
+    if was is value:
+        return False
+    if not (_is_tensor(was) and _is_tensor(value)):
+        return _is_tensor(was) or _is_tensor(value) or bool(was != value)
+    arrays = isinstance(was[_TENSOR], np.ndarray) and isinstance(value[_TENSOR], np.ndarray)
+    return not (arrays and _same_bits(was[_TENSOR], value[_TENSOR]))
+
+
+def _same_bits(was: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> bool:
+    return (was.shape, was.dtype) == (value.shape, value.dtype) and was.tobytes() == value.tobytes()
+
+
+def _is_tensor(told: Any) -> bool:
+    return type(told) is dict and _TENSOR in told
 
 
 def _put(each: object, name: str, value: Any) -> None:
     """Into the list or dictionary that is there, because others may hold it too."""
     there = getattr(each, "__dict__", {}).get(name)
+    if _is_tensor(value):
+        _put_tensor(each, name, there, value)
+        return
     if type(there) is type(value) and there == value:
         return
     value = copy.deepcopy(value)
@@ -189,6 +304,20 @@ def _put(each: object, name: str, value: Any) -> None:
         there.update(value)
     else:
         setattr(each, name, value)
+
+
+def _put_tensor(each: object, name: str, there: Any, told: Mapping[str, Any]) -> None:
+    value, device = told[_TENSOR], told[_DEVICE]
+    if device == _SCALAR:
+        setattr(each, name, value[()])
+    elif type(there) is not type(value) or (there.shape, there.dtype) != (value.shape, value.dtype):
+        setattr(each, name, value.copy() if device == _ARRAY else value.clone().to(device))
+    elif device == _ARRAY:
+        there[...] = value
+    elif there.requires_grad or there.is_inference():
+        setattr(each, name, value.clone().to(device))
+    else:
+        there.copy_(value)
 
 
 class CallbackWeights:
