@@ -82,6 +82,16 @@ def test_ranks_in_groups_of_their_own_are_told_with_their_lines_and_not_blamed()
     assert "nothing arrives" in verdict.why
 
 
+@pytest.mark.parametrize("elsewhere", [Call(5, SUM), Call(4, "send(to rank 2)"), None])
+def test_a_message_that_has_not_arrived_is_no_mismatch(elsewhere: Call | None) -> None:
+    message = Call(4, "recv(from rank 0)")
+    verdict = compare({0: Seen(elsewhere, (Call(4, COPY),)), 1: Seen(message, (Call(4, COPY),), " at train.py:9")})
+    assert verdict.odd == ()
+    assert "rank 1 waits in recv(from rank 0) at train.py:9" in verdict.why
+    assert "nothing arrives: no rank computes, and some wait for a message" in verdict.why
+    assert NO_MATCH not in verdict.why
+
+
 def test_an_aborted_rank_is_compared_with_what_others_had_at_the_same_place() -> None:
     ended = Seen(Call(7, SUM), (Call(6, COPY), Call(7, SUM)), " at train.py:31 in main")
     ahead = Seen(Call(8, SUM), (Call(7, LARGER), Call(8, SUM)))

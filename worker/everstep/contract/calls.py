@@ -22,6 +22,7 @@ from typing import Any
 KEPT = 8  # of the newest: a member may be ahead of another by what it need not wait for
 MAX_WHAT = 120
 IN_GROUP = " in a group of some ranks"
+POINT = ("send(", "recv(")  # how calls between two members begin
 NO_MATCH = "the ranks' collectives do not match: "  # an agent's words, by which the operator knows that failure
 MAX_SHAPES = 3
 MAX_KNOWN = 1024  # kinds of calls whose words are remembered

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everstep.contract.calls import IN_GROUP, NO_MATCH, Call, read_row, read_rows, row, rows
+from everstep.contract.calls import IN_GROUP, NO_MATCH, POINT, Call, read_row, read_rows, row, rows
 
 MAX_BYTES = 4096
 MAX_AT = 120
@@ -78,6 +78,9 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
         # Collectives of smaller groups differ between ranks even in a correct program. Each rank may be in the right
         # one, and data may have been lost on the way.
         why = "they are in groups of their own"
+    elif any(call is not None and call.what.startswith(POINT) for call in groups):
+        # A sender goes on when the network has its data, to any later collective. The data may have been lost.
+        why = "some wait for a message of one other rank"
     else:
         return verdict
     return Verdict((), f"{verdict.why.removeprefix(NO_MATCH)}; nothing arrives: no rank computes, and {why}")
