@@ -1,7 +1,8 @@
 """Looks for what a new process could not go on with: in the text of the script's loop, and in its global variables.
 
 `loop_check` reads the text, once before the first step, and once at the first loop over the steps of an epoch.
-`hidden_changes` finds what changes by no line of it.
+`hidden_changes` finds what changes by no line of it, and `hidden_attributes` what changes by lines that the loop is
+not seen to reach.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_text import loop_check
+from everstep.train.guards.script_text.hidden_attributes import HiddenAttributes
 from everstep.train.guards.script_text.hidden_changes import HiddenChanges
 
 
@@ -25,6 +27,7 @@ class ScriptCheck:
         self._state, self._is_untracked = state, is_untracked
         self._changes, self._goes_on = changes, goes_on
         self._hidden = HiddenChanges(is_untracked)
+        self._attributes = HiddenAttributes()
         self._read_epoch = False
         self.function: Any = None  # that takes a step, in `Run.train`
         self.called: list[Any] = []  # the functions given to `Run.evaluate`, called between two steps
@@ -49,9 +52,12 @@ class ScriptCheck:
             self._read(frame, self.function, data, nested=True)
 
     def step_completed(self, frame: types.FrameType) -> None:
-        """Raises `LoopError` for a variable that changes by no line of the text."""
+        """Raises `LoopError` for a variable that changes by no line of the text, and for an attribute that affects
+        training and changes by no line that the loop is seen to reach."""
         if self._goes_on:
             self._hidden.completed(frame)
+            if moved := self._attributes.completed(frame):
+                loop_check.check_hidden(frame, self.function, self._state, self._is_untracked, moved)
 
     def _read(self, frame: types.FrameType, function: Any, data: Collection[int], *, nested: bool) -> None:
         loop_check.check_loop(

@@ -65,6 +65,11 @@ def _whole(file: str, found: list[LoopCarried], values: Mapping[str, Any], taken
 
 def _said(f: LoopCarried, file: str, at_file: str) -> str:
     where = f"line {f.at}" if at_file == file else f"line {f.at} of {at_file}"
+    if f.hidden:
+        return (
+            f"{f.name} is changed from step to step, by calls that the text of the loop does not show (a callback, a "
+            f"hook), and it affects {f.use} ({where})"
+        )
     return (
         f"{f.name} is carried from step to step in a plain variable (line {f.line} of {file} changes it), and "
         f"it affects {f.use} ({where})"

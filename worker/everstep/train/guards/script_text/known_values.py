@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from everstep.train.guards.script_objects import is_script
+from everstep.train.guards.script_text.hidden_attributes import Token
 from everstep.train.guards.script_text.loop_carried import PLAIN
 from everstep.train.guards.script_text.scripts import (
     Called,
@@ -157,15 +158,21 @@ def _reads_loader(value: Any, depth: int = 0) -> bool:
 
 class KnownValues(Unknown):
     """The known values, as the file called `file` sees them. `moving`: the ids of objects that training changes.
-    `data`: the ids of the datasets that it reads."""
+    `data`: the ids of the datasets that it reads. `moved`: what steps were seen to change (`hidden_attributes`)."""
 
     def __init__(
-        self, values: Mapping[str, Any], file: str, moving: Collection[int], data: Collection[int] = ()
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        moving: Collection[int],
+        data: Collection[int] = (),
+        moved: Collection[Token] = (),
     ) -> None:
         self._values = values
         self._file = file
         self._moving = moving
         self._data = data
+        self._moved = moved
 
     def called(self, name: str, method: str = "") -> Called | None:
         owner = held(self._values, name)
@@ -214,6 +221,13 @@ class KnownValues(Unknown):
         if tree is None:  # a library's
             return attribute in vars(module)
         return _reads(_with_methods(tree, type(module), "forward"), attribute)
+
+    def moved(self, name: str) -> Token | None:
+        if not self._moved or (value := held(self._values, name)) is MISSING:
+            return None
+        *front, last = PARTS.findall(name)
+        owner = held(self._values, "".join(front)) if front else MISSING
+        return next((t for t in (id(value), (id(owner), last.lstrip("."))) if t in self._moved), None)
 
     def gives_by(self, name: str, attribute: str) -> bool:
         dataset = held(self._values, name)

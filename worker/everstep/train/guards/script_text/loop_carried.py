@@ -71,6 +71,7 @@ class LoopCarried:
     file: str = ""  # the file of `line`, if it is not the loop's
     at_file: str = ""
     own: bool = False  # it comes from data, and each rank has its own
+    hidden: bool = False  # no line that the loop is seen to reach changes it
 
 
 def loop_carried(
@@ -92,6 +93,9 @@ def loop_carried(
             flags = frozenset(names - states_of(walk.changes) - walk.counts)
     except (Spent, RecursionError):
         return [] if script.alone else loop_carried(script.without_others(), loop, begin, also)
+    told = {script.known.moved(name) for name in walk.changes}  # a line may change it under another name
+    hidden = {name for name in walk.moved if script.known.moved(name) not in told}
+    names |= hidden
     found: dict[str, LoopCarried] = {}
     for taint, use, at, file in sorted(walk.uses, key=lambda u: harm(u[1])):
         for name in sorted(behind(taint, walk.changes) & names):
@@ -99,8 +103,9 @@ def loop_carried(
             if not change.made:
                 counts = name in walk.counts
                 one = LoopCarried(
-                    name, change.line, use, at, change.bound, counts, change.file, file, "*" in change.kept
-                )
+                    name, change.line, use, at, change.bound or name in hidden, counts, change.file, file,
+                    "*" in change.kept, name in hidden,
+                )  # fmt: skip
                 found.setdefault(name, one)
     return sorted(found.values(), key=lambda f: (harm(f.use), f.name))
 

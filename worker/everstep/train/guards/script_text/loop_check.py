@@ -24,6 +24,7 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import is_script, variables
 from everstep.train.guards.script_text.advice import Text, text_of
+from everstep.train.guards.script_text.hidden_attributes import Token
 from everstep.train.guards.script_text.known_values import PARTS, KnownValues, constant, held, kind_of
 from everstep.train.guards.script_text.loop_carried import LoopCarried, loop_carried
 from everstep.train.guards.script_text.read_ranks import bound, holds, read_ranks
@@ -74,6 +75,21 @@ def check_loop(
             texts += _texts_of_loop(place, state, is_untracked, evaluations, data, nested=nested)
             texts += [] if nested else _texts_of_modules(state, is_untracked)
             if texts:
+                raise error_of(texts)
+
+
+def check_hidden(
+    frame: types.FrameType | None,
+    function: Any,
+    state: Mapping[str, Any],
+    is_untracked: Callable[..., bool],
+    moved: Collection[Token],
+) -> None:
+    """Raises `LoopError` if the loop over steps, or the `function` that takes one, trains by something that is among
+    `moved`, and no line of it changes that."""
+    with _never_in_the_way():
+        for place in _of_function(function) if function is not None else _of_frame(frame):
+            if texts := _texts_of_loop(place, state, is_untracked, (), (), nested=True, moved=moved):
                 raise error_of(texts)
 
 
@@ -179,9 +195,10 @@ def _texts_of_loop(
     data: Collection[int],
     *,
     nested: bool,
+    moved: Collection[Token] = (),
 ) -> list[Text]:
     covered, values = Covered(state), place.values
-    known = KnownValues(values, place.file, covered.objects, data)
+    known = KnownValues(values, place.file, covered.objects, data, moved)
     # A loader is tracked for its position, and not for the data that it reads.
     kept = covered.objects - (set(data) - {id(target) for target in state.values()})
 
@@ -197,6 +214,8 @@ def _texts_of_loop(
     lost, saved = list[LoopCarried](), list[LoopCarried]()
     for found in loop_carried(script, place.loop, also=list(_between(place, evaluations))):
         if found.use == RETURNED or is_untracked(found.name) or (nested and _is_of_run(place, found.name)):
+            continue
+        if moved and not found.hidden:  # judged before the first step
             continue
         if not is_tracked(found.name):
             (saved if found.use == SAVED else lost).append(found)

@@ -52,6 +52,11 @@ class Unknown:
         del name, attribute
         return False
 
+    def moved(self, name: str) -> object:
+        """What is known to change from step to step under this name, by values; None if nothing is."""
+        del name
+        return None
+
     def gives_by(self, name: str, attribute: str) -> bool:
         """Whether `name` is a dataset that is trained on, whose samples may depend on this plain attribute."""
         del name, attribute

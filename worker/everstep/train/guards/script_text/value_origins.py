@@ -76,6 +76,7 @@ class Values:
         self.env: dict[str, Taint] = {}
         self.elements = set[str]()  # names that end with a constant key
         self.uses: list[tuple[Taint, str, int, str]] = []  # each with the line and, if it is another one, the file
+        self.moved = set[str]()  # names that were read, and change by calls that the text does not show
         self._control: Taint = NONE  # the origins of the decision to reach the present statement
         self._scopes = [Scope()]
         self._spent = 0
@@ -116,7 +117,7 @@ class Values:
                 return self._whole(self._scopes[-1].names.get(e.id, e.id))
             case ast.Attribute():
                 return self._attribute(e)
-            case ast.Subscript() if (key := self._key(e)) is not None and key in self.env:
+            case ast.Subscript() if (key := self._key(e)) is not None and self._is_known(key):
                 return self._whole(key)
             case ast.Call():
                 return self._call(e)
@@ -145,10 +146,16 @@ class Values:
     def _whole(self, key: str) -> Taint:
         """The origins of a container with its elements that were written by a constant key."""
         value = self.env.get(key, NONE)
+        if key not in self.env and self.script.known.moved(key) is not None:
+            self.moved.add(key)
+            value = frozenset({key})
         for k in self.elements:
             if k.startswith(f"{key}["):
                 value |= self.env.get(k, NONE)
         return value
+
+    def _is_known(self, key: str) -> bool:
+        return key in self.env or self.script.known.moved(key) is not None
 
     def _all(self, parts: Iterable[ast.AST | None]) -> Taint:
         return frozenset[str]().union(*(self._value(part) for part in parts))
@@ -159,7 +166,7 @@ class Values:
         if e.attr == "param_groups":
             return GROUPS
         key = self._key(e)
-        if key is not None and key in self.env:
+        if key is not None and self._is_known(key):
             return self._whole(key)
         if e.attr in ("number", "step"):
             return NUMBER
@@ -310,7 +317,7 @@ class Values:
         if isinstance(e, ast.Constant):
             return e.value
         key = self._key(e)
-        if key is None or "#" in key or self.env.get(key) or self._is_changed(key):
+        if key is None or "#" in key or self.env.get(key) or self._is_changed(key) or self.script.known.moved(key):
             return ...
         return self.script.decided(key)
 

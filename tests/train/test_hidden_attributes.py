@@ -1,0 +1,103 @@
+"""An attribute that a call changes which the loop's text does not show is refused, if the loop trains by it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_text.hidden_attributes import HiddenAttributes
+from everstep.train.guards.script_text.loop_check import check_hidden
+
+
+def play(folder: Path, text: str, untracked: tuple[str, ...] = ()) -> None:
+    """Run it as a script, whose loop over `steps()` is checked at the end of each step."""
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(text))
+    attributes = HiddenAttributes()
+
+    def steps() -> Iterator[int]:
+        for number in range(8):
+            yield number
+            frame = sys._getframe(1)
+            if moved := attributes.completed(frame):
+                check_hidden(frame, None, {}, lambda *names: bool({*names} & {*untracked}), moved)
+
+    runpy.run_path(str(script), {"steps": steps}, "__main__")
+
+
+# Names of attributes with an ending of their own: a setter of that name in any other test that was imported counts.
+LISTED = """
+    class Weight:
+        def __init__(self):
+            self.count_here = 0
+        def __call__(self):
+            return 1.0 if self.count_here < 500 else 0.5
+        def after(self, number):
+            self.count_here += 1
+    class Loss:
+        def backward(self):
+            pass
+        def __rmul__(self, factor):
+            return self
+    weight = Weight()
+    callbacks = [weight.after]
+    for number in steps():
+        (weight() * Loss()).backward()
+        for callback in callbacks:
+            callback(number)
+"""
+DERIVED = (
+    LISTED.replace("1.0 if self.count_here < 500 else 0.5", "self.factor_here")
+    .replace("self.count_here += 1", "self.count_here += 1; self.factor_here = 1.0 / self.count_here")
+    .replace("self.count_here = 0", "self.count_here, self.factor_here = 0, 1.0")
+)
+GROWN = (
+    LISTED.replace("self.count_here = 0", "self.seen_here = []")
+    .replace("self.count_here < 500", "len(self.seen_here) < 500")
+    .replace("self.count_here += 1", "self.seen_here.append(number)")
+)
+TESTED = LISTED.replace("(weight() * Loss()).backward()", "if weight.count_here > 500: Loss().backward()")
+IN_FUNCTION = f"def main():{LISTED}\nmain()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (LISTED, "weight.count_here"),
+        (DERIVED, "weight.factor_here"),
+        (GROWN, "weight.seen_here"),
+        (TESTED, "weight.count_here"),
+        (IN_FUNCTION, "weight.count_here"),
+    ],
+)
+def test_attribute_that_a_callback_changes_is_refused_in_the_second_step(text: str, name: str, tmp_path: Path) -> None:
+    text = textwrap.dedent(text)
+    with pytest.raises(LoopError, match=rf"^{name} is changed .* by calls that the text .* the gradients") as refused:
+        play(tmp_path, text)
+    assert "run.track(" in str(refused.value)
+    assert f"run.untracked({name!r})" in str(refused.value)
+    play(tmp_path, text, untracked=(name,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LISTED.replace("(weight() * Loss())", "print(weight()); Loss()"),
+        LISTED.replace("self.count_here < 500", "True"),
+        LISTED.replace("self.count_here += 1", "pass"),
+        DERIVED.replace("self.count_here += 1; self.factor_here = 1.0 / self.count_here", "self.factor_here = number"),
+    ],
+    ids=["only printed", "not read", "not changed", "set anew from the number of the step"],
+)
+def test_what_does_not_go_from_step_to_step_into_the_training_is_let_through(text: str, tmp_path: Path) -> None:
+    play(tmp_path, text)
+
+
+def test_attribute_that_the_loop_sets_before_it_reads_it_is_let_through(tmp_path: Path) -> None:
+    play(tmp_path, LISTED.replace("(weight()", "weight.count_here = number\n        (weight()"))
