@@ -287,6 +287,7 @@ PLANTED = [
 
 @pytest.mark.parametrize(("plant", "drawn"), PLANTED, ids=[plant.__name__.strip("_") for plant, _ in PLANTED])
 @pytest.mark.timeout(600)
+@pytest.mark.turns(3)  # thousands of states until one shows it
 def test_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
     drawn: SearchStrategy[dict[str, states.Object]],

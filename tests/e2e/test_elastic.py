@@ -11,7 +11,7 @@ import pytest
 from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 
-pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.kind, pytest.mark.turns(2), pytest.mark.timeout(420)]
 
 
 def trains(job: Job, size: int, after: int) -> dict[str, Any]:
