@@ -1,7 +1,8 @@
 """Derives what is known of the world that trains.
 
 With backend everstep the round store tells it, once it has been read. With etcd the operator sees no round, so pods and
-reports take its place. Under c10d the published round is the world, and its pods show whether it is complete.
+reports take its place; so they do in a job whose processes have roles and no agents. Under c10d the published round is
+the world, and its pods show whether it is complete.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def of(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod], siz
     view = snapshot.world
     if view is None:
         return _as_before(snapshot, roster) if is_awaited(snapshot) else _by_pods(snapshot, roster, current, sizes)
+    if view.round == 0 and snapshot.progress.step is not None:
+        return _by_pods(snapshot, roster, current, sizes)  # it trains, and there never was a round
     workers = roster.workers
     members = frozenset(i for i, n in view.members if i in workers and workers[i].number == n)
     stands = len(members) == len(view.members) >= sizes.minimum and not view.gone
