@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.recipes.kills import check_kill
 from support.recipes.peak_memory import Peak
-from support.recipes.recipes import differences, disturbed, kill, script, undisturbed
+from support.recipes.recipes import differences, script, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "activation_checkpointing"
@@ -17,13 +19,8 @@ ARGUMENTS = ("--steps", "40", "--every-steps", "10")
 
 
 @pytest.mark.turns(3)
-def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
-    calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, 2)
-    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, 2, [kill(NAME, 12, 36, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shared: SharedRuns) -> None:
+    check_kill(NAME, tmp_path, shared(NAME, ARGUMENTS, 2), ARGUMENTS, (12, 36), 2)
 
 
 @pytest.mark.long

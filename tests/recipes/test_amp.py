@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, differences, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "amp"
@@ -22,17 +24,13 @@ OVERFLOW = PROGRAMS / "overflow.py"
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 2, [OVERFLOW])
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS, 2, [OVERFLOW])
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, 2, [kill(NAME, 12, 28, workers=2)], through=[OVERFLOW])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, ARGUMENTS, (12, 28), 2, through=[OVERFLOW])
 
 
 def test_an_overflow_on_one_rank_is_left_out_on_all(calm: Ended) -> None:
@@ -58,6 +56,5 @@ def test_the_scaler_comes_back_from_a_commit(tmp_path: Path, calm: Ended) -> Non
 @pytest.mark.long
 def test_a_killed_worker_leaves_no_trace_in_bfloat16(tmp_path: Path) -> None:
     arguments = (*ARGUMENTS, "--type", "bf16")
-    hit = disturbed(NAME, tmp_path / "hit", arguments, 2, [kill(NAME, 12, 28, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    assert differences(undisturbed(NAME, tmp_path / "calm", arguments, 2), hit) == []
+    calm = undisturbed(NAME, tmp_path / "calm", arguments, 2)
+    check_kill(NAME, tmp_path / "hit", calm, arguments, (12, 28), 2, figure="")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import BIN, EXAMPLES, PROGRAMS, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import EXAMPLES, PROGRAMS, Ended, differences, disturbed, kill, launched, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,12 +38,9 @@ def test_a_killed_worker_leaves_no_trace_where_each_step_averages_the_rests(tmp_
     """The new process then has all that the lost one had: it is given the state of the hook."""
     arguments = (*ARGUMENTS, "--average-every", "1")
     calm = undisturbed(NAME, tmp_path / "calm", arguments, 2)
-    hit = disturbed(NAME, tmp_path / "hit", arguments, 2, [kill(NAME, 26, 40, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
+    figure = "values that a kill changes where each step averages the rests (top-k)"
+    hit = check_kill(NAME, tmp_path / "hit", calm, arguments, (26, 40), 2, figure=figure)
     assert any(rest.ne(0).any() for rest in hit.state["compression"]["average"].values())
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes where each step averages the rests (top-k)", len(changed), "")
-    assert changed == []
 
 
 @pytest.mark.long
@@ -72,12 +68,7 @@ def test_a_restore_changes_nothing(tmp_path: Path, method: str) -> None:
 
 def test_fewer_bytes_have_the_accuracy_of_all(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", PROGRAMS / "compressed.py"]
-    done = subprocess.run(
-        [*map(str, command), str(EXAMPLES / NAME), "240", str(found)],
-        capture_output=True, text=True, timeout=140, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    launched(tmp_path, 2, [PROGRAMS / "compressed.py", EXAMPLES / NAME, "240", found])
     results = json.loads(found.read_text())
     accuracy, everything = results["none"]
     assert accuracy > 0.85

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, script, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "context_parallel"
@@ -17,19 +19,15 @@ NOTED = PROGRAMS / "divided_logits.py"
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def calm(shared: SharedRuns) -> Ended:
     """Two replicas of two ranks, which note their logits in the last step."""
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), (str(STEPS), "2"), 4, [NOTED])
+    return shared(NAME, (str(STEPS), "2"), 4, [NOTED])
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "8")
-    hit = disturbed(NAME, tmp_path, arguments, processes=2, at=[kill(NAME, 9, 18, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, arguments, (9, 18), 2)
 
 
 def test_logits_are_those_of_whole_texts(calm: Ended) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import Ended, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "dtensor_mesh"
@@ -15,17 +17,13 @@ ARGUMENTS = ("--steps", "24", "--every-steps", "8")
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 4)
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS, 4)
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, processes=2, at=[kill(NAME, 9, 18, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, ARGUMENTS, (9, 18), 2)
 
 
 @pytest.mark.turns(2)

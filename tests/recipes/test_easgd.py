@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import PROGRAMS, Ended, accuracy, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, accuracy, disturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "easgd"
@@ -16,18 +18,13 @@ ARGUMENTS = ("--periods", "30", "--every-periods", "10")
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    through = [PROGRAMS / "bytes_sent.py"]
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, through=through)
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS, through=[PROGRAMS / "bytes_sent.py"])
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 8, 24)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, ARGUMENTS, (8, 24))
 
 
 def test_parameters_travel_once_a_period(calm: Ended) -> None:

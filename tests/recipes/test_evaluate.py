@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, differences, script, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "evaluate"
@@ -16,18 +18,14 @@ ARGUMENTS = ("--steps", "40", "--every-steps", "10")
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 2)
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS, 2)
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     """Also in the metrics of the evaluations, which are part of the state."""
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, 2, [kill(NAME, 12, 36, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, ARGUMENTS, (12, 36), 2)
 
 
 @pytest.mark.turns(2)

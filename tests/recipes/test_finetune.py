@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import everstep
-from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,11 +38,7 @@ def arguments(weights: Path) -> tuple[str, ...]:
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, weights: Path, calm: Ended) -> None:
-    hit = disturbed(NAME, tmp_path, arguments(weights), at=[kill(NAME, 15, 45)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, arguments(weights), (15, 45))
 
 
 @pytest.mark.turns(2)

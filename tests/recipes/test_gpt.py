@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import Ended, script
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "gpt"
@@ -21,17 +23,13 @@ ARGUMENTS = ("--steps", str(STEPS), "--every-steps", "20", "--evaluate-every", "
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS)
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[kill(NAME, 25, 100)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    hit = check_kill(NAME, tmp_path, calm, ARGUMENTS, (25, 100))
     bits, sample = evaluations(hit.output)[STEPS]
     assert (bits, sample) == evaluations(calm.output)[STEPS]
     assert hit.state["rate"]["_last_lr"] == pytest.approx([0.1 * 3e-3]), "the cosine ends at a tenth"

@@ -9,6 +9,7 @@ import pytest
 
 from support.recipes.recipes import PROGRAMS, Ended, disturbed, kill, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "heterogeneous"
@@ -17,8 +18,8 @@ COST = (0.003, 0.009)  # of slow_ranks.py
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("alone"), STEPS, 1)
+def alone(shared: SharedRuns) -> Ended:
+    return shared(NAME, STEPS, 1)
 
 
 def furthest(left: Ended, right: Ended) -> float:

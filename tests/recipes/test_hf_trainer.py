@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import EXAMPLES, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import EXAMPLES, Ended, differences, disturbed, kill
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "hf_trainer"
@@ -16,8 +17,8 @@ COMPARED = ("model", "optimizer", "scheduler")  # Trainer's own log of the run h
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ("--steps", str(STEPS), "--every-steps", "20"))
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ("--steps", str(STEPS), "--every-steps", "20"))
 
 
 @pytest.mark.parametrize("whom", ["one", "all"])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, undisturbed
+from support.recipes.kills import CHANGED, check_kill
+from support.recipes.recipes import Ended, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -22,12 +23,8 @@ WORKER, BATCH, RATE, WARM_UP = 32, 96, 0.01, 20  # of the script
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, optimizer: str) -> None:
     arguments = (*ARGUMENTS, "--optimizer", optimizer)
     calm = undisturbed(NAME, tmp_path / "calm", arguments, 2)
-    hit = disturbed(NAME, tmp_path / "hit", arguments, 2, [kill(NAME, 8, 25, workers=2)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    if optimizer == "lamb":
-        record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    figure = CHANGED if optimizer == "lamb" else ""
+    check_kill(NAME, tmp_path / "hit", calm, arguments, (8, 25), 2, figure=figure)
 
 
 @pytest.mark.turns(2)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import Ended, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import Ended, differences, disturbed, kill
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "resnet"
@@ -21,8 +22,8 @@ ARGUMENTS = ("--steps", str(STEPS), "--every-steps", "30", "--evaluate-every", "
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS)
 
 
 @pytest.mark.turns(3)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, disturbed, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,11 +32,7 @@ def arguments(shards: str, cache: Path) -> tuple[str, ...]:
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shards: str) -> None:
     asked = arguments(shards, tmp_path / "cache")
     calm = undisturbed(NAME, tmp_path / "calm", asked)
-    hit = disturbed(NAME, tmp_path / "hit", asked, at=[kill(NAME, 10, 35)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path / "hit", calm, asked, (10, 35))
 
 
 def test_each_sample_comes_once_an_epoch_over_resizes(tmp_path: Path, shards: str) -> None:

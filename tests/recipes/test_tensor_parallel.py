@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import PROGRAMS, Ended, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, script, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "tensor_parallel"
@@ -16,19 +18,15 @@ STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def calm(shared: SharedRuns) -> Ended:
     """Two replicas of two ranks, which note their logits in the last step."""
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), (str(STEPS), "2"), 4, [PROGRAMS / "divided_logits.py"])
+    return shared(NAME, (str(STEPS), "2"), 4, [PROGRAMS / "divided_logits.py"])
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "20")
-    hit = disturbed(NAME, tmp_path, arguments, processes=4, at=[kill(NAME, 10, 30, workers=4)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, arguments, (10, 30), 4)
 
 
 def test_logits_are_those_of_the_model_in_one_piece(calm: Ended) -> None:

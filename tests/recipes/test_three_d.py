@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import PROGRAMS, Ended, RecipeFailed, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, Ended, RecipeFailed, disturbed, kill, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "three_d"
@@ -16,19 +18,15 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def calm(shared: SharedRuns) -> Ended:
     """Two replicas of two stages of two ranks."""
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ("--steps", str(STEPS)), 8)
+    return shared(NAME, ("--steps", str(STEPS)), 8)
 
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "10")
-    hit = disturbed(NAME, tmp_path, arguments, processes=4, at=[kill(NAME, 6, 14, workers=4)])
-    assert hit.status()["restarts"] >= 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path, calm, arguments, (6, 14), 4, restarts=4)
 
 
 @pytest.mark.turns(2)

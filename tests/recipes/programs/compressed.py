@@ -1,4 +1,4 @@
-"""Trains the model of examples/comm_hooks with each method in turn: `torchrun … compressed.py FOLDER STEPS FILE`.
+"""Trains the model of examples/comm_hooks with each method in turn: `everstep-run … compressed.py FOLDER STEPS FILE`.
 
 Rank 0 writes into FILE, for each method, the accuracy at the end and the bytes that it gave to collectives. All ranks
 are of one node.

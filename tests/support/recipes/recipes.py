@@ -24,6 +24,8 @@ import yaml
 
 import everstep
 from support import ROOT
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "tests" / "recipes" / "programs"  # which run a recipe and note, change or disturb what it does
@@ -54,6 +56,30 @@ class Ended:
         return [json.loads(line) for line in (self.folder / "out" / "history.jsonl").read_text().splitlines()]
 
 
+def launched(folder: Path, processes: int, arguments: Sequence[str | Path], **variables: str) -> str:
+    """What `everstep-run` printed, with `processes` ranks of a script and its arguments, in `folder`. The agent and
+    its ranks are forked from a process that has imported torch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["--standalone", "--nproc-per-node", str(processes)]
+    environment = _environment(folder) | variables
+    with (folder / "printed.log").open("w+") as output:
+        process = warm().popen(
+            warm_agent.__file__, *flags, *arguments, stdout=output, stderr=output, env=environment, cwd=folder
+        )
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            process.kill()  # its fork server and its ranks end with it
+        output.seek(0)
+        printed = output.read()
+    if code != 0:
+        how = f"did not end in {SECONDS} s" if code is None else f"ended with {code}"
+        raise RecipeFailed(f"everstep-run {' '.join(map(str, [*flags, *arguments]))}\n{how}:\n{printed[-6000:]}")
+    return printed
+
+
 def undisturbed(
     name: str,
     folder: Path,
@@ -62,17 +88,9 @@ def undisturbed(
     through: Sequence[Path] = (),
     **variables: str,
 ) -> Ended:
-    """`processes` ranks of examples/NAME/train.py, all of one agent: torch is imported once. `through`: a script of
-    the test that runs the recipe's; `variables`: for its environment."""
-    command: list[str | Path] = [
-        BIN / "everstep-run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        *through,
-        _script(name),
-    ]
-    return _run([*command, *arguments], folder, variables)
+    """`processes` ranks of examples/NAME/train.py, all of one agent. `through`: a script of the test that runs the
+    recipe's; `variables`: for its environment."""
+    return loaded(folder, launched(folder, processes, [*through, _script(name), *arguments], **variables))
 
 
 def disturbed(
@@ -99,7 +117,21 @@ def disturbed(
     command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
     for one in at:
         command += ["--at", one]
-    return _run([*command, "--checkpoint", folder / "commits"], folder)
+    command += ["--checkpoint", folder / "commits"]
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=_environment(folder), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        shown = " ".join(str(part) for part in command)
+        raise RecipeFailed(f"{shown}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
+    return loaded(folder, done.stdout)
+
+
+def loaded(folder: Path, output: str) -> Ended:
+    """The run that was made in `folder`, and printed `output`."""
+    commit = everstep.load(folder / "commits")
+    return Ended(commit.step, commit.state, output, folder)
 
 
 def kill(name: str, first: int, last: int, workers: int = 3) -> str:
@@ -167,16 +199,6 @@ def _script(name: str) -> Path:
     return EXAMPLES / name / "train.py"
 
 
-def _run(command: Sequence[str | Path], folder: Path, variables: Mapping[str, str] | None = None) -> Ended:
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_CHECKPOINT", "PET_"))}
-    environment |= {"EVERSTEP_CHECKPOINT_URL": str(folder / "commits"), "OMP_NUM_THREADS": "1", **(variables or {})}
-    done = subprocess.run(
-        [str(part) for part in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        shown = " ".join(str(part) for part in command)
-        raise RecipeFailed(f"{shown}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
-    loaded = everstep.load(folder / "commits")
-    return Ended(loaded.step, loaded.state, done.stdout, folder)
+def _environment(folder: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_CHECKPOINT", "PET_"))}
+    return kept | {"EVERSTEP_CHECKPOINT_URL": str(folder / "commits"), "OMP_NUM_THREADS": "1"}
