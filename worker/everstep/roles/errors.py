@@ -1,0 +1,9 @@
+"""Errors of roles: one that a new connection mends, and one that needs a person."""
+
+
+class HubLost(ConnectionError):
+    """The hub is gone, or the way to it is. `follow` looks for the next one."""
+
+
+class RolesError(RuntimeError):
+    """A mistake in the script or in how it was started; trying again cannot help."""

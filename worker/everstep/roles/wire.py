@@ -1,0 +1,76 @@
+"""Messages on a connection: trees of tensors, numbers and texts, each after its length in eight bytes.
+
+They are written by `torch.save` and read with `weights_only=True`, so a message cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import struct
+from typing import Any
+
+import torch
+
+from everstep.roles.errors import HubLost, RolesError
+
+MAX_MESSAGE = 16 << 30  # bytes; a length above it is no message of ours
+SILENT_SECONDS = 20  # after which a machine that acknowledges nothing counts as lost
+LENGTH = struct.Struct("!Q")
+
+
+def prepare(connection: socket.socket) -> None:
+    """Let the kernel notice that the other machine is lost, and send small messages at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", SILENT_SECONDS // 4),
+        ("TCP_KEEPINTVL", SILENT_SECONDS // 4),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", SILENT_SECONDS * 1000),
+    ):
+        if hasattr(socket, option):  # Linux has all four
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Raises `HubLost` if the connection has ended."""
+    buffer = io.BytesIO()
+    torch.save(message, buffer)
+    try:
+        connection.sendall(LENGTH.pack(buffer.tell()))
+        connection.sendall(buffer.getbuffer())
+    except OSError as e:
+        raise HubLost(f"the connection ended while a message was sent ({e})") from e
+
+
+def receive(connection: socket.socket) -> Any:
+    """Raises `HubLost` if the connection has ended, `RolesError` for a message with other objects than trees of tensors
+    and plain values."""
+    (size,) = LENGTH.unpack(exactly(connection, LENGTH.size))
+    if size > MAX_MESSAGE:
+        raise HubLost(f"the other side speaks another protocol: a message of {size:,} bytes")
+    data = exactly(connection, size)
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
+        raise RolesError(
+            f"a message cannot be read ({str(e).splitlines()[0]}): send dictionaries, lists, tensors, numbers and texts"
+        ) from e
+
+
+def exactly(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, there = memoryview(data), 0
+    try:
+        while there < size:
+            got = connection.recv_into(view[there:])
+            if got == 0:
+                raise HubLost("the other side has closed the connection")
+            there += got
+    except HubLost:
+        raise
+    except OSError as e:
+        raise HubLost(f"the connection ended while a message was awaited ({e})") from e
+    return data
