@@ -146,7 +146,11 @@ def script(name: str, file: str = "train.py") -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(EXAMPLES / name))  # for what the script imports from its folder
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES / name))
     return module
 
 
