@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from support.adapters.adapter_run import environment
+from support.adapters.adapter_run import MODULES, environment
+from support.processes import warm_agent
+from support.processes.ranks import Ranks
+from support.processes.warm_python import Warm, warm
 
 SIZE = 3
 SECONDS = 240
@@ -39,22 +39,34 @@ class Played:
 def play(folder: Path, script: Path, *arguments: object, preload: str, restarts: int = 1, agent: str = AGENT) -> Played:
     """`preload`: modules besides torch's. The script runs in `folder`, which is made, and writes into it."""
     folder.mkdir()
-    argv = [f"--nproc-per-node={SIZE}", "--standalone", f"--max-restarts={restarts}", str(script)]
+    # One process per framework is forked from, in all tests: to import it takes longer than most of these runs.
+    parent = warm(*MODULES[preload.rpartition(".")[2]])
     environ = {**environment(), "EVERSTEP_PRELOAD": TORCH + preload, "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", agent, *argv, *map(str, arguments)], stdout=log, stderr=log, env=environ,
-            cwd=folder, start_new_session=True,
-        )  # fmt: skip
-    try:
-        code = process.wait(SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its processes die with it
-            process.wait(10)
+    if agent == TORCHRUN:
+        code = _under_torchrun(parent, folder, (script, *arguments), environ)
+    else:
+        flags = (f"--nproc-per-node={SIZE}", "--standalone", f"--max-restarts={restarts}")
+        with (folder / "log").open("w") as log:
+            process = parent.popen(
+                warm_agent.__file__, *flags, script, *arguments, stdout=log, stderr=log, env=environ, cwd=folder
+            )
+        try:
+            code = process.wait(SECONDS)
+        finally:
+            process.kill()  # its processes die with it
     found = [torch.load(p, weights_only=False) for p in sorted(folder.glob("*.pt"))]
     steps = {int(p.stem): [int(line.split()[0]) for line in p.open()] for p in folder.glob("*.steps")}
     return Played(code, (folder / "log").read_text(), found, steps)
+
+
+def _under_torchrun(parent: Warm, folder: Path, argv: Sequence[object], environ: Mapping[str, str]) -> int:
+    """Rank by rank as torchrun would, which starts none again; the first exit code that is not 0, or 0."""
+    ranks = Ranks(parent, SIZE, argv, folder / "log", environ, cwd=folder)
+    try:
+        codes = ranks.wait(SECONDS)
+    finally:
+        ranks.kill()
+    return next(filter(None, codes), 0)
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -26,8 +26,9 @@ class Ranks:
     """`argv` in so many processes; with none, one outside of any world. Each has a session of its own."""
 
     def __init__(
-        self, parent: Warm, count: int, argv: Sequence[object], output: Path, environ: Mapping[str, str]
-    ) -> None:
+        self, parent: Warm, count: int, argv: Sequence[object], output: Path, environ: Mapping[str, str],
+        cwd: Path | None = None,
+    ) -> None:  # fmt: skip
         self._processes: list[Process] = []
         self._store: Any = None
         if count:
@@ -35,7 +36,9 @@ class Ranks:
         with output.open("ab") as out:
             for rank in range(max(count, 1)):
                 variables = {**environ, **(self._world(rank, count) if count else {})}
-                options: dict[str, Any] = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
+                options: dict[str, Any] = {
+                    "stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": cwd,
+                }  # fmt: skip
                 self._processes.append(parent.popen(*argv, env=variables, **options))
 
     def _world(self, rank: int, count: int) -> dict[str, str]:

@@ -92,16 +92,22 @@ class Process:
 
 
 class Warm:
-    """A process that has imported these modules, and forks."""
+    """A process that has imported these modules, and forks. If `base` is given it was forked from that one, and imports
+    nothing again that is there."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], base: Warm | None = None) -> None:
         self._commands, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Threads that a library makes when it is imported would not be there after a fork.
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._process: subprocess.Popen[bytes] | Process
         with theirs:
-            # Threads that a library makes when it is imported would not be there after a fork.
+            if base is not None:
+                argv = [__file__, 1, base._process.pid, ",".join(modules)]
+                self._process = base.popen(*argv, stdout=theirs.fileno(), env=environ, start_new_session=True)
+                return
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), ",".join(modules)],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=environ,
             )  # fmt: skip
 
     def popen(
@@ -145,7 +151,7 @@ class Warm:
 @cache
 def warm(*modules: str) -> Warm:
     """The one of this pytest process that has imported these too, until it ends."""
-    found = Warm((*IMPORTED, *modules))
+    found = Warm(modules, base=warm()) if modules else Warm(IMPORTED)
     atexit.register(found.close)
     return found
 
@@ -163,6 +169,8 @@ def main(argv: Sequence[str]) -> None:
     from everstep.agent.processes.forkserver import die_with, unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
 
     die_with(int(argv[2]))
+    commands = socket.socket(fileno=os.dup(int(argv[1])))
+    os.dup2(2, 1)  # what a module prints is no message
     gc.disable()
     for module in filter(None, argv[3].split(",")):
         importlib.import_module(module)
@@ -171,7 +179,7 @@ def main(argv: Sequence[str]) -> None:
     gc.freeze()
     gc.enable()
     us = os.getpid()
-    command = serve(socket.socket(fileno=int(argv[1])))
+    command = serve(commands)
     if command is not None:
         die_with(us)
         become(command)
