@@ -1,13 +1,16 @@
-"""examples/dtensor_mesh: another layout has the same results, and kills leave no trace."""
+"""examples/dtensor_mesh: another layout has the same results and restores the same bits; kills leave no trace."""
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.recipes.kills import check_kill
-from support.recipes.recipes import Ended, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, differences, undisturbed
 from support.recipes.recorded import record
 from support.recipes.shared import SharedRuns
 
@@ -40,3 +43,22 @@ def test_another_layout_has_the_same_results(tmp_path: Path, calm: Ended, layout
     if layout == "pixels":
         record(NAME, "largest difference of a parameter between two layouts", furthest, "")
     assert furthest < 1e-5, layout
+
+
+@pytest.mark.turns(2)
+def test_a_commit_of_one_layout_is_restored_in_another(tmp_path: Path, calm: Ended) -> None:
+    """Bit by bit: two replicas with divided hidden units made it, and one replica with divided pixels goes on."""
+    shutil.copytree(calm.folder / "commits", tmp_path / "commits")
+    arguments = ("--steps", "25", "--layout", "pixels")
+    more = undisturbed(NAME, tmp_path, arguments, 2, [PROGRAMS / "restored.py"])
+    assert (calm.step, more.step) == (24, 25)
+    model, optimizer = calm.state["model"], calm.state["optimizer"]["state"]
+    expected = {"parameters": list(model.values()), "optimizer": list(optimizer.values())}
+    changed = []
+    for rank in range(2):
+        restored = torch.load(tmp_path / f"restored-{rank}.pt")
+        assert len(restored["parameters"]) == len(restored["optimizer"]) == 4
+        assert all(state["step"] == 24 for state in restored["optimizer"])
+        changed += differences(replace(calm, state=expected), replace(calm, state=restored))
+    record(NAME, "values that differ after a restore in another layout", len(changed), "")
+    assert changed == []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.recipes.divided import WORLD, furthest, read
 from support.recipes.kills import check_kill
 from support.recipes.recipes import PROGRAMS, Ended, script, undisturbed
 from support.recipes.recorded import record
@@ -20,7 +21,7 @@ STEPS = 24
 @pytest.fixture(scope="module")
 def calm(shared: SharedRuns) -> Ended:
     """Two replicas of two ranks, which note their logits in the last step."""
-    return shared(NAME, (str(STEPS), "2"), 4, [PROGRAMS / "divided_logits.py"])
+    return shared(NAME, (str(STEPS), "2"), 4, [PROGRAMS / "divided.py"])
 
 
 @pytest.mark.turns(3)
@@ -29,28 +30,23 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, arguments, (9, 18), 2)
 
 
-def test_logits_are_those_of_the_model_in_one_piece(calm: Ended) -> None:
-    furthest = check(calm, ranks=2)
-    record(NAME, "largest difference of a logit from the model in one piece, 2 ranks", furthest, "")
+def test_logits_and_gradients_are_those_of_the_model_in_one_piece(calm: Ended) -> None:
+    logits, gradients = check(calm, 2)
+    record(NAME, "largest difference of a logit from the model in one piece, 2 ranks", logits, "")
+    record(NAME, "largest difference of a gradient from the model in one piece, by the largest gradient", gradients, "")
     tokens = torch.load(calm.folder / "logits-0.pt")["tokens"]
     record(NAME, "share of the tokens between the layers on a rank of 2", tokens / script(NAME).LENGTH, "", 0.5)
 
 
 @pytest.mark.long
-def test_logits_of_four_ranks_are_those_of_the_model_in_one_piece(tmp_path: Path) -> None:
-    check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [PROGRAMS / "divided_logits.py"]), ranks=4)
+def test_logits_and_gradients_of_four_ranks_are_those_of_the_model_in_one_piece(tmp_path: Path) -> None:
+    check(undisturbed(NAME, tmp_path, ("8", "4"), 4, [PROGRAMS / "divided.py"]), 4)
 
 
-def check(ended: Ended, ranks: int) -> float:
-    """The largest difference of a logit, of all ranks."""
-    furthest = 0.0
-    model = script(NAME).Network()
-    for rank in range(4):
-        found = torch.load(ended.folder / f"logits-{rank}.pt")
-        model.load_state_dict(found["parameters"])
-        with torch.no_grad():
-            whole = model(found["given"])
-        torch.testing.assert_close(found["logits"], whole, rtol=1e-4, atol=1e-5)
-        assert found["tokens"] == script(NAME).LENGTH // ranks, "between the layers a rank has its share of the tokens"
-        furthest = max(furthest, float((found["logits"] - whole).abs().max()))
-    return furthest
+def check(ended: Ended, ranks: int) -> tuple[float, float]:
+    """The largest differences of a logit and of a gradient."""
+    for rank in range(WORLD):
+        assert read(ended, rank)["tokens"] == script(NAME).LENGTH // ranks, (
+            "between the layers a rank has its share of the tokens"
+        )
+    return furthest(NAME, ended, ranks)
