@@ -455,7 +455,6 @@ ROWS = (
         late=True,
     ),
     Row("mask_cached", kills=("5:begin", "5:backward", "4:between")),
-    Row("noise_switched_off", refused=NEW + r".*augment\.kinds \(0 elements there", late=True),
     Row("transform_switched", refused=NEW + r".*Noisy\.strength \(0\.5 there", late=True),
     Row("cached_baseline", kills=("5:backward", ALL), refused=NEW, late=True),
     Row("hook_on_ddp", refused=NEW, late=True),
@@ -467,6 +466,7 @@ ROWS = (
         torchrun=False,  # a restart of all is compared in its first step alone (ADR 0021)
     ),
     # --- what no text tells and changes by no line: found by its values, before anything is lost
+    Row("noise_switched_off", refused=r"augment\.kinds is changed from step to step, by calls that .*run\.track\("),
     Row(
         "weight_by_callback_later",
         refused=r"weight\.count is changed from step to step, by calls that .* affects the gradients.*run\.track\(",
