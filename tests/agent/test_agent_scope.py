@@ -223,7 +223,8 @@ def test_a_loop_that_all_ranks_leave_is_complete_and_saved(how: str, tmp_path: P
 
 def test_a_loop_that_one_rank_leaves_ends_by_name(tmp_path: Path) -> None:
     (tmp_path / "killed").touch()
-    ended = play(tmp_path, LEFT.replace("WHO", "run.rank == 0").replace("HOW", "break"))
+    sooner = "from everstep.train import early_exit\nearly_exit.LEAST_SECONDS = 3.0\n"
+    ended = play(tmp_path, sooner + LEFT.replace("WHO", "run.rank == 0").replace("HOW", "break"))
     assert ended.returncode == 1
     assert "LoopError: rank 0 left the loop after step 5, and ranks [1, 2] did not within" in ended.stderr
     assert Catalog(open_store(str(tmp_path / "commits"))).list() == ()

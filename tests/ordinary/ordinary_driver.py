@@ -1,10 +1,11 @@
-"""Runs an ordinary script as `python script.py` would, and does two things that the script does not know of.
+"""Runs an ordinary script as `python script.py` would, and does three things that the script does not know of.
 
     everstep-run … ordinary_driver.py SCRIPT
 
 It ends this process with SIGKILL if it is rank 1 at the point of the step that `ORDINARY_KILL` names ("5:backward";
 `POINTS`), once in a job. And when the script has ended it writes what the run has made, for the test to compare: what
 was tracked; the modules, optimizers, schedules, scalers and parameters among the script's variables, tracked or not.
+`ORDINARY_PATIENCE`: seconds after which ranks that wait at the end of a step, or of the loop, give the others up.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.optim import optimizer as optimizers
 
 from everstep.checkpoint import Catalog
 from everstep.storage import open_store
-from everstep.train import session
+from everstep.train import early_exit, session
 from everstep.train import step as steps
 from everstep.train.guards.comparison.restart_check import NEXT
 
@@ -276,6 +277,8 @@ def main() -> None:
     sys.modules["__main__"] = script
     sys.argv = [str(path)]
     sys.path[0] = str(path.parent)
+    if patience := os.environ.get("ORDINARY_PATIENCE"):
+        early_exit.LEAST_SECONDS = float(patience)
     findings = Findings(script)
     install(findings, Killer(os.environ.get("ORDINARY_KILL", ""), folder))
     try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,7 +111,8 @@ def test_run_computes_what_one_process_does(tmp_path: Path) -> None:
     assert code == 0, log[-3000:]
     (tmp_path / "one").mkdir()
     environ = {**os.environ, **_environ(tmp_path / "one", "")}
-    subprocess.run([sys.executable, str(DRIVER), str(script)], env=environ, check=True, timeout=LIMIT)
+    ended = warm().run(DRIVER, script, env=environ, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
     (alone,) = (one["found"]["tracked model"] for one in found(tmp_path / "one"))
     first, second = (one["found"]["tracked model"] for one in found(tmp_path / "four")[:2])
     for name, whole in alone.items():

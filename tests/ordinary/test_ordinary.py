@@ -31,7 +31,7 @@ def cases() -> Iterator[object]:
 @cache
 def as_undisturbed(row: Row, folder: Path) -> Played:
     """Under torchrun."""
-    return under_torchrun(made(folder, row.script), row.path)
+    return under_torchrun(made(folder, row.script), row.path, patience=row.patience)
 
 
 def hold(
@@ -87,7 +87,7 @@ def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
         return
     if plain is not None and any(plain.codes):
         plain = None  # refused there too
-    first = under_agents(made(tmp_path, "undisturbed"), etcd_endpoint, row.path)
+    first = under_agents(made(tmp_path, "undisturbed"), etcd_endpoint, row.path, patience=row.patience)
     if hold(row, "undisturbed", first, plain):
         return
     for kill in row.kills:

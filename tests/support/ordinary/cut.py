@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ from typing import Any
 import torch
 
 from support import TESTS
-from support.ordinary.ordinary_play import DRIVER, _compare, _environ
+from support.ordinary.ordinary_play import DRIVER, _compare, _environ, parent_is_ready
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 SCRIPTS = TESTS / "ordinary" / "cut"
 SIZE = 4
@@ -28,13 +28,18 @@ def found(folder: Path) -> list[dict[str, Any]]:
 def under_agent(folder: Path, script: Path, kill: str = "", size: int = SIZE) -> tuple[int, str]:
     """One agent with all processes; its exit code, and what was said."""
     folder.mkdir()
-    command = [sys.executable, "-m", "everstep.agent.main", f"--nproc-per-node={size}", "--max-restarts=0"]
+    parent_is_ready()
+    flags = (f"--nproc-per-node={size}", "--max-restarts=0")
     with (folder / "log").open("wb") as out:
-        ended = subprocess.run(
-            [*command, str(DRIVER), str(script)], stdout=out, stderr=out, timeout=LIMIT, check=False,
+        agent = warm().popen(
+            warm_agent.__file__, *flags, DRIVER, script, stdout=out, stderr=out,
             env={**os.environ, **_environ(folder, kill)},
         )  # fmt: skip
-    return ended.returncode, (folder / "log").read_text(errors="replace")
+    try:
+        code = agent.wait(LIMIT)
+    finally:
+        agent.kill()
+    return code, (folder / "log").read_text(errors="replace")
 
 
 def undisturbed(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +20,7 @@ import torch
 
 from support import TESTS
 from support.agent.agent_job import Job
+from support.processes import warm_agent
 from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 
@@ -44,13 +44,15 @@ class Played:
     began: int = 0  # processes that took a step
 
 
-def under_agents(folder: Path, endpoint: str, script: Path, kill: str = "", limit: float = LIMIT) -> Played:
+def under_agents(
+    folder: Path, endpoint: str, script: Path, kill: str = "", limit: float = LIMIT, patience: float | None = None
+) -> Played:
     """`everstep-run --nnodes=3`, three times."""
     parent_is_ready()
     began = time.monotonic()
     with Job(
         folder, endpoint, str(DRIVER), str(script), nodes=str(SIZE), flags=("--max-restarts=0",),
-        environ=_environ(folder, kill),
+        environ=_environ(folder, kill, patience),
     ) as job:  # fmt: skip
         job.start(SIZE)
         hung = False
@@ -66,11 +68,12 @@ def under_agents(folder: Path, endpoint: str, script: Path, kill: str = "", limi
 
 def under_one_agent(folder: Path, script: Path, kill: str = "", limit: float = LIMIT) -> Played:
     """`everstep-run --nproc-per-node=3`, as a user starts it on one machine."""
+    parent_is_ready()
     began, hung, log = time.monotonic(), False, folder / "agent.log"
     with log.open("wb") as out:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "everstep.agent.main", f"--nproc-per-node={SIZE}", str(DRIVER), str(script)],
-            stdout=out, stderr=out, env={**os.environ, **_environ(folder, kill)},
+        agent = warm().popen(
+            warm_agent.__file__, f"--nproc-per-node={SIZE}", DRIVER, script, stdout=out, stderr=out,
+            env={**os.environ, **_environ(folder, kill)},
         )  # fmt: skip
     try:
         code = agent.wait(limit)
@@ -80,13 +83,15 @@ def under_one_agent(folder: Path, script: Path, kill: str = "", limit: float = L
     return _ended(folder, (code,) * SIZE, log.read_text(errors="replace"), time.monotonic() - began, hung)
 
 
-def under_torchrun(folder: Path, script: Path, kill: str = "", limit: float = LIMIT) -> Played:
+def under_torchrun(
+    folder: Path, script: Path, kill: str = "", limit: float = LIMIT, patience: float | None = None
+) -> Played:
     """Rank by rank as torchrun would, with processes that begin warm."""
     parent_is_ready()
     began, hung, codes = time.monotonic(), False, [1]
     output = folder / "ranks.log"
     for _ in range(RESTARTS + 1):
-        ranks = Ranks(warm(), SIZE, (DRIVER, script), output, {**os.environ, **_environ(folder, kill)})
+        ranks = Ranks(warm(), SIZE, (DRIVER, script), output, {**os.environ, **_environ(folder, kill, patience)})
         try:
             while (found := ranks.poll()) is None:
                 failed = any(p.returncode for p in ranks._processes)
@@ -109,8 +114,11 @@ def parent_is_ready() -> None:
     warm().run("-c", "pass", timeout=240)
 
 
-def _environ(folder: Path, kill: str) -> dict[str, str]:
-    return {"ORDINARY_FOLDER": str(folder), "ORDINARY_KILL": kill, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def _environ(folder: Path, kill: str, patience: float | None = None) -> dict[str, str]:
+    driven = {"ORDINARY_FOLDER": str(folder), "ORDINARY_KILL": kill}
+    if patience is not None:
+        driven["ORDINARY_PATIENCE"] = str(patience)
+    return {**driven, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _ended(folder: Path, codes: tuple[int, ...], log: str, seconds: float, hung: bool) -> Played:
