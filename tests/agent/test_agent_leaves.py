@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from support.agent.agent_job import PLAIN, Agent, Job, session
+from support.agent.ordinary_scripts import play
 from support.processes.commits import commits
 from support.rendezvous.etcd_server import EtcdCluster
 
@@ -111,6 +112,30 @@ def test_all_are_told_to_stop_and_the_newest_step_is_in_one_commit(
     assert commits(tmp_path) == [newest(run)]
     assert again(run) == []
     assert run.differing() == {}
+
+
+ASKED_AGAIN = """
+import atexit
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+with everstep.start("commits") as run:
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=1000):
+        with step:
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        if step.completed and run.step == 3 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_processes_that_are_told_to_stop_when_they_end_already_end_as_those_that_have_saved(tmp_path: Path) -> None:
+    """Ranks agree to stop. An agent that hears of it later tells its process, which may be ending by then."""
+    done = play(tmp_path, ASKED_AGAIN)
+    assert done.returncode == PREEMPTED, done.stderr
+    assert len(commits(tmp_path)) == 1
 
 
 def test_who_is_told_to_stop_after_others_have_left_saves_what_all_have_trained(

@@ -1,7 +1,8 @@
 """Notes SIGTERM, so that a process finishes its step, commits, and leaves with an exit code of its own.
 
 This module knows nothing of training. Invariant: the handler only sets a flag; the former handler is restored
-afterwards; a process forked meanwhile (a DataLoader's worker) is ended by the signal as usual.
+afterwards, unless an agent's process ends because it was asked to; a process forked meanwhile (a DataLoader's worker)
+is ended by the signal as usual.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class StopSignal:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._grace = grace_seconds(environ)
+        self._has_agent = env.AGENT_SOCKET in environ
         self._pid = os.getpid()
         self._at: float | None = None
         self._before: Any = None
@@ -80,6 +82,13 @@ class StopSignal:
         if self._installed:
             self._installed = False
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+
+    def answered(self) -> None:
+        """Ignore SIGTERM from now on in an agent's process, which ends with an exit code of its own. Its agent may hear
+        only now that all stop, and sends SIGTERM then: the process would end by it, as one that has saved nothing."""
+        if self._installed and self._has_agent and not self.replaced:
+            self._installed = False
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
