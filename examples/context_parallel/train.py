@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a replica, which divide a text")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=2, help="ranks that divide a text")
     parser.add_argument("--text", type=Path, default=Path(os.__file__), help="a text file (default: a Python module)")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")

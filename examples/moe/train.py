@@ -149,7 +149,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of a replica, which share its experts")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=2, help="ranks that share the experts")
     parser.add_argument("--capacity", type=float, default=1.5, help="tokens for an expert, of its even share")
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the loss that spreads tokens evenly")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")

@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
-    parser.add_argument("--stages", type=int, default=2, help="ranks of a replica")
+    parser.add_argument("--stages", type=int, choices=(1, 2, 4), default=2, help="ranks of a replica")
     parser.add_argument("--schedule", choices=("gpipe", "1f1b", "interleaved"), default="1f1b")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")

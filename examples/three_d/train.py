@@ -113,8 +113,8 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
-    parser.add_argument("--stages", type=int, default=2, help="stages of a replica")
-    parser.add_argument("--parts", type=int, default=2, help="ranks that divide the layers of a stage")
+    parser.add_argument("--stages", type=int, choices=(1, 2, 4), default=2, help="stages of a replica")
+    parser.add_argument("--parts", type=int, choices=(1, 2, 4, 8), default=2, help="ranks that divide a layer")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
