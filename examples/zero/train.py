@@ -1,11 +1,13 @@
-"""ZeRO stages 2 and 3: parameters, gradients and the optimizer's state divided among the ranks of a replica.
+"""ZeRO stages 1, 2 and 3: parameters, gradients and the optimizer's state divided among the ranks of a replica.
 
-    everstep-run --nproc-per-node 4 train.py --shard 2     two replicas of two; kill one process
-    everstep-run --nproc-per-node 4 train.py --shard 4     one replica: a lost process costs a load of the last commit
-    kubectl apply -f job.yaml                              workers on a cluster; delete one, scale the job
+    everstep-run --nproc-per-node 4 train.py --shard 2               two replicas of two; kill one process
+    everstep-run --nproc-per-node 4 train.py --shard 4               one replica: a loss costs a load of the last commit
+    everstep-run --nproc-per-node 4 train.py --stage 1 --offload     the optimizer's state divided, on the CPU
+    kubectl apply -f job.yaml                                        workers on a cluster; delete one, scale the job
 
-Stage 3 gathers a layer's parameters for its forward and its backward pass, stage 2 once a step. A commit of any number
-of shards loads in a run of any other.
+The optimizer's state is divided in all stages. Over the micro-batches of a step, stage 1 keeps parameters and gradients
+whole, stage 2 the parameters. Stage 3 gathers a layer's parameters for each forward and each backward pass. Between two
+steps all is divided. A commit of any number of shards loads in a run of any other.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import argparse
 import torch
 from sklearn.datasets import load_digits
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
@@ -36,14 +38,23 @@ class Block(torch.nn.Module):
         return x + self.layers(self.norm(x))
 
 
-def build(mesh: DeviceMesh, stage: int, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(
+    mesh: DeviceMesh, stage: int, device: torch.device, offload: bool = False
+) -> tuple[FSDPModule, torch.optim.Optimizer]:
     """The model, of which each rank of `mesh`'s last dimension holds a part, and its optimizer."""
+    policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     blocks = [Block(64) for _ in range(3)]
     model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 10)).to(device)
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=stage == 3, offload_policy=policy)
+    model = fully_shard(model, mesh=mesh, offload_policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def divide(model: FSDPModule, stage: int, last: bool) -> None:
+    """What the next backward pass divides: all of it with the `last` micro-batch of a step."""
+    model.set_requires_gradient_sync(last or stage > 1)
+    model.set_reshard_after_backward(last or stage > 2)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -52,14 +63,16 @@ def main(args: argparse.Namespace) -> None:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
     with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
-        model, optimizer = build(run.mesh(shard=args.shard), args.stage, run.device)
+        model, optimizer = build(run.mesh(shard=args.shard), args.stage, run.device, args.offload)
         run.track(model=model, optimizer=optimizer)
-        data = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=96, seed=0)
+        data = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=96, micro_batch=12, seed=0)
         for step in run.steps(data, until=args.steps):
-            with step as batch:
-                pixels, digits = batch.to(run.device).data
-                loss = batch.scale(cross_entropy(model(pixels), digits))
-                loss.backward()
+            with step as batches:
+                for batch in batches:
+                    pixels, digits = batch.to(run.device).data
+                    divide(model, args.stage, batch.last)
+                    loss = batch.scale(cross_entropy(model(pixels), digits))
+                    loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -69,8 +82,9 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
-    parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
     parser.add_argument("--shard", type=int, default=2, help="ranks of a replica")
+    parser.add_argument("--offload", action="store_true", help="parameters, gradients and optimizer rest on the CPU")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
     main(parser.parse_args())

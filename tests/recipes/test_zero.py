@@ -1,4 +1,4 @@
-"""examples/zero: a rank holds its share of the state, commits load in any number of shards, kills leave no trace."""
+"""examples/zero: a rank holds what its stage says, commits load in any number of shards, kills leave no trace."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from pathlib import Path
 import pytest
 
 import everstep
-from support.recipes.recipes import BIN, PROGRAMS, differences, disturbed, kill, undisturbed
+from support.recipes.recipes import BIN, PROGRAMS, SECONDS, differences, disturbed, kill, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "zero"
 ARGUMENTS = ("--steps", "50", "--every-steps", "20")
-LAST = 4 * (64 * 10 + 10)  # bytes of the model's last layer
 SCRIPT = PROGRAMS / "zero_memory.py"
 
 
 def torchrun(ranks: int, *arguments: str | Path) -> None:
     done = subprocess.run(
         [BIN / "torchrun", "--standalone", "--nproc-per-node", str(ranks), SCRIPT, *map(str, arguments)],
-        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=SECONDS, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
-    calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
-    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, processes=4, at=[kill(NAME, 15, 35, workers=4)])
+    """Of stage 1 with offload a step has the most to lose: whole gradients, of some of its micro-batches."""
+    arguments = (*ARGUMENTS, "--stage", "1", "--offload")
+    calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=4)
+    hit = disturbed(NAME, tmp_path / "hit", arguments, processes=4, at=[kill(NAME, 15, 35, workers=4)])
     assert hit.status()["restarts"] == 1, hit.output
     changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
+    record(NAME, "values that a kill changes (stage 1, offload)", len(changed), "")
     assert changed == []
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_a_rank_holds_its_share(tmp_path: Path, stage: int) -> None:
+def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
+    """Over the micro-batches of a step each stage leaves other things whole; between two steps none does."""
+    stages = {"3": set[str](), "2": {"parameters"}, "1": {"parameters", "gradients"}}
     whole: dict[str, int] = {}
     for ranks in (1, 2, 4):
-        shares = []
-        torchrun(ranks, tmp_path / "held", str(stage))
-        for rank in range(ranks):
-            held = json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text())
-            between = held.pop("between the passes")
-            whole = whole or held
-            # Stage 2 keeps the gathered parameters from the forward to the backward pass; stage 3 those of the last
-            # layer, which is needed again at once.
-            gathered = whole["parameters"] if stage == 2 else LAST
-            expected = gathered + (whole["parameters"] - gathered) / ranks
-            assert between == pytest.approx(expected, rel=0.02), (ranks, rank)
-            # Divided by rows: what is left over makes a rank's part a little larger or smaller.
-            for what, size in held.items():
-                shares.append(size / whole[what])
-                assert size == pytest.approx(whole[what] / ranks, rel=0.02), (what, ranks, rank)
-        if stage == 3 and ranks > 1:
-            figure = f"largest share of parameters, gradients or optimizer state on a rank of {ranks} (stage 3)"
-            record(NAME, figure, max(shares), "", expected=1 / ranks)
+        torchrun(ranks, tmp_path / "held", ",".join([*stages, "1+offload"]))
+        told = [json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        assert all(found["furthest"] < 1e-5 for rank in told for found in rank.values()), told
+        whole = whole or told[0]["3"]["between"]
+        for stage, left_whole in stages.items():
+            sizes = [rank[stage] for rank in told]
+            for found in sizes:
+                # Divided by rows: what is left over makes a rank's part a little larger or smaller.
+                for what, size in found["between"].items():
+                    assert size == pytest.approx(whole[what] / ranks, rel=0.02), (stage, what, ranks)
+                for what, size in found["within"].items():
+                    expected = whole[what] / (1 if what in left_whole else ranks)
+                    assert size == pytest.approx(expected, rel=0.02), (stage, what, ranks)
+            if ranks > 1:
+                most = max(sum(found["within"].values()) + found["between"]["optimizer"] for found in sizes)
+                theory = sum(size / (1 if what in left_whole else ranks) for what, size in whole.items())
+                figure = f"share of the whole state on a rank of {ranks}, within a step (stage {stage})"
+                record(NAME, figure, most / sum(whole.values()), "", expected=theory / sum(whole.values()))
 
 
 @pytest.mark.turns(2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -14,7 +15,7 @@ from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.script_location import ScriptLocation
 from everstep.recovery.sharding import tensor_parallel
-from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check
+from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check, is_offloaded, shards_of
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.state.shape import MODEL, SHARD, TENSOR, Shape
 from everstep.train.mesh import likely_rank, make_mesh
@@ -40,11 +41,11 @@ class Net(torch.nn.Module):
         return found
 
 
-def sharded(mesh: RecoverableMesh) -> Any:
+def sharded(mesh: RecoverableMesh, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Net()
-    fully_shard(model.a, mesh=mesh.device_mesh)
-    return fully_shard(model, mesh=mesh.device_mesh)
+    fully_shard(model.a, mesh=mesh.device_mesh, **options)
+    return fully_shard(model, mesh=mesh.device_mesh, **options)
 
 
 def shapes(model: Any) -> list[torch.Size]:
@@ -139,9 +140,10 @@ def gathered(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy(pin_memory=False)])
+def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind(offload: Any) -> None:
     mesh = mesh_of(1)
-    model = sharded(mesh)
+    model = sharded(mesh, **({"offload_policy": offload} if offload else {}))
     for group in mesh.groups:
         group.on_begin = None  # as in a step
     x = torch.randn(6, 4)
@@ -149,10 +151,13 @@ def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind(
     def step(model: Any) -> None:
         for i in range(3):
             model.set_requires_gradient_sync(i == 2)
+            model.set_reshard_after_backward(i == 2)
             model(x[2 * i : 2 * i + 2]).square().sum().backward()
 
     with pytest.raises(PeerLost):
         step(model)
+    for parameter in (*shards_of(model), *shards_of(model.a)):
+        parameter.grad_offload_event = object()  # of a copy that an accelerator makes; it cannot be waited for
     ShardedObjects({"model": model}).reset()
     assert all(p.grad is None for p in model.parameters())
     alone = [forming.alone() for _ in mesh.groups]
@@ -256,9 +261,21 @@ def test_sharded_job_whose_steps_cannot_be_voted_on_or_taken_back_is_refused() -
     ):
         with pytest.raises(NotRecoverable, match=said):
             check(state, mesh.device_mesh)
-    away: Any = fully_shard(Net(), mesh=mesh.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(NotRecoverable, match="CPUOffloadPolicy"):
-        check({"model": away, "optimizer": torch.optim.SGD(away.parameters())}, mesh.device_mesh)
+
+
+def test_shards_that_rest_on_the_cpu_are_accepted() -> None:
+    mesh = mesh_of(2)
+    away = sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    state = {"model": away, "optimizer": torch.optim.SGD(away.parameters())}
+    check(state, mesh.device_mesh)
+    assert is_offloaded(state)
+    assert not is_offloaded({"model": sharded(mesh)})
+
+
+def test_optimizer_that_divides_its_state_by_itself_is_refused_with_what_does_the_same() -> None:
+    optimizer = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(NotRecoverable, match=r"ZeroRedundancyOptimizer.*shard=N.*set_requires_gradient_sync"):
+        check({"optimizer": optimizer}, None)
 
 
 def test_model_that_the_largest_world_cannot_be_divided_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""Trains examples/zero for two steps under torchrun, and says how many bytes of its state each rank holds.
+"""Trains examples/zero for two steps under torchrun, and says how many bytes of its state each rank holds: over the
+micro-batches of a step, and between two steps; and by how much its parameters differ from those of the first stage.
 
-    torchrun … zero_memory.py FILE STAGE URL
+    torchrun … zero_memory.py FILE STAGES URL
 
-With a URL it loads that commit before, saves what it has loaded in URL-N for N ranks, and says nothing.
+STAGES: such as 3,2,1,1+offload. With a URL it loads that commit before, saves what it has loaded in URL-N for N ranks,
+and says nothing.
 """
 
 import json
@@ -15,37 +17,66 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import everstep
+from everstep.recovery.sharding.fsdp import shards_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "zero"))
-from train import build
+from train import build, divide
 
 
 def held(tensors: list[torch.Tensor]) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
-out, stage, *url = sys.argv[1:]
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those that are divided, and those that are whole until the last micro-batch of the step."""
+    records = [p for module in model.modules() for p in shards_of(module)]
+    found = [holder.grad for p in records for holder in (p.sharded_param, p.unsharded_param)]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def measured(stage: int, offload: bool) -> tuple[dict[str, dict[str, int]], list[torch.Tensor]]:
+    """Bytes of each part, and the whole parameters at the end."""
+    model, optimizer = made(stage, offload)
+    for step in range(2):
+        torch.manual_seed(100 * step + dist.get_rank())
+        for micro in range(2):
+            divide(model, stage, last=micro == 1)
+            model(torch.randn(8, 64)).square().mean().backward()
+            if micro == 0:
+                within = {"parameters": held(list(model.parameters())), "gradients": held(gradients(model))}
+        between = {"parameters": held(list(model.parameters())), "gradients": held(gradients(model))}
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    told = {"within": within, "between": between | {"optimizer": held(state)}}
+    return told, [p.full_tensor() for p in model.parameters()]
+
+
+def made(stage: int, offload: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return build(mesh, stage, torch.device("cpu"), offload)
+
+
+out, stages, *url = sys.argv[1:]
 torch.set_num_threads(1)
-torch.manual_seed(0)
 dist.init_process_group("gloo")
 world = dist.get_world_size()
-model, optimizer = build(init_device_mesh("cpu", (world,)), int(stage), torch.device("cpu"))
 if url:
+    model, optimizer = made(int(stages), offload=False)
     # The optimizer has its state when it has stepped; then both are filled from the commit.
     everstep.load(url[0], {"model": model, "optimizer": optimizer})
     checkpointer = everstep.Checkpointer(f"{url[0]}-{world}")
     checkpointer.save(1, {"model": model, "optimizer": optimizer})
     checkpointer.close()
 else:
-    for _ in range(2):
-        optimizer.zero_grad()
-        output = model(torch.randn(8, 64))
-        between = held(list(model.parameters()))
-        output.square().mean().backward()
-        optimizer.step()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
-    told = {"parameters": held(list(model.parameters())), "gradients": held(gradients), "optimizer": held(state)}
-    told["between the passes"] = between
+    told: dict[str, object] = {}
+    first: list[torch.Tensor] = []
+    for name in stages.split(","):
+        stage, _, offload = name.partition("+")
+        sizes, parameters = measured(int(stage), bool(offload))
+        first = first or parameters
+        furthest = max(float((p - q).abs().max()) for p, q in zip(parameters, first, strict=True))
+        told[name] = {**sizes, "furthest": furthest}
     Path(f"{out}-{world}-{dist.get_rank()}.json").write_text(json.dumps(told))
 dist.destroy_process_group()

@@ -41,7 +41,10 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
                 if kind.__name__ in _REFUSED:
                     raise NotRecoverable(
                         f"{key}: no process can go on with {kind.__name__} when a peer is lost. Use fully_shard() "
-                        "with mesh=run.mesh(shard=N)"
+                        "with mesh=run.mesh(shard=N), which divides parameters, gradients and the optimizer's state. "
+                        "To divide the optimizer's state alone (ZeRO stage 1), leave the others whole in a step: "
+                        "model.set_requires_gradient_sync(batch.last) and model.set_reshard_after_backward(batch.last) "
+                        "before the forward pass of each micro-batch"
                     )
         for name, tensor in _tensors(key, target):
             if not is_sharded(tensor):
@@ -94,12 +97,12 @@ def _check_tracked(state: Mapping[str, Any], call: str) -> None:
                 f"{key} changes a sharded parameter of shape {list(parameter.shape)} whose module is not tracked: pass "
                 "the module itself to run.track()"
             )
-    for module in (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()):
-        if any(parameter.offload_to_cpu for parameter in shards_of(module)):
-            raise NotRecoverable(
-                "no process can go on with CPUOffloadPolicy when a peer is lost: leave offload_policy= of "
-                "fully_shard() out"
-            )
+
+
+def is_offloaded(state: Mapping[str, Any]) -> bool:
+    """Whether shards rest in the memory of the CPU (`CPUOffloadPolicy`), and the optimizer's state with them."""
+    modules = (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules())
+    return any(parameter.offload_to_cpu for module in modules for parameter in shards_of(module))
 
 
 class ShardedObjects:
@@ -127,6 +130,7 @@ class ShardedObjects:
             with contextlib.suppress(AttributeError):  # before the first forward pass there is none
                 parameter._unsharded_param.grad = None
             parameter.sharded_param.grad = None
+            parameter.grad_offload_event = None  # of a gradient's copy to the CPU, which nobody waits for
 
     @torch.no_grad()
     def hold(self, shard: int) -> None:

@@ -18,6 +18,7 @@ import xxhash
 from everstep.checkpoint.state.capture import apply, capture
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.group.members import Members
+from everstep.recovery.sharding.fsdp import is_offloaded
 from everstep.recovery.transfer.broadcast import TransferFailed, local_bytes
 
 BLOCK: Final = 16 * 2**20  # bytes to one receiver at a time
@@ -59,6 +60,7 @@ def exchange(
 def unpack(state: Mapping[str, Any], received: ReceivedShard, device_mesh: Any, rank: int) -> None:
     """Load the received data into `state`, whose shard has the sender's number."""
     tensors: dict[str, torch.Tensor] = {}
+    device = "cpu" if is_offloaded(state) else device_mesh.device_type  # the accelerator may lack the room
     at = 0
     for name, kind, local, whole, _ in received.described:
         dtype = getattr(torch, kind)
@@ -67,7 +69,7 @@ def unpack(state: Mapping[str, Any], received: ReceivedShard, device_mesh: Any, 
         tensor = torch.empty(local, dtype=dtype)
         if size:
             tensor.view(-1).view(torch.uint8).copy_(received.body[at : at + size])
-        tensors[name] = tensor if whole is None else _sharded(tensor, whole, device_mesh)
+        tensors[name] = tensor if whole is None else _sharded(tensor.to(device), whole, device_mesh)
         at += size
     apply(state, {"state": received.values}, tensors, rank)
 
@@ -106,7 +108,7 @@ def _sharded(local: torch.Tensor, whole: Any, device_mesh: Any) -> torch.Tensor:
     shape, stride, axes = whole
     placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
     found: torch.Tensor = DTensor.from_local(
-        local.to(device_mesh.device_type), device_mesh, placements,
+        local, device_mesh, placements,
         run_check=False, shape=torch.Size(shape), stride=tuple(stride),
     )  # fmt: skip
     return found
