@@ -237,3 +237,35 @@ def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: 
     second = lightning_trainer(tmp_path, tmp_path / "c", max_steps=2)
     with pytest.raises(CheckpointError, match="leave ckpt_path out"):
         second.fit(Module(net()), DataLoader(Points(), batch_size=4), ckpt_path=tmp_path / "theirs.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"max_epochs": 2}, 20),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 8),  # the last step of an epoch has one batch
+        ({"max_epochs": 2, "max_steps": 3}, 3),
+        ({"max_epochs": -1, "max_steps": 3}, 3),
+    ],
+)
+def test_all_steps_of_a_lightning_run_are_known(limits: dict[str, int], steps: int, tmp_path: Path) -> None:
+    """So that the job's status shows how much of the run is done."""
+    from everstep.train.adapters.fitting import total_steps
+    from support.adapters.lightning_module import Module
+
+    trainer = lightning_trainer(tmp_path, tmp_path / "c", **limits)
+    trainer.fit(Module(net()), DataLoader(Points(), batch_size=4))
+    assert total_steps(trainer) == trainer.global_step == steps
+
+
+def test_all_steps_of_a_lightning_run_are_not_guessed_where_accumulation_changes(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    from everstep.train.adapters.fitting import total_steps
+    from support.adapters.lightning_module import Module
+
+    trainer = lightning_trainer(tmp_path, tmp_path / "c", max_epochs=2)
+    trainer.callbacks.append(GradientAccumulationScheduler({0: 1, 1: 2}))
+    trainer.fit(Module(net()), DataLoader(Points(), batch_size=4))
+    assert trainer.global_step == 15
+    assert total_steps(trainer) is None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import distributed
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -96,6 +98,19 @@ def attributes_of(trainer: Any) -> ScriptAttributes:
     """Of callbacks without a `state_dict` of their own, of the data module, and of the module with its parts."""
     callbacks = (c for c in trainer.callbacks if type(c).state_dict is Callback.state_dict)
     return ScriptAttributes([*callbacks, trainer.datamodule, *trainer.lightning_module.modules()])
+
+
+def total_steps(trainer: Any) -> int | None:
+    """The optimizer steps of a whole `fit` that has begun; None where Lightning does not know them. It is computed here
+    because `trainer.estimated_stepping_batches` may load the data anew."""
+    limits = [trainer.max_steps] if trainer.max_steps > 0 else []
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs or 0
+    counted = trainer.lightning_module.automatic_optimization and not any(
+        isinstance(c, GradientAccumulationScheduler) and len(c.scheduling) > 1 for c in trainer.callbacks
+    )
+    if counted and epochs > 0 and math.isfinite(batches):
+        limits.append(epochs * math.ceil(batches / trainer.accumulate_grad_batches))
+    return min(limits, default=None)
 
 
 class Progress:
@@ -240,9 +255,8 @@ class Fitting:
             self._recovery.check()  # raises
         self._in_step, self._behind = False, True
         self._recovery.program.scope.enter(ScriptPhase.STEP)
-        total = trainer.max_steps if trainer.max_steps > 0 else None
         self._coordinator.log(self._logged.new(trainer))
-        self._coordinator.count(trainer.global_step, total=total, epoch=trainer.current_epoch)
+        self._coordinator.count(trainer.global_step, total=total_steps(trainer), epoch=trainer.current_epoch)
 
     # The passes.
 

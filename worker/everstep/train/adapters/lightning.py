@@ -191,7 +191,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         elif trainer.global_step > self._coordinator.step:
             self._others.look()
             self._coordinator.log(self._logged.new(trainer))
-            total = trainer.max_steps if trainer.max_steps > 0 else None
+            total = fitting.total_steps(trainer)
             self._coordinator.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
