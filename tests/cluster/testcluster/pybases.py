@@ -16,7 +16,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # Wheels for the machine that has a mirror of its own, for example the CPU build of torch.
 WHEELS = Path(os.environ.get("WHEELS") or cache.CHECKOUT.parent / "shared" / "wheels")
 BUILD_BACKEND = ("hatchling", "editables")  # so that the project installs with --no-build-isolation, without network
-EXAMPLES = ("scikit-learn", "transformers", "accelerate")
+EXAMPLES = ("scikit-learn", "transformers", "accelerate", "lightning")
 PULL_LIMIT = 600.0
 
 
