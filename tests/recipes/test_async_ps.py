@@ -19,6 +19,7 @@ BOUND, WORKERS = 3, 2
 OLDEST = (2 * BOUND + 1) * (WORKERS - 1)
 
 
+@pytest.mark.turns(2)
 def test_gradients_are_as_new_as_the_bound_says_and_kills_stop_nobody(tmp_path: Path) -> None:
     """The fast worker is killed, and replaced only after the server was killed too: until then the slow one goes on."""
     arguments = ("--steps", "120", "--every-steps", "5", "--bound", str(BOUND))
@@ -39,8 +40,8 @@ def test_gradients_are_as_new_as_the_bound_says_and_kills_stop_nobody(tmp_path: 
 def test_killed_pods_cost_no_accuracy(tmp_path: Path) -> None:
     arguments = ("--steps", "600", "--every-steps", "50")
     calm, _ = played(NAME, tmp_path / "calm", arguments, 1 + WORKERS)
-    hit = disturbed(NAME, tmp_path / "hit", arguments, through=[KILLED, Path("1000:200:50:0")])
-    assert hit.status()["restarts"] == 2, hit.output
+    hit = disturbed(NAME, tmp_path / "hit", arguments, through=[KILLED, Path("1000:200:50:0")], elastic="2:3")
+    assert sorted(re.findall(r"WorkerLost: worker (\d)", hit.output)) == ["0", "1"], hit.output
     undisturbed, reached = (accuracy(NAME, ended.state["model"]) for ended in (calm, hit))
     record(NAME, "accuracy on unseen images after 600 gradients", undisturbed, "")
     record(NAME, "accuracy with the server and a worker killed", reached, "")

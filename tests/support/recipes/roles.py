@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import everstep
-from support.recipes.recipes import EXAMPLES, SECONDS, Ended, RecipeFailed
+from support.recipes.recipes import EXAMPLES, SECONDS, Ended, RecipeFailed, loaded
 
 
 @dataclass(slots=True)
@@ -63,8 +62,7 @@ def played(
                 if player.code() is None and player.process is not None:
                     player.process.kill()
                     player.process.wait()
-        loaded = everstep.load(folder / "commits")
-        return Ended(loaded.step, loaded.state, _printed(players), folder), [player.starts for player in players]
+        return loaded(folder, _printed(players)), [player.starts for player in players]
 
 
 def _until_all_succeed(players: Sequence[Player]) -> None:
