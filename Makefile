@@ -62,7 +62,7 @@ lint: setup  ## ruff, mypy strict, import rules, no generated file in the reposi
 
 unit: setup  ## tests that need no server
 	$(BIN)/pytest -n 2 --dist loadfile -m "not s3 and not apiserver and not kind and not long" tests/unit tests/worker tests/model tests/data \
-	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/conformance tests/local tests/run
+	  tests/checkpoint tests/storage tests/train tests/recovery tests/adapters tests/compat tests/conformance tests/local tests/run
 
 techniques: setup  ## docs/techniques.md from the recipes and the figures that their tests measured last
 	$(BIN)/python tests/support/recipes/techniques.py

@@ -49,7 +49,7 @@ BY_TEST = ("--dist", "worksteal")
 LANES = {
     "unit": Lane(("unit",), (), 2, BY_FILE),
     "servers": Lane(
-        ("run", "train", "adapters", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
+        ("run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
          "apiserver", "conformance", "data", "model", "local", "cluster"),
         ("-m", "not kind and not long"), 3, BY_FILE,
     ),

@@ -40,6 +40,9 @@ BACKEND = "EVERSTEP_BACKEND"
 # How much torch.distributed and NCCL print and check: "info" or "detail".
 DEBUG = "EVERSTEP_DEBUG"
 
+# Whether a Horovod script uses hvd.elastic.run, in place of what its text says: 0 or 1.
+HOROVOD_ELASTIC = "EVERSTEP_HOROVOD_ELASTIC"
+
 # How many training processes the job may come to have; the agent tells the session.
 LEAST_PROCESSES = "EVERSTEP_LEAST_PROCESSES"
 MOST_PROCESSES = "EVERSTEP_MOST_PROCESSES"

@@ -1,0 +1,219 @@
+"""`hvd.elastic` in a world that does not change: what is kept, what is restored, and what is refused by name."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everstep.compat.horovod.torch as hvd
+from everstep.compat.horovod import optimizer, training
+from everstep.compat.horovod import sampler as sampling
+from everstep.compat.horovod.errors import INSTEAD
+from everstep.compat.horovod.script import names_elastic
+from everstep.compat.horovod.snapshot import Snapshot
+from everstep.recovery.errors import LoopError
+from support.compat.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "elastic"),
+    [
+        ("import horovod.torch as hvd\n@hvd.elastic.run\ndef train(state): ...", True),
+        ("from horovod.torch.elastic import run", True),
+        ("from horovod.torch import elastic as e", True),
+        ("import horovod.torch.elastic", True),
+        ("import horovod.torch as hvd\nhvd.init()  # not hvd.elastic.run", False),
+        ("import elastic\nfrom elastic.horovodless import run", False),
+        ("not python", False),
+    ],
+)
+def test_the_text_of_a_script_says_whether_it_is_elastic(text: str, elastic: bool) -> None:
+    assert names_elastic(text) is elastic
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD.keys() - {"Adasum"}))
+def test_a_name_that_is_not_there_is_refused_with_what_to_write(name: str) -> None:
+    with pytest.raises(LoopError, match=f"hvd.{name} is not in"):
+        getattr(hvd, name)
+
+
+def test_a_script_finds_everstep_under_the_name_of_horovod(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, horovod.torch as hvd\nfrom horovod.torch.elastic import run\n"
+        "from horovod.common.exceptions import HorovodInternalError\n"
+        "assert sys.argv == ['script.py', '--lr', '1'] and __name__ == '__main__', sys.argv\n"
+        "try:\n    import horovod.tensorflow\n"
+        "except ModuleNotFoundError as e:\n    print(e, hvd.HorovodInternalError is HorovodInternalError)\n"
+    )
+    command = [sys.executable, "-m", "everstep.compat.horovod", "script.py", "--lr", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("horovod.tensorflow: Everstep has Horovod's interface for PyTorch alone")
+    assert done.stdout.endswith("True\n")
+
+
+class _World:
+    """Of a sampler: a place in a world."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def draw_again(self) -> None: ...
+
+
+def test_a_sampler_gives_each_sample_once_over_worlds_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks take two batches of five, then two ranks take the rest of the epoch."""
+    order = list(range(100))
+    random.Random(7 + 3).shuffle(order)
+    seen: list[int] = []
+
+    def world_of(rank: int, size: int) -> hvd.elastic.ElasticSampler:
+        monkeypatch.setattr(sampling, "current", lambda: _World(rank, size))
+        return hvd.elastic.ElasticSampler(range(100), seed=7)
+
+    told: dict[str, Any] = {}
+    for rank in range(3):
+        sampler = world_of(rank, 3)
+        sampler.set_epoch(3)
+        seen += list(sampler)[:10]
+        for batch in range(2):
+            sampler.record_batch(batch, 5)
+        told = sampler.state_dict()
+        assert sampler.processed_indices == set(order[:30])
+    for rank in range(2):
+        sampler = world_of(rank, 2)
+        sampler.load_state_dict(told)
+        assert len(sampler) == 35
+        seen += list(sampler)
+    assert sorted(seen) == list(range(100))
+    monkeypatch.setattr(sampling, "current", lambda: _World(0, 3))
+    with pytest.raises(LoopError, match="of another world"):
+        iter(sampler)
+
+
+def test_a_snapshot_shares_no_memory_and_takes_back_an_optimizers_first_state() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    values = {"list": [1, [2]]}
+    state = {"model": model, "optimizer": optimizer, "values": values}
+
+    def step() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    first = Snapshot(state)
+    weight = model.weight.detach().clone()
+    step()
+    second = Snapshot(state)
+    moved, average = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
+    for _ in range(2):  # what is restored must not be the snapshot's own memory
+        step()
+        values["list"].append(3)
+        second.restore(state)
+        assert torch.equal(model.weight, moved)
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], average)
+        assert values["list"] == [1, [2]]
+    first.restore(state)
+    assert torch.equal(model.weight, weight)
+    assert not optimizer.state
+
+
+def trained() -> tuple[list[int], float, int, bool]:
+    """Goes back by hand, commits, and ends behind its last commit."""
+    hvd.init()
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(hvd.rank()))
+    state = hvd.elastic.TorchState(model, None, batch=0)
+    seen: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        for _ in range(3):
+            state.batch += 1
+            with torch.no_grad():
+                model.weight.add_(1)
+            if state.batch == 2:
+                state.restore()
+                seen.append(state.batch)
+            state.commit()
+        state.batch = 10
+        return "result"
+
+    assert train(state) == "result"
+    with pytest.raises(LoopError, match="called before"):
+        train(state)
+    return seen, model.weight.item(), state.batch, torch.equal(hvd.allreduce(model.weight), model.weight)
+
+
+def test_a_state_goes_back_to_its_commit_and_all_ranks_begin_as_rank_0(tmp_path: Path) -> None:
+    for seen, weight, batch, same in on_ranks(2, tmp_path, trained):
+        assert (seen, weight, batch, same) == ([1, 1], 1.0, 10, True)
+
+
+def _state(**more: Any) -> Any:
+    model = nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    return hvd.elastic.TorchState(model, optimizer, **more)
+
+
+def run_once(state: Any, work: Callable[[Any], None] = lambda state: None) -> None:
+    hvd.elastic.run(work)(state)
+
+
+def without_optimizer() -> None:
+    state = _state()
+    run_once(hvd.elastic.TorchState(state.model))
+
+
+def without_module() -> None:
+    state = _state()
+    run_once(hvd.elastic.TorchState(None, state.optimizer))
+
+
+def between() -> None:
+    def work(state: Any) -> None:
+        state.model(torch.ones(1, 2)).sum().backward()
+        state.commit()
+
+    run_once(_state(), work)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "is not in the state": without_optimizer,
+    "a module that is not in the state": without_module,
+    "Commit behind the step": between,
+    "objects with state_dict": lambda: _state(thing=object()),
+    "the name is reserved": lambda: _state(seeds=nn.Linear(1, 1)),
+    "hvd.elastic.run brings all ranks to one state": lambda: _state().sync(),
+    "its first argument is a TorchState": lambda: run_once(3),
+}
+
+
+def refused() -> dict[str, str]:
+    found = {}
+    for words, body in REFUSED.items():
+        hvd.init()
+        training._ran.clear()  # each as in a process of its own
+        optimizer._made.clear()
+        try:
+            body()
+            found[words] = "nothing was raised"
+        except LoopError as e:
+            found[words] = str(e)
+    return found
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    (found,) = on_ranks(1, tmp_path, refused)
+    for words, said in found.items():
+        assert words in said

@@ -1,0 +1,56 @@
+"""Tells by its text whether a script is elastic: `hvd.init` must know it before the script says so."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from everstep.contract import env
+from everstep.contract.library_files import is_library
+
+
+def uses_elastic(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a file of the script names `hvd.elastic`. `EVERSTEP_HOROVOD_ELASTIC` (0 or 1) overrules the text."""
+    if said := environ.get(env.HOROVOD_ELASTIC, ""):
+        return said not in ("0", "false", "no")
+    return any(names_elastic(text) for text in _texts())
+
+
+def names_elastic(text: str) -> bool:
+    """Whether the source text has `….elastic`, or imports it from Horovod."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text)
+    except SyntaxError:
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr="elastic"):
+                return True
+            case ast.ImportFrom(module=str(module), names=names) if "horovod" in module.split("."):
+                if "elastic" in module.split(".") or any(name.name == "elastic" for name in names):
+                    return True
+            case ast.Import(names=names):
+                if any({"horovod", "elastic"} <= set(name.name.split(".")) for name in names):
+                    return True
+            case _:
+                pass
+    return False
+
+
+def _texts() -> list[str]:
+    """The files of the script that are imported by now."""
+    found = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
+            continue
+        if not module.__name__.startswith("everstep"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                found.append(Path(file).read_text())
+    return found
