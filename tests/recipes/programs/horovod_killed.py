@@ -1,0 +1,52 @@
+"""Runs a Horovod script as `python -m everstep.compat.horovod` does, and kills processes once each:
+`horovod_killed.py WHEN:NUMBER:RANK[,…] SCRIPT …`.
+
+WHEN is a moment in the NUMBERth step or commit of a process, or in its NUMBERth agreement on one state. RANK may be
+`all`. A file of that name says that it has happened. Each process prints that it has begun.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import everstep.compat.horovod.torch as hvd
+from everstep.compat.horovod.__main__ import main
+from everstep.compat.horovod.optimizer import Distributed
+from everstep.compat.horovod.training import Training
+
+asked = [tuple(one.split(":")) for one in sys.argv[1].split(",")]
+counted: dict[str, int] = {}
+
+
+def moment(when: str) -> None:
+    counted[when] = counted.get(when, 0) + 1
+    for name, number, rank in asked:
+        mark = Path(f"killed-{name}-{number}-{rank}" + (f"-{hvd.rank()}" if rank == "all" else ""))
+        if name == when and int(number) == counted[when] and rank in ("all", str(hvd.rank())) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around(holder: Any, name: str, before: str = "", after: str = "") -> None:
+    function = getattr(holder, name)
+
+    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
+        if before:
+            moment(before)
+        result = function(self, *arguments, **options)
+        if after:
+            moment(after)
+        return result
+
+    counting.hooked = True  # type: ignore[attr-defined]  # torch would call its hooks twice
+    setattr(holder, name, counting)
+
+
+around(Distributed, "step", before="step", after="stepped")
+around(Training, "_take", after="committed")
+around(Training, "_settle", before="settling", after="settled")
+around(Training, "_finish", before="finishing")
+print(f"process {os.getpid()} has begun", flush=True)
+main(sys.argv[2:])

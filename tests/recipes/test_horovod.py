@@ -1,0 +1,107 @@
+"""examples/horovod: unmodified Horovod scripts. The elastic one recovers in its processes, the other from its file."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.recipes.kills import check_kill
+from support.recipes.recipes import EXAMPLES, PROGRAMS, Ended, differences, launched, undisturbed
+from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns
+
+pytestmark = pytest.mark.timeout(300)
+NAME = "horovod"
+ARGUMENTS = ("--epochs", "2")  # of 15 commits
+THROUGH = (Path("-m"), Path("everstep.compat.horovod"))
+KILLED = PROGRAMS / "horovod_killed.py"
+
+
+@pytest.fixture(scope="module")
+def calm(shared: SharedRuns) -> Ended:
+    return shared(NAME, ARGUMENTS, through=THROUGH, EVERSTEP_CHECKPOINT_EVERY_STEPS="5")
+
+
+@pytest.mark.turns(3)
+def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
+    check_kill(NAME, tmp_path, calm, ARGUMENTS, (5, 25))
+
+
+# In each moment a survivor's state is another: of the last commit, of a step behind it, of a commit that others lack.
+SHORT = "stepped:17:0"
+LONG = ["step:12:1", "committed:9:2", "step:8:1,settling:2:0", "step:8:0,settled:2:1", "finishing:1:2"]
+MOMENTS = [
+    pytest.param(SHORT, marks=pytest.mark.turns(2)),
+    *(pytest.param(one, marks=pytest.mark.long) for one in LONG),
+]
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_survivors_keep_their_processes_and_all_go_on_from_the_last_commit(
+    tmp_path: Path, calm: Ended, moments: str
+) -> None:
+    hit = undisturbed(NAME, tmp_path, ARGUMENTS, through=(KILLED, Path(moments)), EVERSTEP_CHECKPOINT_EVERY_STEPS="5")
+    assert processes(hit.output) == 3 + len(moments.split(",")), hit.output
+    assert differences(calm, hit) == []
+
+
+@pytest.mark.long
+def test_all_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended) -> None:
+    hit = undisturbed(
+        NAME, tmp_path, ARGUMENTS, through=(KILLED, Path("step:12:all")), EVERSTEP_CHECKPOINT_EVERY_STEPS="5"
+    )
+    assert processes(hit.output) == 6, hit.output
+    changed = differences(calm, hit)
+    record(NAME, "values that a kill of all workers changes", len(changed), "")
+    assert changed == []
+
+
+def processes(output: str) -> int:
+    return len(set(re.findall(r"process (\d+) has begun", output)))
+
+
+def plain(folder: Path, *through: str | Path) -> dict[str, object]:
+    """What the script that is not elastic has in its last file."""
+    printed = launched(folder, 3, [*through, EXAMPLES / NAME / "plain.py", "--epochs", "3"])
+    assert "accuracy" in printed
+    found: dict[str, object] = torch.load(folder / "checkpoint-2.pt")
+    return found
+
+
+@pytest.mark.turns(2)
+def test_a_script_that_is_not_elastic_begins_again_from_its_own_file(tmp_path: Path) -> None:
+    chance = random.Random(NAME)
+    at, victim = chance.randint(20, 40), chance.randrange(3)
+    expected = flat(plain(tmp_path / "calm", *THROUGH))
+    found = flat(plain(tmp_path / "hit", KILLED, f"step:{at}:{victim}"))
+    assert (tmp_path / "hit" / f"killed-step-{at}-{victim}").exists()
+    assert expected.keys() == found.keys()
+    different = [n for n, v in expected.items() if not torch.equal(torch.as_tensor(v), torch.as_tensor(found[n]))]
+    record(NAME, "values that a kill changes in the script that is not elastic", len(different), "")
+    assert different == []
+
+
+def flat(value: object, name: str = "") -> dict[str, object]:
+    match value:
+        case dict():
+            return {k: v for key, item in value.items() for k, v in flat(item, f"{name}/{key}").items()}
+        case list():
+            return flat(dict(enumerate(value)), name)
+        case None:
+            return {}
+    return {name: value}
+
+
+def test_no_line_of_the_scripts_is_everstep() -> None:
+    own = []
+    for file in ("train.py", "plain.py"):
+        text = (EXAMPLES / NAME / file).read_text()
+        documented = ast.get_docstring(ast.parse(text), clean=False) or ""
+        own += [line for line in text.replace(documented, "").splitlines() if "everstep" in line.lower()]
+    record(NAME, "lines of the scripts that are Everstep's", len(own), "")
+    assert own == []
