@@ -17,7 +17,7 @@ from support.agent.agent_job import Job
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 LIMIT = 200
 MOST = 6  # processes that a rank may need: its first, those after charged failures, and one that was under way
 

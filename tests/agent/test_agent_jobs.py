@@ -19,7 +19,7 @@ from support.processes.children import children
 from support.rendezvous.etcd_server import EtcdCluster
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(3)]
 
 
 def goes_on(run: Job, agents: list[Agent], since: float) -> float:

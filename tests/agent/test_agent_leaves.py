@@ -21,7 +21,7 @@ from support.agent.ordinary_scripts import play
 from support.processes.commits import commits
 from support.rendezvous.etcd_server import EtcdCluster
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
 PREEMPTED = 86
 
 

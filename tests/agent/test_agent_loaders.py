@@ -15,7 +15,7 @@ import torch
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 SIZE, SAMPLES, BATCH = 3, 50, 4
 
 BEFORE = """

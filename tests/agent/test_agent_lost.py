@@ -19,7 +19,7 @@ from support.agent.agent_job import HERE, LIMIT
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 SCRIPT = HERE / "gan_script.py"
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.agent.phase_field import Cell, Field
 from support.rendezvous.etcd_server import EtcdCluster
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 
 FAULTS = ("process", "agent", "stop")
 FORMING = (("coming", 1), ("forming", 1), ("connecting", 1), ("connecting", 2), ("formed", 1))

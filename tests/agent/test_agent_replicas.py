@@ -18,7 +18,7 @@ from everstep.storage import open_store
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
 ROOT = Path(__file__).resolve().parents[2]
 
 # What stands around the snippet of docs/reference/session.md.

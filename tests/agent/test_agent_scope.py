@@ -11,7 +11,7 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from support.agent.ordinary_scripts import play, said
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 
 OWN_GROUPS = """
 with everstep.start() as run:

@@ -18,7 +18,7 @@ PROGRAM = PROGRAMS / "worlds.py"
 run = partial(results_of, PROGRAM)
 LOADED = (1, 3, 7, 16)
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 
 
 def sizes(root: Path) -> list[int]:

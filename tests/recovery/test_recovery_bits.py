@@ -20,7 +20,7 @@ from support.recovery import bits_script, recovery_script
 from support.recovery.recovery_agents import LIMIT, Agents, Process
 from support.recovery.recovery_script import Wanted
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 
 Play = Callable[..., Agents]
 

@@ -18,7 +18,7 @@ from support.recovery.recovery_agents import Agents, Process
 from support.recovery.recovery_script import Points, Wanted
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "6"))
-pytestmark = [pytest.mark.timeout(120 + 10 * KILLS), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(120 + 10 * KILLS), pytest.mark.turns(3)]
 
 Play = Callable[..., Agents]
 

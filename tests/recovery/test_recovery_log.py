@@ -20,7 +20,7 @@ from support.recovery.held_store import Hold
 from support.recovery.recovery_agents import Agents, Process
 from support.recovery.recovery_script import Wanted
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
 
 Play = Callable[..., Agents]
 JOB = {"EVERSTEP_JOB_UID": "uid-1", "EVERSTEP_JOB_CREATED": "1795262400", "EVERSTEP_POD_NAME": "w0-0"}

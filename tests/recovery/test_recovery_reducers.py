@@ -21,7 +21,7 @@ VARIANTS = [
 ]
 
 
-pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.turns(3)]
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from support.recovery.recovery_agents import Agents, Process
 from support.recovery.sharded_script import Wanted, main
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(3)]
 
 SCRIPT = str(sharded_script.__file__)
 

@@ -17,7 +17,7 @@ from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 from support.train.training_run import environment
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 SCRIPT = Path(__file__).with_name("random_script.py")
 
 

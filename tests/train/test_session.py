@@ -11,7 +11,7 @@ import pytest
 
 from support.train.training_run import Start
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
 
 
 def seen(folder: Path) -> dict[int, dict[int, list[int]]]:

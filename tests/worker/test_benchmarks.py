@@ -65,7 +65,7 @@ def test_script_that_is_asked_for_help_knows_its_imports_and_its_arguments(scrip
     assert "--json" in text
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("script", "name"),
     [

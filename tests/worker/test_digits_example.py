@@ -29,7 +29,7 @@ T = TypeVar("T")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 PYTHON: list[str] = []
 # Each test starts several Pythons with torch, on a machine that may be doing other things.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(2)]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
 TORCHRUN = [
     "-m",
     "torch.distributed.run",
