@@ -19,7 +19,7 @@ PREFIX = "digits/"  # of the example's checkpoint URL
 
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.timeout(LIMIT + 300)
 @pytest.mark.parametrize(
     ("page", "said"),

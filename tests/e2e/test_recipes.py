@@ -42,7 +42,7 @@ def manifest(name: str, job: Job, arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.kind
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_with_a_killed_pod_ends_with_the_bits_of_an_undisturbed_run(
