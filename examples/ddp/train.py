@@ -1,4 +1,5 @@
-"""Data parallelism with what real scripts add to it: accumulated gradients, clipping, a warm-up, an evaluation.
+"""Data parallelism with what real scripts add to it: accumulated gradients, clipping, a warm-up, an evaluation; and
+options for layers that are left out, a hook on gradients, a static graph and the size of buckets.
 
 python train.py                              one process
 everstep-run --nproc-per-node 3 train.py     three processes; kill one
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import everstep
 
-TRAIN = 1417  # of 1,797 images: 15 batches, the last with 25, 24 and 24 for three ranks; the others are the test set
+TRAIN = 1345  # of 1,797 images: 15 batches, the last with one image for all ranks; the others are the test set
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,15 +28,36 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
 
 
+class Network(torch.nn.Module):
+    """Images [rows, 64] to classes [rows, 10]. Without `deep` the middle layer is left out."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Dropout(dropout))
+        self.middle = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU())
+        self.last = torch.nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(x + self.middle(x) if deep else x)
+
+
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = digits()
     with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
-        network = torch.nn.Sequential(
-            torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Dropout(args.dropout), torch.nn.Linear(128, 10)
-        ).to(run.device)
-        model = DistributedDataParallel(network) if dist.is_initialized() else network
+        network = Network(args.dropout).to(run.device)
+        for parameter in network.first.parameters():  # runs on each rank, before gradients are averaged
+            parameter.register_hook(lambda gradient: args.first * gradient)
+        model = network
+        if dist.is_initialized():
+            model = DistributedDataParallel(
+                network,
+                bucket_cap_mb=args.bucket_mb,
+                find_unused_parameters=args.leave_out > 0,
+                static_graph=args.static_graph,
+            )
         optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
         schedule = LinearLR(optimizer, start_factor=0.1, total_iters=20)
         run.track(model=model, optimizer=optimizer, schedule=schedule)
@@ -45,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
             network.eval()
             mine = slice(TRAIN + run.rank, None, run.world_size)
             with torch.no_grad():
-                right = (network(x[mine].to(run.device)).argmax(1).cpu() == y[mine]).sum().float()
+                right = (network(x[mine].to(run.device), True).argmax(1).cpu() == y[mine]).sum().float()
             if dist.is_initialized():
                 dist.all_reduce(right)
             return {"accuracy": right.item() / (len(x) - TRAIN)}
@@ -53,12 +75,14 @@ def main(args: argparse.Namespace) -> None:
         run.evaluate(evaluate, every=50)
         for step in run.steps(data, until=args.steps):
             with step as batches:
+                # All ranks leave the same layer out: with a static graph in each step, else in some of them.
+                deep = torch.rand((), generator=run.shared_rng).item() >= args.leave_out
                 for batch in batches:
                     images, labels = batch.to(run.device).data
                     # Gradients travel once a step, in the backward pass of its last part.
                     quiet = contextlib.nullcontext() if batch.last or model is network else model.no_sync()
                     with quiet:
-                        loss = batch.scale(cross_entropy(model(images), labels))
+                        loss = batch.scale(cross_entropy(model(images, deep), labels))
                         loss.backward()
                 torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
@@ -71,6 +95,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--leave-out", type=float, default=0.0, help="share of the steps without the middle layer")
+    parser.add_argument("--first", type=float, default=1.0, help="factor of the first layer's gradients")
+    parser.add_argument("--static-graph", action="store_true", help="the same parameters are used in all steps")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="gradients that travel together")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
     main(parser.parse_args())

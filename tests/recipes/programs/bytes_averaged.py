@@ -1,4 +1,5 @@
-"""Runs a script, and says how many bytes of gradients DDP has averaged on each rank: `bytes_averaged.py SCRIPT …`.
+"""Runs a script, and says how many bytes of gradients DDP has averaged on each rank, and in how many buckets:
+`bytes_averaged.py SCRIPT …`.
 
 `EVERSTEP_TEST_ALWAYS=1` takes the script's `no_sync` away, so that gradients travel in each backward pass.
 """
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-averaged = [0]
+averaged, buckets = [0], [0]
 
 
 def counting(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     del state
     averaged[0] += bucket.buffer().nbytes
+    buckets[0] += 1
     return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
@@ -34,7 +36,7 @@ class Counted(DistributedDataParallel):
 
 
 torch.nn.parallel.DistributedDataParallel = Counted  # type: ignore[misc]
-atexit.register(lambda: print(f"averaged {averaged[0]} bytes", flush=True))
+atexit.register(lambda: print(f"averaged {averaged[0]} bytes in {buckets[0]} buckets", flush=True))
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
