@@ -1,81 +1,68 @@
-"""LoRA: a trained transformer stays as it is; small matrices beside its layers learn which file a text is from.
+"""LoRA with peft: a trained transformer stays frozen; adapters in it learn from which file a piece of text is.
 
     python ../gpt/train.py --checkpoint base                                     a transformer,
     everstep ckpt export base weights --format safetensors                       and its weights in a file
     everstep-run --nproc-per-node 3 train.py --base weights/model.safetensors    three processes; kill one
     kubectl apply -f job.yaml                                                    workers on a cluster; delete one
 
-Commits hold what is learned. The frozen weights come from their file, in a new process too.
+Commits hold what is learned, and the SHA-256 of the file of frozen weights. Each process reads them from that file.
 """
 
 import argparse
+import hashlib
 import inspect
 import json
 import random
 import textwrap
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
+from transformer import LENGTH, WIDTH, Base
 
 import everstep
 
-LENGTH, ALPHABET, WIDTH, HEADS, LAYERS = 64, 128, 64, 4, 2
 TEXTS = (argparse, inspect, json.decoder, random, textwrap)  # their source code is told apart
 
 
-class Block(nn.Module):
-    """As in examples/gpt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention, self.join = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.attention(self.norms[0](x)).chunk(3, -1))
-        seen = scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.join(seen.transpose(1, 2).flatten(2))
-        return x + self.outer(gelu(self.inner(self.norms[1](x))))
-
-
-class Base(nn.Module):
-    """The transformer of examples/gpt without its head: characters [rows, length] to [rows, length, WIDTH]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.characters, self.places = nn.Embedding(ALPHABET, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.blocks(self.characters(tokens) + self.places.weight[: tokens.shape[1]])
-
-
 class Tuned(nn.Module):
-    """Characters [rows, length] to scores of the texts [rows, texts]: frozen base, adapters (Hu et al., 2021), head."""
+    """Characters [rows, length] to scores of the texts [rows, texts]: a frozen base with adapters in it, and a head."""
 
     def __init__(self, base: Base, rank: int) -> None:
         super().__init__()
-        self.base = [base.requires_grad_(False)]  # in a list: no part of this module, so it is not committed
-        self.adapters, self.head = nn.ModuleList(), nn.Linear(WIDTH, len(TEXTS))
-        for layer in base.modules():
-            if isinstance(layer, nn.Linear):
-                narrow, wide = (
-                    nn.Linear(*ends, bias=False) for ends in ((layer.in_features, rank), (rank, layer.out_features))
-                )
-                nn.init.zeros_(wide.weight)
-                self.adapters.append(nn.Sequential(narrow, wide))
-                layer.register_forward_hook(
-                    lambda _, inputs, output, beside=self.adapters[-1]: output + beside(inputs[0])
-                )
+        lora = LoraConfig(r=rank, target_modules=["attention", "join", "inner", "outer"])
+        base = inject_adapter_in_model(lora, base.requires_grad_(False))
+        self.base = [base]  # in a list: no part of this module, so it is not committed
+        layers = [layer for layer in base.modules() if isinstance(layer, LoraLayer)]
+        self.adapters = nn.ModuleList(nn.ModuleList([layer.lora_A, layer.lora_B]) for layer in layers)
+        self.head = nn.Linear(WIDTH, len(TEXTS))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.base[0](tokens).mean(1))
+
+
+class Weights:
+    """The file of the frozen weights. It is tracked, so that a run that began with another file is not continued."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.sha256 = file, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+    def state_dict(self) -> dict[str, str]:
+        return {"sha256": self.sha256}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        if state["sha256"] != self.sha256:
+            raise ValueError(
+                f"{self.file} has the SHA-256 {self.sha256}, but the adapters of this run were trained beside a file "
+                f"with {state['sha256']}: give that one to --base, or begin a new run with another --checkpoint"
+            )
 
 
 def pieces() -> TensorDataset:
@@ -95,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
         tuned = Tuned(base.to(run.device), args.rank).to(run.device)
         model = DistributedDataParallel(tuned) if dist.is_initialized() else tuned
         optimizer = torch.optim.AdamW(tuned.parameters(), lr=3e-3)
-        run.track(model=model, optimizer=optimizer)
+        run.track(model=model, optimizer=optimizer, base=Weights(args.base))
         for step in run.steps(run.loader(pieces(), global_batch=24, seed=0), until=args.steps):
             with step as batch:
                 tokens, texts = batch.to(run.device).data

@@ -1,18 +1,21 @@
-"""examples/finetune: frozen weights stay as they are, commits hold adapters only, and a kill leaves no trace."""
+"""examples/finetune: frozen weights stay those of their file, commits hold adapters, and a kill leaves no trace."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import everstep
 from support.recipes.kills import check_kill
-from support.recipes.recipes import PROGRAMS, Ended, script, undisturbed
+from support.recipes.recipes import PROGRAMS, Ended, RecipeFailed, script, undisturbed
 from support.recipes.recorded import record
+from support.recipes.shared import SharedRuns, shared_folder
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "finetune"
@@ -20,16 +23,18 @@ NAME = "finetune"
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of examples/gpt, as they begin."""
+    """Those of examples/gpt, as they begin. All processes of xdist write the same, in one place."""
     torch.manual_seed(1)
-    file = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_file(script("gpt").Transformer().state_dict(), file)
-    return file
+    file = shared_folder(tmp_path_factory) / "weights" / "model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    save_file(script("gpt").Transformer().state_dict(), written)
+    return written.replace(file)
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Ended:
-    return undisturbed(NAME, tmp_path_factory.mktemp("calm"), arguments(weights))
+def calm(shared: SharedRuns, weights: Path) -> Ended:
+    return shared(NAME, arguments(weights))
 
 
 def arguments(weights: Path) -> tuple[str, ...]:
@@ -50,7 +55,19 @@ def test_frozen_weights_are_those_of_their_file(tmp_path: Path, weights: Path) -
     same, tensors = min(ranks)
     record(NAME, "frozen tensors that are those of their file after 20 steps", same, f"of {tensors}")
     assert same == tensors
-    assert any(bool(value.ne(0).any()) for name, value in ended.state["model"].items() if name.endswith("1.weight"))
+    assert trained(ended), "the adapters have learned nothing"
+
+
+@pytest.mark.turns(2)
+def test_other_frozen_weights_than_those_of_the_run_are_refused(tmp_path: Path, weights: Path, calm: Ended) -> None:
+    other = load_file(weights)
+    other["places.weight"][0, 0] += 1
+    save_file(other, tmp_path / "other.safetensors")
+    shutil.copytree(calm.folder / "commits", tmp_path / "commits")
+    with pytest.raises(
+        RecipeFailed, match=r"other.safetensors has the SHA-256 \w+, but .* begin a new run with another"
+    ):
+        undisturbed(NAME, tmp_path, ("--steps", "61", "--base", "other.safetensors"), 1)
 
 
 def test_a_commit_holds_the_adapters_alone(tmp_path: Path, weights: Path, calm: Ended) -> None:
@@ -64,6 +81,13 @@ def test_a_commit_holds_the_adapters_alone(tmp_path: Path, weights: Path, calm: 
     small, large = (newest(folder) for folder in (calm.folder / "commits", tmp_path / "whole"))
     record(NAME, "bytes of a commit, by those of one of the whole model", small / large, "")
     assert small <= 0.05 * large
+
+
+def trained(ended: Ended) -> bool:
+    """Whether the second matrix of an adapter, which begins as zeros, has other values."""
+    second = [value for name, value in ended.state["model"].items() if re.match(r"adapters\.\d+\.1\.", name)]
+    assert len(second) == 8, list(ended.state["model"])
+    return any(bool(value.ne(0).any()) for value in second)
 
 
 def newest(folder: Path) -> int:

@@ -21,6 +21,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ("--steps", str(STEPS), "--every-steps", "20"))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("whom", ["one", "all"])
 def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -> None:
     one = kill(NAME, 25, 55)

@@ -38,6 +38,7 @@ def test_parameters_travel_once_a_round(calm: Ended) -> None:
     assert all(given == 30 * size and passes == 30 * 12 for given, passes in sent), sent
 
 
+@pytest.mark.turns(3)
 def test_a_worker_leaves_between_two_rounds(tmp_path: Path, calm: Ended) -> None:
     through = [PROGRAMS / "unhurried.py", Path("12:2")]
     average = (*ARGUMENTS, "--outer", "average")

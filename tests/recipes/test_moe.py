@@ -17,6 +17,7 @@ NAME = "moe"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
     check_kill(NAME, tmp_path / "hit", calm, ARGUMENTS, (15, 40), 4)

@@ -18,6 +18,7 @@ NAME = "pipeline"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
     arguments = (*ARGUMENTS, "--schedule", schedule)

@@ -35,6 +35,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shards: str) -> None:
     check_kill(NAME, tmp_path / "hit", calm, asked, (10, 35))
 
 
+@pytest.mark.turns(3)
 def test_each_sample_comes_once_an_epoch_over_resizes(tmp_path: Path, shards: str) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()

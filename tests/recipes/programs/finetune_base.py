@@ -25,7 +25,9 @@ class Tuned(train.Tuned):
 train.Tuned = Tuned
 train.main(Namespace(base=sys.argv[2], rank=2, steps=int(sys.argv[3]), every_steps=None, checkpoint=None))
 (base,) = bases
-file, held = train.load_file(sys.argv[2]), base.state_dict()
+file = train.load_file(sys.argv[2])
+# peft puts a layer that it adapts one level deeper, and its adapters beside it.
+held = {name.replace(".base_layer", ""): value for name, value in base.state_dict().items() if ".lora_" not in name}
 same = [
     name for name, value in held.items() if torch.equal(value.cpu().view(torch.uint8), file[name].view(torch.uint8))
 ]
