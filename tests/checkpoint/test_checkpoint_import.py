@@ -305,7 +305,7 @@ def test_of_two_that_begin_at_once_one_is_refused(how: str, record: int, tmp_pat
             super().create(name, data)
 
     store = Raced()
-    with pytest.raises(CheckpointError, match="somebody else has begun there meanwhile; give an empty folder"):
+    with pytest.raises(CheckpointError, match="another writer has begun there meanwhile; give an empty folder"):
         bring(how, store, tmp_path)
     assert Catalog(store).find().step == 0
 

@@ -587,7 +587,7 @@ def test_script_that_ends_by_an_error_waits_for_no_save(tmp_path: Path) -> None:
 def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Path) -> None:
     done = play(tmp_path, LAST, store="raise PermissionError('no space')")
     assert done.returncode == 1, done.stderr
-    assert "its last save came to nothing" in done.stderr
+    assert "its last save failed" in done.stderr
     assert "step 100: no space" in done.stderr
     assert "handlers ran" in done.stdout
 

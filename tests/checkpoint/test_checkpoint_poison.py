@@ -29,7 +29,7 @@ def test_commit_that_three_runs_died_of_is_stepped_over_and_reported(runs: Any, 
         assert runs(store).begin()[1] == 2
     assert runs(store).begin(on_event=events)[1] == 1
     (told,) = events.of("stepped-over")
-    assert (told["n"], told["error"]) == (2, "step 2: 3 runs loaded it and came to nothing")
+    assert (told["n"], told["error"]) == (2, "step 2: 3 runs loaded it and ended without another commit")
     # And after as many more deaths the next older: one step back a time.
     for _ in range(2):
         assert runs(store).begin()[1] == 1

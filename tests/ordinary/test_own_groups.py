@@ -157,7 +157,7 @@ def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path:
 
 
 REFUSED = {
-    "unaveraged": (STAGES, "            run.average_gradients(stage)\n", "", "nobody averages.*average_gradients"),
+    "unaveraged": (STAGES, "            run.average_gradients(stage)\n", "", "are not averaged.*average_gradients"),
     "half": (
         PARTS, "    torch.manual_seed(0)\n", "    dist.new_group([0, 1])\n    torch.manual_seed(0)\n",
         r"dist\.new_group\(\[2, 3\]\) was left out.*range\(0, run\.world_size, 2\)",
@@ -182,7 +182,7 @@ REFUSED = {
         r"run\.track\(.*seen.*Each process must make the same.*buffer of a tracked module",
     ),
     "values": (
-        STAGES, 'seen["loss"] += total.item()', 'seen["loss"] += number', "another seen, which is tracked.*buffer",
+        STAGES, 'seen["loss"] += total.item()', 'seen["loss"] += number', "values of seen, which is tracked.*buffer",
     ),
     "scaled": (
         SCALED, "ShardedGradScaler(run.device.type, init_scale=64.0, growth_interval=4, process_group=replica)",

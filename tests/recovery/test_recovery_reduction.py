@@ -203,7 +203,7 @@ def compared(*free: str, broadcast: bool = False, moved: str = "3.running_mean")
 def test_buffer_that_is_each_ranks_own_is_refused_by_its_name_on_all_ranks() -> None:
     for error in compared():
         assert isinstance(error, LoopError)
-        assert "another model.3.running_mean" in str(error)
+        assert "different values of model.3.running_mean" in str(error)
         assert "run.untracked('model.3.running_mean')" in str(error)
 
 
@@ -248,7 +248,7 @@ def test_tracked_values_that_differ_between_ranks_are_refused_by_their_name_on_a
     lock = threading.Lock()
     for error in Ranks().play(each):
         assert isinstance(error, LoopError)
-        assert "another recent, which is tracked" in str(error)
+        assert "different values of recent, which is tracked" in str(error)
         assert "run.untracked('recent')" in str(error)
 
 

@@ -183,7 +183,7 @@ def test_script_that_was_changed_is_warned_of_and_not_refused(
     monkeypatch.setattr("sys.argv", ["train.py", "--loss-factor=0.5"])
     with caplog.at_level(logging.WARNING, "everstep.train"):
         train(tmp_path, lambda: 0.5)
-    assert "It goes on, because the script or its arguments are not those of then" in caplog.text
+    assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
 def test_configuration_file_that_was_changed_is_warned_of_and_not_refused(
@@ -196,7 +196,7 @@ def test_configuration_file_that_was_changed_is_warned_of_and_not_refused(
     options.write_text("factor: 0.5")
     with caplog.at_level(logging.WARNING, "everstep.train"):
         train(tmp_path / "run", lambda: 0.5)
-    assert "It goes on, because the script or its arguments are not those of then" in caplog.text
+    assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
 def test_script_without_a_file_is_warned_of_and_not_refused(

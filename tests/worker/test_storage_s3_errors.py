@@ -235,7 +235,7 @@ def test_upload_that_is_no_more_is_done_only_if_its_commit_was_sent(
     if done:
         upload.commit()
         return
-    with pytest.raises(TerminalError, match="swept by another"):
+    with pytest.raises(TerminalError, match="removed by another process"):
         upload.commit()
 
 
@@ -299,13 +299,13 @@ def test_404_that_no_s3_server_wrote_is_retryable_and_survived(server: ScriptedS
     plain = open_store("s3://bucket/run")
     plain.put("log/0", b"x")
     server.script = [answer]
-    with pytest.raises(RetryableError, match="is it stopping"):
+    with pytest.raises(RetryableError, match="whether it is stopping"):
         plain.get("log/0")
     server.script = [answer]
-    with pytest.raises(RetryableError, match="is it stopping"):
+    with pytest.raises(RetryableError, match="whether it is stopping"):
         plain.list("log/")
     server.script = [answer, answer]  # HEAD, and the listing that is asked because a HEAD has no words
-    with pytest.raises(RetryableError, match="is it stopping"):
+    with pytest.raises(RetryableError, match="whether it is stopping"):
         plain.size("log/0")
     server.script = [answer] * 3
     assert b"x" in RetryingStore(plain, FAST).get("log/0")

@@ -106,14 +106,14 @@ class Cache:
             self._fetch(root, key, url, name or url.rsplit("/", 1)[-1], size, stored, unpack, until)
             if (found := self._whole(root / key, until)) is not None:
                 return found
-        raise CacheError(f"{url}: what was fetched into {root} was damaged at once: look at the disk")
+        raise CacheError(f"{url}: what was fetched into {root} was damaged at once: check the disk")
 
     def _made(self) -> Path:
         root = Path(self.folder)
         try:
             (root / "locks").mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise CacheError(f"Cache({str(root)!r}): the folder cannot be made ({e}): pass one that can") from e
+            raise CacheError(f"Cache({str(root)!r}): the folder cannot be made ({e}): pass another folder") from e
         return root
 
     def _whole(self, entry: Path, until: float) -> Held | None:

@@ -314,16 +314,16 @@ class ElasticLoader:
             if mine != said:
                 raise PositionMismatch(
                     f"the position is sample {saved.index} of epoch {saved.epoch} as {self._drawn.name} drew it, and"
-                    " here it draws other samples for that epoch: its weights, its arguments or something that it"
-                    " counts are not what they were. Let it draw by set_epoch(epoch) and its generators alone"
+                    " here it draws other samples for that epoch: its weights or arguments were changed, or it counts"
+                    " something itself. Let it depend on set_epoch(epoch) and its generators alone"
                 )
 
     def _check_length(self) -> None:
         if (length := len(self._dataset)) != self._samples:
             raise DatasetChanged(
                 f"dataset {type(self._dataset).__name__} had {self._samples} samples when the loader was made, and has"
-                f" {length} in epoch {self.epoch}: give it all of its samples before, or train with what it has then in"
-                " a run of its own, with allow_changes={'dataset'}"
+                f" {length} in epoch {self.epoch}: give it all of its samples before the loader is made, or go on with"
+                " the new ones in another run, with allow_changes={'dataset'}"
             )
 
     def _begin(self) -> Iterator[Any]:

@@ -94,8 +94,8 @@ class TakenOver(ElasticLoader):
         for (name, was), (_, now) in zip(self._facts, _facts(self._loader), strict=True):
             if was is not now and was != now:
                 raise LoaderUnusable(
-                    f"the DataLoader's {name} was {was} when run.steps() took it, and is {now}: what is changed in it"
-                    " later does not reach the training. Train what is to be different in a run of its own that goes on"
+                    f"the DataLoader's {name} was {was} when run.steps() took it, and is {now}: later changes of"
+                    " it have no effect on the training. To train with a changed loader, start another run that goes on"
                     " from the commits of this one, with run.loader(…, allow_changes=…)"
                 )
         return super()._begin()
@@ -117,8 +117,8 @@ def _batches(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise LoaderUnusable(
-            f"{type(loader.dataset).__qualname__} is an IterableDataset: it can only be read from the front, by each"
-            " process all of it. Give it __len__ and __getitem__; or describe its files by"
+            f"{type(loader.dataset).__qualname__} is an IterableDataset: it can only be read from the front, and"
+            " each process would read all of it. Give it __len__ and __getitem__; or describe its files by"
             " everstep.data.ShardedDataset([Shard(name, samples), …], open_shard); or write"
             " run.steps(run.loader(everstep.data.Stream(dataset, length), global_batch=…), …), with the samples of an"
             " epoch as its length"

@@ -27,6 +27,6 @@ def probe(store: ObjectStore) -> None:
             raise StoreUnusable(f"{store.url} refuses a small object: {e}") from e
     raise StoreUnusable(
         f"{store.url} ignores conditional creates (If-None-Match): two writers could both commit. Use a store that "
-        "honours them, or pass single_committer=True (EVERSTEP_SINGLE_COMMITTER=1) if you guarantee yourself that "
-        "only one job ever writes to this URL; a zombie of an earlier round is then not kept out"
+        "honours them, or pass single_committer=True (EVERSTEP_SINGLE_COMMITTER=1) if you are sure that only "
+        "one job ever writes to this URL. Then a process of an earlier round that still runs is not kept out either"
     )

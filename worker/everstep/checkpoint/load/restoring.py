@@ -81,7 +81,11 @@ class Guard:
         if self._failed is None:
             self._failed = self._loads.failed()
         count = self._failed.get(found.n, 0)
-        return f"step {found.step}: {count} runs loaded it and came to nothing" if count >= self._most else None
+        return (
+            f"step {found.step}: {count} runs loaded it and ended without another commit"
+            if count >= self._most
+            else None
+        )
 
     def loading(self, record: CommitRecord) -> None:
         if self._most:

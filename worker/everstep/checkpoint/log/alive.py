@@ -97,7 +97,7 @@ class Sign:
         try:
             self._store.delete(name)
         except StorageError as e:
-            log.debug("the sign of life stays, and will not change: %s", e)
+            log.debug("the sign of life cannot be removed, and is not renewed any more: %s", e)
 
     def _sweep(self) -> None:
         for info in self._store.list(ALIVE):

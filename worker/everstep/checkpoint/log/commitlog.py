@@ -94,7 +94,7 @@ class CommitLog:
             return self.commit(Head(own.n, own, own.commit), own, draft)[1]
         except Fenced as e:
             raise CheckpointError(
-                f"{self._store.url}: somebody else has begun there meanwhile; give an empty folder or prefix ({e})"
+                f"{self._store.url}: another writer has begun there meanwhile; give an empty folder or prefix ({e})"
             ) from e
 
     def _listed(self) -> int:

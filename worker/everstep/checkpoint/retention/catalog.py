@@ -156,7 +156,8 @@ class Catalog:
         if len(found) > 1:
             steps = " and ".join(str(r.step) for r in found.values())
             raise CheckpointError(
-                f"{self._store.url}: tag {tag!r} is on steps {steps}: moving it was cut off; tag the one that is meant"
+                f"{self._store.url}: tag {tag!r} is on steps {steps}, because a move of it was interrupted: tag the "
+                "right one again"
             )
         for record in found.values():
             return record

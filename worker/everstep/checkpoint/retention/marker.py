@@ -63,7 +63,9 @@ class Marker:
                 if not mark.why:
                     lost.append(mark.n)
             else:
-                log.warning("step %d is not marked to be kept: somebody else deletes it, or has done so", mark.step)
+                log.warning(
+                    "step %d is not marked to be kept: another process deletes it, or has deleted it", mark.step
+                )
         self._walked = True
         return lost
 

@@ -71,7 +71,7 @@ def late(checkpointer: Closable) -> str:
     _script.code = _script.code or 1
     return (
         ": the script has ended, and its last save is finished before the functions of atexit run. Save at the end of "
-        "the script, or call close() in that function's place"
+        "the script, not in a function of atexit"
     )
 
 
@@ -95,7 +95,7 @@ def _close_all() -> None:
             if isinstance(e, Fenced) and _script.newest.get(url) is not checkpointer:
                 continue
             _script.code = getattr(e, "exit_code", 1)
-            log.exception("the script has ended, and its last save came to nothing")
+            log.exception("the script has ended, and its last save failed")
 
 
 def _failed() -> bool:

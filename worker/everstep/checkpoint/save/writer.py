@@ -170,7 +170,7 @@ class Writer:
             try:
                 task()
             except BaseException:  # of a hook or a store: the thread has to live, for what waits and for what comes
-                logger.exception("the thread that writes checkpoints met an error, and goes on")
+                logger.exception("an error in the thread that writes checkpoints; it goes on with the next task")
             del task  # and with it the staged bytes, which the next save may have to make room for
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
@@ -185,7 +185,7 @@ class Writer:
             try:
                 self._failed(staged, error)
             except BaseException:
-                logger.exception("a save failed, and what was to be told of it")
+                logger.exception("a save failed, and so did the report of its failure")
         handle.finish(outcome)
         if isinstance(outcome, Committed):
             self._cleaner.clean()
@@ -197,11 +197,11 @@ class Writer:
         parts = gather_parts(self._store, staged, part, self._identity.peer_timeout, self._stop, self._clock)
         if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
             self.refused = StateMismatch(
-                f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one for all: step "
-                f"{staged.step} was not saved. What each rank has for itself is given as an object whose class sets "
-                "everstep_per_rank = True (everstep.RngState for random generators); of which each has other names, as "
-                "experts or pipeline stages, is marked with everstep.Union; what is to be the same is broadcast, or "
-                "computed from what is"
+                f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one value for all: step "
+                f"{staged.step} was not saved. If the values should be equal, broadcast them. If each rank has its "
+                "own, give an object whose class sets everstep_per_rank = True (everstep.RngState for random "
+                "generators). If each rank holds other names (experts, pipeline stages), mark the object with "
+                "everstep.Union"
             )
             raise self.refused
         united = self._united(parts)

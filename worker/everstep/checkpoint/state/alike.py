@@ -65,9 +65,9 @@ def unlike(told: Sequence[Mapping[str, int]]) -> str | None:
         ranks = [rank for rank, one in enumerate(told) if name in one]
         if odd := [rank for rank in ranks if told[rank][name] != told[ranks[0]][name]]:
             return (
-                f"{name}: rank {odd[0]} holds it with other content than rank {ranks[0]}. Of what several ranks of a "
-                "union hold a commit has one: broadcast it, or give it another name on each rank, such as the number "
-                "of its layer or expert in the whole model"
+                f"{name}: rank {odd[0]} holds it with other content than rank {ranks[0]}. A commit has one value of "
+                "what several ranks of a union hold: broadcast it, or give it another name on each rank, such as the "
+                "number of its layer or expert in the whole model"
             )
     return None
 

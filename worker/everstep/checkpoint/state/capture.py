@@ -70,7 +70,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
             )
         if isinstance(target, torch.Tensor) and _shows_twice(target):
             raise StateMismatch(
-                f"{key}: is one number (or row) that shows at several places, as expand() makes it, so a commit could "
+                f"{key}: several of its elements share one place in memory, as expand() makes it, so a commit could "
                 f"not be read into it. Give a tensor with memory of its own: {key} = {key}.clone()"
             )
         if getattr(target, "everstep_per_rank", False):

@@ -175,8 +175,8 @@ def unasked(saved: Mapping[str, Mapping[str, Any]], asked: Iterable[str]) -> str
         return None
     more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     return (
-        f"{', '.join(left[:_SHOWN])}{more}: in the commit, and no rank asks for it. All ranks together ask for all "
-        "that a union holds, so that nothing is lost with the next save"
+        f"{', '.join(left[:_SHOWN])}{more}: in the commit, and no rank asks for it. The next save would lose it: "
+        "the states of all ranks together must have all that a union holds"
     )
 
 

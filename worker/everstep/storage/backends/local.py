@@ -251,7 +251,8 @@ class LocalUpload:
             raise  # the file stays for the next attempt
         except NotFound as e:
             self.abort()
-            raise TerminalError(f"{self._store.url}: the unfinished file of {self._name} was swept by another") from e
+            said = f"the unfinished file of {self._name} was removed by another process's clean-up"
+            raise TerminalError(f"{self._store.url}: {said}") from e
         except StorageError:
             self.abort()
             raise

@@ -300,7 +300,9 @@ class S3Upload:
             # An attempt before this one has succeeded and its answer was lost, or somebody swept the upload.
             size = sum(size for _, size in self._sent.values())
             if not self._unsure or self._store.size(self._name) != size:
-                raise TerminalError(f"{self._store.url}: the upload of {self._name} was swept by another") from e
+                raise TerminalError(
+                    f"{self._store.url}: the upload of {self._name} was removed by another process's clean-up"
+                ) from e
         self._id = None
 
     def abort(self) -> None:

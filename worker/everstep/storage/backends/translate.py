@@ -73,7 +73,9 @@ def translate(e: Exception, where: str, *, bare_404_is_missing: bool = True) -> 
     if _no_credentials(e):
         return StoreUnusable(f"{text}. Set credentials (for S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)")
     if status == 404 and code in _BARE and not bare_404_is_missing:
-        return RetryableError(f"{text}. No S3 server answers so: is it stopping, or is the endpoint another server's?")
+        return RetryableError(
+            f"{text}. An S3 server does not answer so: check whether the endpoint is one, and whether it is stopping"
+        )
     if isinstance(e, FileNotFoundError | IsADirectoryError) or status == 404:
         return NotFound(text)
     if status is not None and 400 <= status < 500:

@@ -151,5 +151,5 @@ def _hopeless(e: Exception) -> str | None:
     if isinstance(e, ssl.SSLError | aiohttp.ClientConnectorSSLError) and str(reason) in _PLAIN:
         return "This server does not speak TLS: write http:// for https://, or correct the port"
     if isinstance(e, ValueError):
-        return "This is no URL that can be asked for: look at the host and the port"
+        return "No request can be made to this URL: check its host and port"
     return None

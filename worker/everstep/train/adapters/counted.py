@@ -18,7 +18,7 @@ from everstep.train.guards.script_text.sources import tree_of
 _ADDS = frozenset({"append", "extend"})
 _GUARD = "sync_gradients"
 BY_HAND = (
-    "gradients that the loop adds up by itself (`if step % k == 0:`) go with a lost process. Say Accelerator("
+    "gradients that the loop adds up by itself (`if step % k == 0:`) are lost with a lost process. Say Accelerator("
     "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
     "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
 )

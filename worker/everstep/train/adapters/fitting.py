@@ -355,7 +355,7 @@ def _check(trainer: Any) -> None:
         ),
         "manual optimization": (
             not module.automatic_optimization,
-            "nobody knows where a step ends: let Lightning step the optimizer",
+            "the end of a step is not known: let Lightning step the optimizer",
         ),
     }
     for name, (used, fix) in wrong.items():

@@ -117,7 +117,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
             raise CheckpointError(
-                "Trainer skips what was trained only if it is told before it begins: call callback.train(trainer) "
+                "Trainer has to know before it begins which batches were trained already: call callback.train(trainer) "
                 "instead of trainer.train()"
             )
         known_order(kwargs["train_dataloader"])
@@ -173,7 +173,10 @@ def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse settings whose state would not be restored as it was."""
     wrong = {
         "resume_from_checkpoint": (arguments.get("resume_from_checkpoint"), "leave it out: the commit is what goes on"),
-        "auto_find_batch_size": (trainer.args.auto_find_batch_size, "set the batch size: steps are counted in it"),
+        "auto_find_batch_size": (
+            trainer.args.auto_find_batch_size,
+            "set the batch size, which the count of steps needs",
+        ),
         "ignore_data_skip": (trainer.args.ignore_data_skip, "leave it out, or samples come twice"),
         "DeepSpeed": (trainer.is_deepspeed_enabled, "its engine keeps state that no commit would hold; use DDP"),
         "FSDP": (trainer.is_fsdp_enabled, "Trainer shards after the restore; use everstep.Checkpointer in a loop"),

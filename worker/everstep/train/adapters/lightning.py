@@ -146,7 +146,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
     def _fit_in_rounds(self, recovery: Any, trainer: Any, pl_module: Any, progress: _Progress) -> None:
         if trainer.ckpt_path is not None:
-            raise CheckpointError("fit(ckpt_path=…) under everstep-run: leave it out, the commit is what goes on")
+            raise CheckpointError(
+                "fit(ckpt_path=…) under everstep-run: leave ckpt_path out, the newest commit is loaded"
+            )
         if isinstance(trainer.fit_loop._data_source.instance, Elastic):
             raise LoopError(
                 "trainer.fit(module, Elastic(…)) under everstep-run: pass an ordinary DataLoader, " + fitting.INSTEAD

@@ -57,9 +57,9 @@ def tracked_late(objects: Mapping[str, Any]) -> str:
     """The text for `track` in the loop or after it."""
     call = ", ".join(f"{name}={name}" for name in objects)
     return (
-        f"track() after the loop began, where the saved state is restored already, and would miss {', '.join(objects)}."
-        f" Make it, and write `run.track({call})`, before the loop: before `for step in run.steps(…):`, run.epochs(…) "
-        "or run.train(…)"
+        f"track() was called after the loop began. The saved state was restored before that, without "
+        f"{', '.join(objects)}. Write `run.track({call})`, and what makes it, before `for step in run.steps(…):`, "
+        "run.epochs(…) or run.train(…)"
     )
 
 
@@ -74,7 +74,7 @@ def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
 def marked(name: str) -> str:
     """The text for a tracked object of which each rank holds another part."""
     return (
-        f"track({name}=…): everstep.Union marks what each rank holds other names of, and a run's replicas all hold the "
-        "same: a process that is lost gets its state from another. Save experts or pipeline stages with "
-        "everstep.Checkpointer alone, without a run"
+        f"track({name}=…): everstep.Union marks state of which each rank holds another part. In a run all replicas "
+        "hold the same state, because a process that replaces a lost one gets it from another rank. Save experts or "
+        "pipeline stages with everstep.Checkpointer, without a run"
     )

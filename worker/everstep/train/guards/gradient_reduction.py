@@ -50,9 +50,10 @@ class GradientReduction:
         for p in self._left_out(optimizer):
             if p.requires_grad and p.grad is not None and not (self._lasts and self._is_averaged_by_now(p)):
                 raise LoopError(
-                    f"{self._name(p)}: requires_grad was switched on after DistributedDataParallel was made, which "
-                    "averages the gradients of what required them then: each rank would train this parameter apart. "
-                    "Make DistributedDataParallel while it requires gradients, and freeze it afterwards: `model = "
+                    f"{self._name(p)}: requires_grad was switched on after DistributedDataParallel was made. It "
+                    "averages only the gradients of parameters that required them then, so each rank would train this "
+                    "parameter on its own. Make DistributedDataParallel while the parameter requires gradients, and "
+                    "freeze it afterwards: `model = "
                     "DistributedDataParallel(net, find_unused_parameters=True)`, then `….requires_grad_(False)`"
                 )
         for reference, reduced in self._ddps:
@@ -64,8 +65,8 @@ class GradientReduction:
                 continue
             raise LoopError(
                 f"{self._name(reduced[flags.index(False)])}: requires_grad was switched off after "
-                "DistributedDataParallel was made, which waits for its gradient, and so averages none of this step. "
-                "Freeze it before DistributedDataParallel is made, or let that look for what is unused: "
+                "DistributedDataParallel was made. It waits for this parameter's gradient, and so averages no gradient "
+                "of this step. Freeze the parameter before DistributedDataParallel is made, or write "
                 "`DistributedDataParallel(net, find_unused_parameters=True)`"
             )
 

@@ -22,7 +22,7 @@ LONG = 60  # characters of a value
 MOST_NAMED = 8  # variables in a text for a person
 # What to do about them.
 TRACK = (
-    "What steps change is tracked (`run.track(name=value)`; a number in a dictionary of its own), or computed anew in "
+    "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or let it be computed anew in "
     "each step from run.step"
 )
 _KINDS = frozenset({bool, int, float, complex, str})  # no subclasses: they have code of their own

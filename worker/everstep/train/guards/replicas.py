@@ -100,33 +100,34 @@ class Replicas:
             return
         if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
-                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-                f"{self._averaged[0][0]} or another, though DistributedDataParallel averages their gradients: "
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, though "
+                f"DistributedDataParallel averages the gradients of {self._averaged[0][0]} and the others: "
                 "something that training depends on is not the same on all ranks. In a process that replaces a "
-                "lost one the script's own variables are as at its start (a counter that sets a learning rate, the "
-                "best loss so far, weights kept aside): keep them in a dictionary that is tracked, "
+                "lost one the script's own variables have the values of the script's start (a counter that sets a "
+                "learning rate, the best loss so far, a copy of weights): keep them in a dictionary that is tracked, "
                 "`kept = {'count': 0}` and run.track(kept=kept) before run.steps(), or compute them from step.number. "
                 "With Trainer or Lightning keep them in attributes of a callback or module: numbers, texts, lists"
             )
         if places > 1:
             raise LoopError(
-                f"after step {self._steps} of this world the ranks of one place in their replicas, of {places}, hold "
-                f"different parameters, {', '.join(n for n, _ in self._own[:1])} or another: nobody averages them. "
-                "Write `run.average_gradients(model)` behind the last backward() of a step, before what reads gradients"
+                f"after step {self._steps} of this world the replicas differ: ranks with the same place in their "
+                f"replica (there are {places} places) hold different parameters"
+                f"{''.join(f', {n} among them' for n, _ in self._own[:1])}. Their gradients are not averaged: write "
+                "`run.average_gradients(model)` after the last backward() of a step, before the gradients are read"
             )
         if self._shape.readers > 1:
             raise LoopError(
-                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-                f"{self._own[0][0]} or another that each of them has whole: its gradients are averaged by nobody, or "
-                f"are not the same on the {self._shape.readers} ranks of a replica. Write run.average_gradients(model) "
-                "behind the last backward() of a step; what sees a part of the sequence only is cut by "
-                "SequenceParallel(), and what is drawn or decided must not depend on run.rank"
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters. One of "
+                f"those that each rank holds whole ({self._own[0][0]} is the first) has gradients that are not "
+                f"averaged, or that differ between the {self._shape.readers} ranks of a replica. Write "
+                "run.average_gradients(model) after the last backward() of a step, give layers that see only a part "
+                "of the sequence to SequenceParallel(), and let no random number or branch depend on run.rank"
             )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-            f"{self._own[0][0]} among them: nobody averages their gradients. Wrap the module before steps(), "
-            "`model = DistributedDataParallel(model)`, and call what it returns, also where the world is one process "
-            "now and grows later; or average the gradients in each step"
+            f"{self._own[0][0]} among them: their gradients are not averaged. Wrap the module before steps(), "
+            "`model = DistributedDataParallel(model)`, and call the wrapped module, also if the world has one process "
+            "now and may grow later; or average the gradients in each step"
         )
 
     def _compare_shards(self, gather: Gather) -> None:
@@ -135,9 +136,9 @@ class Replicas:
         told = gather((_digest(p for _, p in self._cut),))
         if len({(rank % shards, digest) for rank, (digest,) in enumerate(told)}) > shards:
             raise LoopError(
-                f"after step {self._steps} of this world its {len(told) // shards} replicas hold different parameters, "
-                f"{self._cut[0][0]} or another: their gradients are averaged by nobody. Write "
-                "`run.average_gradients(model)` behind the last backward() of a step, before what reads gradients"
+                f"after step {self._steps} of this world its {len(told) // shards} replicas hold different parameters. "
+                f"The gradients of their shards ({self._cut[0][0]} is the first) are not averaged: write "
+                "`run.average_gradients(model)` after the last backward() of a step, before the gradients are read"
             )
 
     def _compare_values(self, same: Callable[[int], bool]) -> None:
@@ -151,16 +152,17 @@ class Replicas:
         names = [key for key, digest in sorted(found.items()) if not same(digest)]
         kept = ", ".join(names)
         of_place = (
-            "; or, if it is what one place of a replica has of the model, put it into a buffer of a tracked "
-            "torch.nn.Module, which is kept by place"
+            "; or, if it belongs to the part of the model that one place of a replica holds, make it a buffer of a "
+            "tracked torch.nn.Module, which is saved for each place"
             if self._shape.places > 1
             else ""
         )
         raise LoopError(
-            f"after step {self._steps} of this world each rank has another {kept}, which is tracked: a process that is "
-            "new, and each rank of a run that is started again, is given one rank's. Make it alike on all ranks: "
-            "dist.all_reduce in the step what is put into it, or compute it from step.number; or, if nothing that is "
-            f"trained depends on it and it may be lost, say so: run.untracked({', '.join(map(repr, names))}){of_place}"
+            f"after step {self._steps} of this world the ranks have different values of {kept}, which is tracked: a "
+            "new process, and each rank of a run that is started again, would get one rank's value. Make it the same "
+            "on all ranks: in the step use dist.all_reduce on what goes into it, or compute it from step.number. Or, "
+            f"if the training does not depend on it and it may be lost: run.untracked({', '.join(map(repr, names))})"
+            f"{of_place}"
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
@@ -176,16 +178,17 @@ class Replicas:
         name = held[0][0] if held else "a buffer"
         if self._shape.readers > 1:
             raise LoopError(
-                f"after step {self._steps} of this world each rank has another {name}: of a model that is cut over "
-                "run.mesh() nobody makes the replicas' buffers alike. A replica's own is lost with it, and no "
-                "commit holds it. Take a layer without such a buffer, LayerNorm for BatchNorm; or, if it may be lost, "
-                f"say so: run.untracked({name!r})"
+                f"after step {self._steps} of this world the ranks have different values of {name}: the buffers of a "
+                "model that is divided over run.mesh() are not made the same in all replicas. A replica's own values "
+                "are lost with it, and commits do not hold them. Use a layer without such a buffer (LayerNorm instead "
+                f"of BatchNorm); or, if they may be lost: run.untracked({name!r})"
             )
         raise LoopError(
-            f"after step {self._steps} of this world each rank has another {name}, because its DistributedDataParallel "
-            "was made with broadcast_buffers=False: a rank's own is lost with its process, and no commit holds it. "
-            "Leave broadcast_buffers=False out, and rank 0's counts; or let all ranks make one of all batches, with "
-            f"torch.nn.SyncBatchNorm; or, if it may be lost, say so: run.untracked({name!r})"
+            f"after step {self._steps} of this world the ranks have different values of {name}, because its "
+            "DistributedDataParallel was made with broadcast_buffers=False: a rank's own values are lost with its "
+            "process, and commits do not hold them. Leave broadcast_buffers=False out, and all ranks get rank 0's; or "
+            "use torch.nn.SyncBatchNorm, which computes one value from the batches of all ranks; or, if they may be "
+            f"lost: run.untracked({name!r})"
         )
 
     def _name(self, module: torch.nn.Module, key: str) -> str:

@@ -136,19 +136,19 @@ class RestartCheck:
             if differing:
                 log.warning(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
-                    "what later steps read of them is to be tracked", listed(differing),
+                    "track those that later steps read", listed(differing),
                 )  # fmt: skip
             return
         text = refusal(found, self._step, differing)
         if self._program is None or head.get("program") != self._program:
-            log.warning("%s. It goes on, because the script or its arguments are not those of then", text)
+            log.warning("%s. The run goes on, because the script or its arguments were changed since", text)
             return
         if AGAIN in told and self._difference(sums, *told[AGAIN], alike):
             log.warning(
-                "step %d is another one in each process that takes it, from the same samples, random numbers and "
-                "tracked state: it %s. So nothing can be told from that, and the run goes on; it will not be that of "
-                "an undisturbed run. Random numbers that are drawn from torch's, numpy's or Python's own generators, "
-                "or from one that is tracked, are the same after a restart", self._step, found,
+                "step %d has another result each time it is computed from the same samples, random numbers and "
+                "tracked state: it %s. So it cannot be compared, and the run goes on, but does not end as an "
+                "undisturbed run would. For equal results draw random numbers only from torch's, numpy's or Python's "
+                "own generators, or from one that is tracked", self._step, found,
             )  # fmt: skip
             return
         if AGAIN not in told:
@@ -186,7 +186,7 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     try:
         sums, head = unpack(data)
     except (ValueError, TypeError) as e:
-        log.warning("what was noted of the step behind the commit cannot be read: %s", e)
+        log.warning("this restart is not compared: the note of the step after the commit cannot be read: %s", e)
         return None
     usable = sums is not None and head.get("version") == 2 and isinstance(head.get("values"), dict)
     return (sums, head) if sums is not None and usable else None
@@ -202,6 +202,6 @@ def refusal(found: str, step: int, differing: list[str]) -> str:
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {TRACK}. If it is meant to be another (a configuration file or data were changed), "
-        "start(compare_gradients=False)"
+        f"{text}. {TRACK}. If the difference is intended (a configuration file or data were changed), write "
+        "everstep.start(…, compare_gradients=False)"
     )

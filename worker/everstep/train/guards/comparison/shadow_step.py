@@ -313,8 +313,8 @@ def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -
     saved = "Nothing was saved since it came"
     if age:
         saved = (
-            f"It came {age} steps ago, and still computed the same {age - age // 2} steps ago: commits since then may "
-            "hold what it has trained wrongly"
+            f"It came {age} steps ago, and its gradients were still equal {age - age // 2} steps ago: commits since "
+            "then may hold wrong parameters"
         )
     text = (
         f"rank {rank} is a new process, and it computes other gradients than rank {model} from the same samples, "
@@ -324,6 +324,6 @@ def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {TRACK}. If only the kernels of two machines differ so much, or the step reads RANK from the "
-        "environment and means to, start(compare_gradients=False)"
+        f"{text}. {TRACK}. If the machines compute that differently, or the step reads RANK from the environment on "
+        "purpose, write everstep.start(…, compare_gradients=False)"
     )
