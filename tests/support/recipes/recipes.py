@@ -88,8 +88,9 @@ def undisturbed(
     through: Sequence[Path] = (),
     **variables: str,
 ) -> Ended:
-    """`processes` ranks of examples/NAME/train.py, all of one agent. `through`: a script of the test that runs the
-    recipe's; `variables`: for its environment."""
+    """`processes` ranks of examples/NAME/train.py, all of one agent. A name such as "heterogeneous/backup.py" names
+    another script of the recipe. `through`: a script of the test that runs the recipe's; `variables`: for its
+    environment."""
     return loaded(folder, launched(folder, processes, [*through, _script(name), *arguments], **variables))
 
 
@@ -106,7 +107,7 @@ def disturbed(
     run --at`. `through`: a script of the test that runs the recipe's, and its first arguments; `elastic`: MIN:MAX
     workers, else as many as there are."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = yaml.safe_load((EXAMPLES / name / "job.yaml").read_text())
+    job = yaml.safe_load(_script(name).with_name("job.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
     said = container["command"]
     script = said.index("train.py")
@@ -200,7 +201,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _script(name: str) -> Path:
-    return EXAMPLES / name / "train.py"
+    folder, _, file = name.partition("/")
+    return EXAMPLES / folder / (file or "train.py")
 
 
 def _environment(folder: Path) -> dict[str, str]:
