@@ -82,7 +82,10 @@ class CurrentRound:
     @property
     def lost(self) -> str | None:
         """Why collectives of the present round fail; None while they work."""
-        return next((group.lost for group in self.groups if group.lost is not None), None)
+        for group in self.groups:  # read in each step, where a generator takes as long as all else here
+            if (why := group.lost) is not None:
+                return why
+        return None
 
     @property
     def programs(self) -> tuple[RecoverableGroup, ...]:

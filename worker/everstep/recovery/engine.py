@@ -130,7 +130,10 @@ class Recovery:
         return self._failed_by_now() > self._failures
 
     def _failed_by_now(self) -> int:
-        return sum((self.rollback.refused if self.rollback else 0, *(group.failures for group in self._round.programs)))
+        failed = self.rollback.refused if self.rollback is not None else 0
+        for group in self._round.programs:
+            failed += group.failures
+        return failed
 
     def over(self) -> None:
         """The step's block has ended, with or without an error."""

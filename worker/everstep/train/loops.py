@@ -229,7 +229,9 @@ class Loops:
 
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()
-        self._random.begin(self.step, rank if rank is not None else self._rank)
+        if rank is None:  # `dist.get_rank` looks for who asks, which takes time in each step
+            rank = self._recovery.members.rank if self._recovery is not None else self.place.rank
+        self._random.begin(self.step, rank)
         self._taken = self._new_step(world)
         return self._taken
 

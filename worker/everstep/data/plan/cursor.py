@@ -40,7 +40,7 @@ class Cursor:
         """The same run at another position."""
         if not 0 <= epoch <= MAX_EPOCH or not 0 <= index <= self.dataset.length:
             raise DataError(f"epoch {epoch}, index {index}: no position in a dataset of {self.dataset.length} samples")
-        return replace(self, epoch=epoch, index=index)
+        return Cursor(self.seed, epoch, index, self.global_batch, self.order, self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values only."""

@@ -50,6 +50,7 @@ class ProgramGroups:
         self.main = self._make()
         self.main.on_point = self._check_peer
         self._own: list[ScriptGroup] = []
+        self.own: tuple[RecoverableGroup, ...] = ()  # the script's groups with this process, in the order of `parts`
         # Whether the script divides its model, the ranks of a replica, and the rank that this process assumes.
         self._divided, self.places, self._here = False, 1, 0
         self._told: Counter[tuple[GroupMeaning, int]] = (
@@ -75,11 +76,6 @@ class ProgramGroups:
         process keeps the place of `rank`."""
         if kind == MODEL:
             self._divided, self.places, self._here = True, places, rank % self._most
-
-    @property
-    def own(self) -> tuple[RecoverableGroup, ...]:
-        """The script's groups that contain this process, in the order of `parts`."""
-        return tuple(one.group for one in self._own)
 
     def is_across(self, group: object) -> bool:
         """Whether this is a group of the script that consists of one place of all replicas."""
@@ -130,6 +126,7 @@ class ProgramGroups:
             self._seat(group, what, self._here, self._most)
         self._own.append(ScriptGroup(what, nth, group))
         self._own.sort(key=lambda one: meanings.order_of(one.what, one.nth))
+        self.own = tuple(one.group for one in self._own)
         return group
 
     def _alone(self) -> RecoverableGroup:

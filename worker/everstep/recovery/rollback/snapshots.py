@@ -17,6 +17,7 @@ import torch
 
 SMALL = 2**16  # bytes; the tensors of an object are copied in each step if they are together no larger
 _PLAIN = (int, float, str, bytes, bool, type(None))
+_ATOMS = frozenset(_PLAIN)  # a look at a value's type costs less than a call for each value, in each step
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[TensorSnapshot]]:
     """The tree with each tensor replaced by a `TensorSnapshot`, and a list of these. Small tensors are copied."""
     held: list[TensorSnapshot] = []
     kept = _hold(tree, held)
-    if copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
+    if held and copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
         for h in held:
             h.copy, h.origin = h.tensor.detach().clone(), raw(h.tensor).detach()
     return kept, held
@@ -102,15 +103,15 @@ def _hold(tree: Any, held: list[TensorSnapshot]) -> Any:
         held.append(TensorSnapshot(tree, version(tree), address(tree)))
         return held[-1]
     if isinstance(tree, dict):
-        items = _Dict({key: _hold(value, held) for key, value in tree.items()})
+        items = _Dict({k: v if type(v) in _ATOMS else _hold(v, held) for k, v in tree.items()})
         items.of = tree
         return items
     if isinstance(tree, list | deque | set):
-        values = _List(_hold(value, held) for value in tree)
+        values = _List([v if type(v) in _ATOMS else _hold(v, held) for v in tree])
         values.of = tree
         return values
     if type(tree) is tuple:
-        return tuple(_hold(value, held) for value in tree)
+        return tree if _ATOMS.issuperset(map(type, tree)) else tuple(_hold(value, held) for value in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_hold(value, held) for value in tree))
     if type(tree) is np.ndarray and tree.flags.writeable and tree.dtype != object:

@@ -18,6 +18,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.recovery.state.scalers import scalers
 
+_NOTHING = frozenset({type(None)})
 SAMPLE = 16  # parameters that are checked to see whether a backward pass has run
 
 
@@ -137,7 +138,10 @@ class Gradients:
     @property
     def present(self) -> list[bool]:
         """For each parameter whether it has a gradient, and whether that is sparse."""
-        return [told for p in self._all for told in (p.grad is not None, p.grad is not None and p.grad.is_sparse)]
+        gradients = [p.grad for p in self._all]
+        if _NOTHING.issuperset(map(type, gradients)):  # the optimizer has cleared them, as in most steps
+            return [False] * (2 * len(gradients))
+        return [told for g in gradients for told in (g is not None, g is not None and g.is_sparse)]
 
     def end(self) -> None:
         """End the run."""
