@@ -22,12 +22,12 @@ OLDEST = (2 * BOUND + 1) * (WORKERS - 1)
 @pytest.mark.turns(2)
 def test_gradients_are_as_new_as_the_bound_says_and_kills_stop_nobody(tmp_path: Path) -> None:
     """The fast worker is killed, and replaced only after the server was killed too: until then the slow one goes on."""
-    arguments = ("--steps", "120", "--every-steps", "5", "--bound", str(BOUND))
-    hit, starts = played(NAME, tmp_path, arguments, 1 + WORKERS, [KILLED, "1000:40:15:0.1"])
+    arguments = ("--steps", "150", "--every-steps", "5", "--bound", str(BOUND))
+    hit, starts = played(NAME, tmp_path, arguments, 1 + WORKERS, [KILLED, "1000:90:30:0.1"])
     assert starts == [2, 2, 1], hit.output
     ages = {int(age): times for age, times in hit.state["staleness"].items()}
     record(NAME, "most versions that a gradient was behind, with a bound of 3 and 2 workers", max(ages), "of 7 allowed")
-    assert sum(ages.values()) == hit.step == 120, "each applied gradient counts once, also over the server's death"
+    assert sum(ages.values()) == hit.step == 150, "each applied gradient counts once, also over the server's death"
     assert 0 < max(ages) <= OLDEST, ages
 
     (_, committed), *_ = re.findall(r"killed in step (\d+) after the commit of step (\d+)", hit.output)
