@@ -16,6 +16,8 @@ Figures, by cell:
   time that making a client takes. `load_over_raw`: bare concurrent reads without any check ÷ our `restore`.
 - `upload_cpu`: CPU seconds of s3fs's `pipe_file` ÷ those of one of our saves, staging and checksums included.
 - `memory`: peak resident memory of two saves beyond what was there before the Checkpointer ÷ the bytes staged.
+- `--once` is for a state that is larger than the memory for two of it, or than the disk for two checkpoints. `save` is
+  of the first save then, which makes its buffers, and `memory` is its peak.
 - `training_cost`, `steps_slower`: what a save takes from the steps beside it; see `checkpoint_parts/training.py`. One
   rank, files only: an S3 server on the same cores would take them from the steps itself. The first size only: it takes
   as many steps as the slowest save lasts, many times.
@@ -47,7 +49,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-from checkpoint_parts.cell import Cell, Measured, Place, TrainingCost, measure, seconds, train
+from checkpoint_parts.cell import Cell, Measured, Place, TrainingCost, measure, measure_once, seconds, train
 from checkpoint_parts.meter import Joint, middle
 from checkpoint_parts.world import World
 from figures import Better, Figure, finish, parser
@@ -66,6 +68,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
     p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
     p.add_argument("--only-training", action="store_true", help="only what a save takes from the steps beside it")
+    p.add_argument(
+        "--once", action="store_true", help="one rank, disk, one save each; the state maps one block"
+    )
     p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
     args = p.parse_args()
     args.store = args.store or (["disk", "s3"] if args.quick else ["disk", "tmpfs", "s3"])
@@ -95,15 +100,24 @@ def place(name: str, disk: Path) -> Iterator[tuple[Place, dict[str, str]]]:
         shutil.rmtree(folder)
 
 
-def fits(name: str, ranks: int, size: int) -> bool:
-    """Whether memory is there: each rank's process and state; what we stage and the memcpy beside it, or DCP's copies
-    of every rank's state; and two checkpoints where files are memory."""
+def free_memory() -> int:
+    """Bytes of memory that programs can still have."""
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    free = next(
+    return next(
         (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line),
         pages * page,
     )
-    return size * (ranks + max(2.3, ranks) + (0 if name == "disk" else 2)) + ranks * 2**29 < free
+
+
+def fits(name: str, ranks: int, size: int) -> bool:
+    """Whether memory is there: each rank's process and state; what we stage and the memcpy beside it, or DCP's copies
+    of every rank's state; and two checkpoints where files are memory."""
+    return size * (ranks + max(2.3, ranks) + (0 if name == "disk" else 2)) + ranks * 2**29 < free_memory()
+
+
+def fits_once(disk: Path, size: int) -> bool:
+    """Whether the disk holds one checkpoint, and memory one staged copy and a process."""
+    return 1.05 * size < shutil.disk_usage(disk).free and 1.05 * size + 2**30 < free_memory()
 
 
 def figures_of(cell: str, m: Measured, s3: bool) -> list[Figure]:
@@ -138,6 +152,20 @@ def figures_of(cell: str, m: Measured, s3: bool) -> list[Figure]:
     return found
 
 
+def once_figures(cell: str, m: Measured) -> list[Figure]:
+    """The figures of a state of which one checkpoint at a time fits."""
+    wall = {act: middle(joints) for act, joints in m.acts.items()}
+    raw, save = min(wall["raw_buffered"], wall["raw_direct"]), m.acts["everstep_first"][0]
+    return [
+        Figure(f"save.{cell}", raw / save.wall, "x", Better.HIGHER, 1, goal=0.9),
+        Figure(f"load.{cell}", wall["dcp_load"] / wall["everstep_load"], "x", Better.HIGHER, 1, goal=5),
+        Figure(f"load_over_raw.{cell}", wall["raw_load"] / wall["everstep_load"], "x", Better.HIGHER, 1),
+        Figure(f"memory.{cell}", save.extra / m.bytes, "x", Better.LOWER, 1, goal=1.2),
+        Figure(f"seconds.{cell}.everstep_first_blocked", save.blocked, "s", Better.LOWER, 1),
+        *(Figure(f"seconds.{cell}.{act}", wall[act], "s", Better.LOWER, 1) for act in sorted(wall)),
+    ]
+
+
 def training_figures(cell: str, t: TrainingCost, n: int) -> list[Figure]:
     """What a save takes from training, ours with its goals and DCP's beside it."""
     lower = Better.LOWER
@@ -154,6 +182,14 @@ def main() -> int:
     args = arguments()
     figures: list[Figure] = []
     samples: dict[str, object] = {}
+    if args.once:
+        gib = args.gib[0]
+        if not fits_once(args.disk, int(gib * GIB)):
+            sys.exit(f"{args.disk} has no room for a checkpoint of {gib:g} GiB, or memory none for a copy of the state")
+        with place("disk", args.disk) as (where, env):
+            start = partial(World, 1, int(gib * GIB), env, mapped=True)
+            measured = measure_once(Cell(where, start, 1, full=False))
+        return finish(once_figures(f"disk.1r.{gib:g}gib.once", measured), args)
     for gib in args.gib:
         for ranks in args.ranks:
             for name in args.store:

@@ -17,9 +17,9 @@ from checkpoint_parts.training import Run, Training
 class Acts:
     """The acts of one rank. `url` is a folder or an `s3://` prefix that no other act has used."""
 
-    def __init__(self, rank: int, ranks: int, size: int) -> None:
+    def __init__(self, rank: int, ranks: int, size: int, mapped: bool) -> None:
         self._rank, self._ranks = rank, ranks
-        self._trained = Trained(size)
+        self._trained = Trained(size, mapped)
         self._everstep, self._dcp = Everstep(self._trained), Dcp(self._trained)
         self._torch = TorchSave(self._trained, rank)
         self._raw = Raw(self._trained.bytes // ranks, max(1, (os.cpu_count() or 1) // ranks))

@@ -70,6 +70,25 @@ def measure(cell: Cell) -> Measured:
     return result
 
 
+def measure_once(cell: Cell) -> Measured:
+    """Each subject saves once and loads once, in worlds of their own: the store holds one checkpoint at a time."""
+    result = Measured()
+    for act, load in (("everstep_first", "everstep_load"), ("dcp_save", "dcp_load"), ("torch_save", "torch_load")):
+        prefix = uuid.uuid4().hex
+        url = cell.place.url(prefix)
+        with cell.start() as world:
+            if act == "everstep_first":
+                world.time("everstep_open", url=url)
+                result.acts[act].append(world.time("everstep_save"))
+                world.time("everstep_close")
+            else:
+                result.acts[act].append(world.time(act, url=url))
+        _load(cell, load, prefix, result)
+        _drop(cell.place, prefix)
+    _raw(cell, uuid.uuid4().hex, result)
+    return result
+
+
 def _raw(cell: Cell, prefix: str, result: Measured) -> None:
     place = cell.place
     with cell.start() as world:

@@ -6,6 +6,8 @@ one large tensor is not quick. All ranks hold the same, as under DDP.
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,19 +24,56 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
 
-class Trained:
-    """A model and its optimizer after one step, about `size` bytes together."""
+class Shared:
+    """Files in `folder` that hold the values of tensors, each mapped as often as it is asked for."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def mapping(self, values: torch.Tensor) -> torch.Tensor:
+        """Another mapping of the file of `values`: writes are seen through all of them."""
+        file = self._folder / str(values.data_ptr())
+        if not file.exists():
+            values.numpy().tofile(file)
+        return torch.from_file(str(file), shared=True, size=values.numel(), dtype=values.dtype).view(values.shape)
+
+
+class Trained:
+    """A model and its optimizer after one step, about `size` bytes together.
+
+    Where it is `mapped`, all blocks map the memory of one block. Each tensor has a storage and addresses of its own,
+    so that each subject reads, copies and writes all bytes, but the state itself takes the memory of one block.
+    """
+
+    def __init__(self, size: int, mapped: bool = False) -> None:
         torch.manual_seed(1)
         width = 512 if size < 2**29 else 1024
         one = sum(p.numel() for p in Block(width).parameters()) * 4 * 3
-        self.model = nn.Sequential(*(Block(width) for _ in range(max(1, round(size / one)))))
+        blocks = max(1, round(size / one))
+        self.model = nn.Sequential(*(Block(width) for _ in range(1 if mapped else blocks)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-9)
         for p in self.model.parameters():
             p.grad = torch.rand_like(p)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if mapped:
+            self._repeat(blocks, width)
+
+    def _repeat(self, blocks: int, width: int) -> None:
+        """`blocks` blocks that map the memory of the first."""
+        first, moments = list(self.model.parameters()), self.optimizer.state
+        with torch.device("meta"):
+            self.model = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            memory = Shared(Path(folder))
+            for block in self.model:
+                for (name, _), values in zip(list(block.named_parameters()), first, strict=True):
+                    module, _, attribute = name.rpartition(".")
+                    setattr(block.get_submodule(module), attribute, nn.Parameter(memory.mapping(values.detach())))
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-9)
+            for block in self.model:
+                for p, values in zip(block.parameters(), first, strict=True):
+                    self.optimizer.state[p] = {k: memory.mapping(v) for k, v in moments[values].items()}
 
     def tensors(self) -> list[torch.Tensor]:
         moments = [t for s in self.optimizer.state.values() for t in s.values()]

@@ -24,9 +24,9 @@ LIMIT = 600.0  # seconds for one act
 
 
 class World:
-    """`ranks` processes, each with the state of about `size` bytes. Use as a context manager."""
+    """`ranks` processes, each with the state of about `size` bytes (`mapped`: see `Trained`). A context manager."""
 
-    def __init__(self, ranks: int, size: int, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, ranks: int, size: int, env: Mapping[str, str] | None = None, mapped: bool = False) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -36,7 +36,7 @@ class World:
         self._processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, ranks, size), daemon=True)
+            process = context.Process(target=serve, args=(theirs, rank, ranks, size, mapped), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -86,7 +86,7 @@ class World:
         return Joint.of(samples)
 
 
-def serve(connection: Connection, rank: int, ranks: int, size: int) -> None:
+def serve(connection: Connection, rank: int, ranks: int, size: int, mapped: bool) -> None:
     """A rank's life: do what is asked until there is nothing more."""
     import torch  # noqa: PLC0415  the parent needs no torch
     import torch.distributed as dist  # noqa: PLC0415
@@ -96,7 +96,7 @@ def serve(connection: Connection, rank: int, ranks: int, size: int) -> None:
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    acts = Acts(rank, ranks, size)
+    acts = Acts(rank, ranks, size, mapped)
     while (asked := connection.recv()) is not None:
         name, arguments = asked
         try:
