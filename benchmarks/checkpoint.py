@@ -68,9 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; quick: 1")
     p.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure")
     p.add_argument("--only-training", action="store_true", help="only what a save takes from the steps beside it")
-    p.add_argument(
-        "--once", action="store_true", help="one rank, disk, one save each; the state maps one block"
-    )
+    p.add_argument("--once", action="store_true", help="one rank, disk, one save each; the state maps one block")
     p.add_argument("--samples", type=Path, metavar="PATH", help="write every wall time there, as JSON")
     args = p.parse_args()
     args.store = args.store or (["disk", "s3"] if args.quick else ["disk", "tmpfs", "s3"])
