@@ -1,6 +1,5 @@
-"""A small transformer learns the characters of a text, with a warm-up and a cosine, an evaluation, and samples.
+"""A small transformer learns the characters of a text: warm-up and cosine, evaluation with samples, and curves.
 
-python train.py                              one process
 everstep-run --nproc-per-node 3 train.py     three processes; kill one
 kubectl apply -f job.yaml                    workers on a cluster; delete one, scale the job
 """
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from curves import curves
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import everstep
 
 LENGTH, ALPHABET, WIDTH, HEADS, LAYERS = 64, 128, 64, 4, 2
-WARM_UP = 20  # steps
+WARM_UP = 20  # steps, before a cosine down to a tenth
 
 
 class Block(nn.Module):
@@ -62,9 +62,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, begin: str, length: int, device: torch.device) -> str:
-    tokens = torch.tensor([list(begin.encode())], device=device)
-    for _ in range(length):
+def sample(model: nn.Module, device: torch.device) -> str:
+    tokens = torch.tensor([list(b"def ")], device=device)
+    for _ in range(60):
         chances = (model(tokens[:, -LENGTH:])[:, -1] / 0.8).softmax(-1)
         tokens = torch.cat([tokens, torch.multinomial(chances, 1)], 1)
     return bytes(tokens[0].tolist()).decode()
@@ -79,9 +79,9 @@ def main(args: argparse.Namespace) -> None:
         network = Transformer().to(run.device)
         model = DistributedDataParallel(network) if dist.is_initialized() else network
         optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=0.1)
-        # A warm-up, and a cosine down to a tenth at the last step.
         rate = LambdaLR(optimizer, lambda n: min((n + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * n / args.steps)))
         run.track(model=model, optimizer=optimizer, rate=rate)
+        log, log_evaluation = curves(run, args.curves)
 
         def evaluate() -> dict[str, float]:
             network.eval()
@@ -92,8 +92,8 @@ def main(args: argparse.Namespace) -> None:
                 dist.all_reduce(total)
             bits = total.item() / len(kept) / math.log(2)
             if run.rank == 0:
-                text = sample(network, "def ", 60, run.device)
-                print(f"step {run.step}: {bits:.4f} bits a character; {text!r}", flush=True)
+                print(f"step {run.step}: {bits:.4f} bits a character; {sample(network, run.device)!r}", flush=True)
+            log_evaluation(bits=bits)
             return {"bits": bits}
 
         run.evaluate(evaluate, every=args.evaluate_every)
@@ -106,6 +106,7 @@ def main(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 rate.step()
                 run.log(loss=loss, rate=rate.get_last_lr()[0])
+            log(step, loss=loss, rate=rate.get_last_lr()[0])
 
 
 if __name__ == "__main__":
@@ -113,6 +114,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
     parser.add_argument("--evaluate-every", type=int, default=100)
     parser.add_argument("--text", type=Path, default=Path(os.__file__), help="a text file (default: a Python module)")
+    parser.add_argument("--curves", help="a folder or URL that all workers reach, for TensorBoard")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
     main(parser.parse_args())

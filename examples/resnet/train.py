@@ -1,4 +1,4 @@
-"""A small residual network learns coloured images: BatchNorm, augmentation, SGD with one cycle, an evaluation.
+"""A small residual network learns coloured images: BatchNorm, augmentation, SGD with one cycle, evaluation, curves.
 
 python train.py                              one process
 everstep-run --nproc-per-node 3 train.py     three processes; kill one
@@ -9,6 +9,7 @@ import argparse
 
 import torch
 import torch.distributed as dist
+from curves import curves
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, pad, relu
@@ -68,6 +69,7 @@ def main(args: argparse.Namespace) -> None:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4, nesterov=True)
         rate = OneCycleLR(optimizer, max_lr=0.2, total_steps=args.steps + 1)
         run.track(model=model, optimizer=optimizer, rate=rate)
+        log, log_evaluation = curves(run, args.curves)
         data = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=96, seed=0)
 
         def evaluate() -> dict[str, float]:
@@ -80,6 +82,7 @@ def main(args: argparse.Namespace) -> None:
             accuracy = right.item() / (len(x) - TRAIN)
             if run.rank == 0:
                 print(f"step {run.step}: accuracy {accuracy:.4f}", flush=True)
+            log_evaluation(accuracy=accuracy)
             return {"accuracy": accuracy}
 
         run.evaluate(evaluate, every=args.evaluate_every)
@@ -92,12 +95,14 @@ def main(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 rate.step()
                 run.log(loss=loss, rate=rate.get_last_lr()[0])
+            log(step, loss=loss, rate=rate.get_last_lr()[0])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
     parser.add_argument("--evaluate-every", type=int, default=50)
+    parser.add_argument("--curves", help="a folder or URL that all workers reach, for TensorBoard")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""examples/gpt: the bits and samples of an undisturbed run, an evaluation by all ranks, and the schedule's end."""
+"""examples/gpt: bits and samples of an undisturbed run, an evaluation by all ranks, the schedule, and curves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from support.recipes.kills import check_kill
 from support.recipes.recipes import Ended, script
 from support.recipes.recorded import record
+from support.recipes.scalars import scalars
 from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,11 +30,13 @@ def calm(shared: SharedRuns) -> Ended:
 
 @pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
-    hit = check_kill(NAME, tmp_path, calm, ARGUMENTS, (25, 100))
+    curves = tmp_path / "curves"
+    hit = check_kill(NAME, tmp_path, calm, (*ARGUMENTS, "--curves", str(curves)), (25, 100))
     bits, sample = evaluations(hit.output)[STEPS]
     assert (bits, sample) == evaluations(calm.output)[STEPS]
     assert hit.state["rate"]["_last_lr"] == pytest.approx([0.1 * 3e-3]), "the cosine ends at a tenth"
     record(NAME, f"bits a character on unseen text after {STEPS} steps", bits, "", expected=None)
+    check_curves(curves, calm)
     assert bits < entropy(Path(os.__file__).read_text()), "frequencies of characters would predict as well"
 
 
@@ -47,6 +50,21 @@ def test_three_ranks_measure_what_one_measures(calm: Ended) -> None:
     together = evaluations(calm.output)[STEPS][0]
     record(NAME, "difference of three ranks' evaluation from that of one", abs(alone - together), "bits a character")
     assert together == pytest.approx(alone, abs=2e-4)
+
+
+def check_curves(folder: Path, calm: Ended) -> None:
+    """Over the loss of a worker each step is logged once, with the rate of the schedule, and so is each evaluation."""
+    rates = dict(scalars(folder / "training", "rate"))
+    steps = [step for step, _ in scalars(folder / "training", "loss")]
+    record(NAME, f"steps of {STEPS} that the curve of a killed run has once", len(set(steps)), "", expected=STEPS)
+    assert steps == list(range(1, STEPS + 1))
+    for step, rate in rates.items():
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / STEPS)
+        assert rate == pytest.approx(3e-3 * min((step + 1) / 20, cosine)), step
+    measured = scalars(folder / "evaluation", "bits")
+    assert [(step, round(bits, 4)) for step, bits in measured] == [
+        (step, bits) for step, (bits, _) in evaluations(calm.output).items()
+    ]
 
 
 def evaluations(output: str) -> dict[int, tuple[float, str]]:

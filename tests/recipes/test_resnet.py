@@ -10,9 +10,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.recipes.recipes import Ended, differences, disturbed, kill
 from support.recipes.recorded import record
+from support.recipes.scalars import scalars
 from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +32,8 @@ def calm(shared: SharedRuns) -> Ended:
 @pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worker: int) -> None:
     step = kill(NAME, 15, 50).partition(":")[0]
-    hit = disturbed(NAME, tmp_path, ARGUMENTS, at=[f"{step}:kill={worker}"])
+    curves = tmp_path / "curves"
+    hit = disturbed(NAME, tmp_path, (*ARGUMENTS, "--curves", str(curves)), at=[f"{step}:kill={worker}"])
     assert hit.status()["restarts"] == 1, hit.output
     changed = differences(calm, hit)
     statistics = [where for where in changed if "running_" in where]
@@ -45,6 +48,24 @@ def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worke
     accuracy = accuracies(calm.output)[STEPS]
     record(NAME, f"accuracy on unseen images after {STEPS} steps", accuracy, "")
     assert accuracy > 0.7
+    rates = scalars(curves / "training", "rate")
+    assert [step for step, _ in rates] == list(range(1, STEPS + 1))
+    assert [rate for _, rate in rates] == pytest.approx(cycle())
+    last, logged = scalars(curves / "evaluation", "accuracy")[-1]
+    assert last == STEPS
+    assert logged == pytest.approx(accuracy, abs=1e-3)
+
+
+def cycle() -> list[float]:
+    """The rate after each step: one cycle as long as the run."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1)
+    found = []
+    for _ in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        found.append(float(schedule.get_last_lr()[0]))
+    return found
 
 
 def apart(left: Ended, right: Ended) -> float:

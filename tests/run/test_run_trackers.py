@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from support import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -56,3 +60,47 @@ def test_every_step_is_logged_once_over_a_lost_rank_and_a_restart(
     shutil.rmtree(tmp_path / "commits")
     train(kind, tmp_path, 40)
     assert logged(tmp_path) == list(range(1, 41))
+
+
+@pytest.fixture
+def writer() -> Any:
+    known: dict[str, Any] = {"SummaryWriter": importlib.import_module("torch.utils.tensorboard").SummaryWriter}
+    exec(block("tensorboard"), known)
+    return known["TensorBoard"]
+
+
+COMPLETED = SimpleNamespace(completed=True)
+
+
+def test_steps_that_a_process_takes_again_are_logged_once(tmp_path: Path, writer: Any) -> None:
+    """All processes may go back to a commit without a restart. Then rank 0 and its file stay."""
+    run = SimpleNamespace(rank=0, step=0)
+    log = writer(run, str(tmp_path / "runs"))
+    for run.step in (1, 2, 3, 4, 2, 3, 4, 5):
+        log(COMPLETED, loss=run.step)
+    assert by_tensorboard(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_the_last_step_of_a_lost_rank_0_is_logged_once(tmp_path: Path, writer: Any, last: int) -> None:
+    """It died after step 4, and had logged the steps up to `last`."""
+    runs = [SimpleNamespace(rank=rank, step=0) for rank in range(2)]
+    first, second = (writer(run, str(tmp_path / "runs")) for run in runs)
+    for runs[0].step in range(1, last + 1):
+        first(COMPLETED, loss=1.0)
+    for runs[1].step in range(1, 5):
+        second(COMPLETED, loss=2.0)
+    runs[1].rank, runs[1].step = 0, 5
+    second(COMPLETED, loss=2.0)
+    assert by_tensorboard(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_an_example_has_the_class_as_it_stands_on_the_page(name: str) -> None:
+    assert block("tensorboard") in (ROOT / "examples" / name / "curves.py").read_text()
+
+
+def block(kind: str) -> str:
+    found = re.search(rf"```python {kind}\n(.*?)```", (ROOT / "docs" / "how-to-trackers.md").read_text(), re.DOTALL)
+    assert found is not None, kind
+    return found[1]
