@@ -73,7 +73,7 @@ class Halving(TrainerCallback):  # type: ignore[misc]
     """Halves the rate behind each evaluation, by an attribute of its own that no checkpoint of Trainer's has."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.factor, self.losses, self.places = 1.0, [float("inf")], 0
+        self.factor, self.losses, self.places = 1.0, [float("inf")], torch.zeros((), dtype=torch.int64)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seen = 0  # steps of this epoch
@@ -136,7 +136,7 @@ def main() -> None:
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "evaluated": [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e],
         "patience": stopping.early_stopping_patience_counter,
-        "halving": [halving.factor, halving.losses, halving.places],
+        "halving": [halving.factor, halving.losses, int(halving.places)],
         "pid": os.getpid(),
     }
     torch.save(found, FOLDER / f"{trainer.args.process_index}.pt")
