@@ -31,6 +31,7 @@ FIXTURE_PROGRAMS = {
     "gcs_server": programs.fake_gcs_server,
     "azure_server": stores.azurite,
     "etcd_program": programs.etcd,
+    "slurm_programs": lambda: packages.ensure(packages.SLURM, "the tests marked slurm"),
 }
 
 
@@ -115,6 +116,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def etcd_program() -> Path:
     """Path of etcd. Whoever starts one asks for it, so that it is built before the first test."""
     return programs.etcd()
+
+
+@pytest.fixture(scope="session")
+def slurm_programs() -> None:
+    """Whoever starts Slurm's daemons asks for it, so that they are installed before the first test."""
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from support.recipes import techniques
 from support.recipes.recorded import UndeclaredFigure, record
 from support.recipes.techniques import BadRecipe
 
-FOLDERS = sorted(file.name for file in (ROOT / "examples").iterdir() if any(file.glob("*.py")))
+FOLDERS = sorted({file.parent.name for kind in ("*.py", "*.toml") for file in (ROOT / "examples").glob(f"*/{kind}")})
 DESCRIBED = """\
 title = "A title"
 technique = "a technique"

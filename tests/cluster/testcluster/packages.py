@@ -22,12 +22,20 @@ PACKAGES = {
     "iptables": "iptables",
     "make": "make",
     "mmdebstrap": "mmdebstrap",
+    "munged": "munge",
     "openssl": "openssl",
+    "sbatch": "slurm-client",
+    "scancel": "slurm-client",
+    "scontrol": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "squeue": "slurm-client",
 }
 
 DOCKER = ("dockerd", "docker", "iptables")
 BOOTSTRAP = ("mmdebstrap",)
 CERTIFICATES = ("openssl",)
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")  # tests/support/recipes/slurm.py
 NETWORKS = ("ip", "iptables")  # tests/support/network/netspaces.py
 
 # Folder below tests/ → programs that its tests and their fixtures start. Folders that are not named need none.
@@ -44,7 +52,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "unit": ("git",),
 }
 # Marker → further programs of the tests that have it.
-MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES)}
+MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES), "slurm": SLURM}
 
 # Debian's are too old: `toolchains.py` gets newer ones where a program has to be built, without root.
 TOOLCHAINS = frozenset({"go", "node", "npm"})
