@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import everstep
 from support.recipes.kills import check_kill
-from support.recipes.recipes import EXAMPLES, PROGRAMS, Ended, differences, launched, undisturbed
+from support.recipes.recipes import (
+    EXAMPLES,
+    PROGRAMS,
+    Ended,
+    RecipeFailed,
+    differences,
+    disturbed,
+    kill,
+    launched,
+    undisturbed,
+)
 from support.recipes.recorded import record
 from support.recipes.shared import SharedRuns
 
@@ -32,21 +43,26 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (5, 25))
 
 
-# In each moment a survivor's state is another: of the last commit, of a step behind it, of a commit that others lack.
-SHORT = "stepped:17:0"
-LONG = ["step:12:1", "committed:9:2", "step:8:1,settling:2:0", "step:8:0,settled:2:1", "finishing:1:2"]
+# In each moment a survivor's state is another: of the last commit, steps behind it, or of a commit that others lack.
+# With 4 batches for a commit the 17th step is in the second epoch, and the last commit, the third, in the first.
+SHORT = (4, "stepped:17:0", 3)
+LONG = [(4, "step:11:1", 2), (1, "step:12:1", 11), (1, "committed:9:2", 9), (1, "step:8:1,settling:2:0", 7),
+        (1, "step:8:0,settled:2:1", 7), (1, "finishing:1:2", 31)]  # fmt: skip
 MOMENTS = [
-    pytest.param(SHORT, marks=pytest.mark.turns(2)),
-    *(pytest.param(one, marks=pytest.mark.long) for one in LONG),
+    pytest.param(*SHORT, marks=pytest.mark.turns(2)),
+    *(pytest.param(*one, marks=pytest.mark.long) for one in LONG),
 ]
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(("batches", "moments", "commits"), MOMENTS)
 def test_survivors_keep_their_processes_and_all_go_on_from_the_last_commit(
-    tmp_path: Path, calm: Ended, moments: str
+    tmp_path: Path, shared: SharedRuns, batches: int, moments: str, commits: int
 ) -> None:
-    hit = undisturbed(NAME, tmp_path, ARGUMENTS, through=(KILLED, Path(moments)), EVERSTEP_CHECKPOINT_EVERY_STEPS="5")
+    arguments = (*ARGUMENTS, "--batches-per-commit", str(batches))
+    calm = shared(NAME, arguments, through=THROUGH)
+    hit = undisturbed(NAME, tmp_path, arguments, through=(KILLED, Path(moments)))
     assert processes(hit.output) == 3 + len(moments.split(",")), hit.output
+    assert int(re.findall(r"round \d+: step (\d+)", hit.output)[-1]) == commits, hit.output
     assert differences(calm, hit) == []
 
 
@@ -59,6 +75,30 @@ def test_all_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended) -> None:
     changed = differences(calm, hit)
     record(NAME, "values that a kill of all workers changes", len(changed), "")
     assert changed == []
+
+
+@pytest.mark.long
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_when_it_is_started_again(tmp_path: Path, calm: Ended) -> None:
+    with pytest.raises(RecipeFailed, match="ended with 86"):
+        undisturbed(NAME, tmp_path, ARGUMENTS, through=(KILLED, Path("term:7:1")))
+    assert 7 <= everstep.load(tmp_path / "commits").step < calm.step
+    assert differences(calm, undisturbed(NAME, tmp_path, ARGUMENTS, through=THROUGH)) == []
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_two_workers_and_takes_the_third_in_at_a_commit(tmp_path: Path) -> None:
+    hit = disturbed(
+        NAME, tmp_path, ("--epochs", "6"), at=[kill(NAME, 5, 25)], through=(KILLED, Path("small:1:3")), elastic="2:3"
+    )
+    sizes = [line["size"] for line in hit.history() if line["kind"] == "status" and line.get("size")]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [3, 2, 3], hit.output
+    printed = "".join(file.read_text() for file in (tmp_path / "out" / "logs").glob("*.log"))
+    assert processes(printed) == 4, printed
+    ends = re.findall(r"(\d) ranks end with (\w+)", printed)
+    assert [size for size, _ in ends] == ["3"] * 3, printed
+    assert len(set(ends)) == 1, printed
+    assert hit.state["values"]["values"]["epoch"] == 5
+    assert hit.state["sampler"]["epoch"] == 6
 
 
 def processes(output: str) -> int:
