@@ -79,8 +79,10 @@ def main(args: argparse.Namespace) -> None:
                 deep = torch.rand((), generator=run.shared_rng).item() >= args.leave_out
                 for batch in batches:
                     images, labels = batch.to(run.device).data
-                    # Gradients travel once a step, in the backward pass of its last part.
-                    quiet = contextlib.nullcontext() if batch.last or model is network else model.no_sync()
+                    # Gradients travel once a step, in the backward pass of its last part. torch's static graph cannot
+                    # be without them: it averages the sum so far in each pass, which comes to the same.
+                    sync = batch.last or args.static_graph or model is network
+                    quiet = contextlib.nullcontext() if sync else model.no_sync()
                     with quiet:
                         loss = batch.scale(cross_entropy(model(images, deep), labels))
                         loss.backward()
