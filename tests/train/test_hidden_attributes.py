@@ -62,6 +62,18 @@ GROWN = (
     .replace("self.count_here < 500", "len(self.seen_here) < 500")
     .replace("self.count_here += 1", "self.seen_here.append(number)")
 )
+CACHED = """
+    class Loss:
+        def backward(self):
+            pass
+        def __rmul__(self, factor):
+            return self
+    made_here = {}
+    for idx in steps():
+        if idx not in made_here:
+            made_here[idx] = 1.0 / (idx + 1)
+        (made_here[idx] * Loss()).backward()
+"""
 TESTED = LISTED.replace("(weight() * Loss()).backward()", "if weight.count_here > 500: Loss().backward()")
 IN_FUNCTION = f"def main():{LISTED}\nmain()\n"
 
@@ -90,10 +102,11 @@ def test_attribute_that_a_callback_changes_is_refused_in_the_second_step(text: s
     [
         LISTED.replace("(weight() * Loss())", "print(weight()); Loss()"),
         LISTED.replace("self.count_here < 500", "True"),
+        CACHED,
         LISTED.replace("self.count_here += 1", "pass"),
         DERIVED.replace("self.count_here += 1; self.factor_here = 1.0 / self.count_here", "self.factor_here = number"),
     ],
-    ids=["only printed", "not read", "not changed", "set anew from the number of the step"],
+    ids=["only printed", "not read", "a cache", "not changed", "set anew from the number of the step"],
 )
 def test_what_does_not_go_from_step_to_step_into_the_training_is_let_through(text: str, tmp_path: Path) -> None:
     play(tmp_path, text)

@@ -6,9 +6,9 @@ So the values are compared, and the text is asked only whether the loop trains b
 all processes still have it, under each launcher, and not after a restart, when no process is left that has it.
 
 An attribute counts if some function of the script computes its next value from that attribute, or from another one that
-changes too. A value that a callback sets anew in each step is not state. A list, dictionary, set or deque counts if its
-length changes. Invariants: none of the script's code is called, at most `VISITS` objects are looked at, and none is
-kept alive.
+changes too. A value that a callback sets anew in each step is not state. A list, set or deque counts if its length
+changes. A dictionary does not: one that grows is mostly a cache, which each process fills for itself. Invariants: none
+of the script's code is called, at most `VISITS` objects are looked at, and none is kept alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Token = int | tuple[int, str]  # the id of a container; or of an object, with th
 
 VISITS = 2000
 _PLAIN = (bool, int, float)
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, set, deque)
 
 
 class HiddenAttributes:
