@@ -271,6 +271,8 @@ def test_fault_waits_for_its_step_and_for_the_world_that_follows_the_one_before(
     assert due(story, view(100, round_=1), 1) is None
     assert due(story, view(100, round_=2), 1) == story[0]
     assert due((), view(100), 0) is None
+    assert due(story, view(99, round_=0), 0) is None, "a job without rounds"
+    assert due(story, view(100, round_=0), 0) == story[0]
 
 
 def test_resume_waits_until_the_workers_are_gone() -> None:

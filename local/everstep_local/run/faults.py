@@ -39,14 +39,15 @@ def parse(text: str) -> Fault:
 
 
 def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | None:
-    """The first of `faults`, if it is due. `round_before`: the round in which the fault before it was done."""
+    """The first of `faults`, if it is due. `round_before`: the round in which the fault before it was done. A job whose
+    processes have roles never has a round, and runs on while a worker is replaced."""
     if not faults:
         return None
     first = faults[0]
     if first.action == "resume":
         return first if view.status == "Suspended" and not view.workers else None
     step = max((row.step for row in view.workers if row.step is not None), default=0)
-    trains = view.status == "Running" and view.round > round_before
+    trains = view.status == "Running" and (view.round > round_before or view.round == 0)
     return first if trains and step >= first.step else None
 
 
