@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import everstep
-from support.recipes.recipes import BIN, PROGRAMS, SECONDS, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, differences, launched, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,23 +19,12 @@ ARGUMENTS = ("--steps", "50", "--every-steps", "20")
 SCRIPT = PROGRAMS / "zero_memory.py"
 
 
-def torchrun(ranks: int, *arguments: str | Path) -> None:
-    done = subprocess.run(
-        [BIN / "torchrun", "--standalone", "--nproc-per-node", str(ranks), SCRIPT, *map(str, arguments)],
-        capture_output=True, text=True, timeout=SECONDS, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     """Of stage 1 with offload a step has the most to lose: whole gradients, of some of its micro-batches."""
     arguments = (*ARGUMENTS, "--stage", "1", "--offload")
     calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=4)
-    hit = disturbed(NAME, tmp_path / "hit", arguments, processes=4, at=[kill(NAME, 15, 35, workers=4)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes (stage 1, offload)", len(changed), "")
-    assert changed == []
+    figure = "values that a kill changes (stage 1, offload)"
+    check_kill(NAME, tmp_path / "hit", calm, arguments, (15, 35), workers=4, figure=figure)
 
 
 def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
@@ -44,7 +32,7 @@ def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
     stages = {"3": set[str](), "2": {"parameters"}, "1": {"parameters", "gradients"}}
     whole: dict[str, int] = {}
     for ranks in (1, 2, 4):
-        torchrun(ranks, tmp_path / "held", ",".join([*stages, "1+offload"]))
+        launched(tmp_path, ranks, [SCRIPT, tmp_path / "held", ",".join([*stages, "1+offload"])])
         told = [json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
         assert all(found["furthest"] < 1e-5 for rank in told for found in rank.values()), told
         whole = whole or told[0]["3"]["between"]
@@ -67,8 +55,8 @@ def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
 @pytest.mark.turns(2)
 def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
     four = undisturbed(NAME, tmp_path, ("--steps", "3", "--shard", "4"), processes=4)
-    torchrun(2, tmp_path, "3", tmp_path / "commits")
-    torchrun(3, tmp_path, "3", tmp_path / "commits-2")
+    launched(tmp_path, 2, [SCRIPT, tmp_path, "3", tmp_path / "commits"])
+    launched(tmp_path, 3, [SCRIPT, tmp_path, "3", tmp_path / "commits-2"])
     loaded = everstep.load(tmp_path / "commits-2-3").state
     kept = {name: four.state[name] for name in ("model", "optimizer")}
     changed = differences(replace(four, step=1, state=kept), replace(four, step=1, state=loaded))

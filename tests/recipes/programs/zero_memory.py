@@ -1,7 +1,7 @@
-"""Trains examples/zero for two steps under torchrun, and says how many bytes of its state each rank holds: over the
+"""Trains examples/zero for two steps without a session, and says how many bytes of its state each rank holds: over the
 micro-batches of a step, and between two steps; and by how much its parameters differ from those of the first stage.
 
-    torchrun … zero_memory.py FILE STAGES URL
+    everstep-run … zero_memory.py FILE STAGES URL
 
 STAGES: such as 3,2,1,1+offload. With a URL it loads that commit before, saves what it has loaded in URL-N for N ranks,
 and says nothing.
