@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.recipes.recipes import PROGRAMS, differences, disturbed, kill, script, undisturbed
+from support.recipes.kills import check_kill
+from support.recipes.recipes import PROGRAMS, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,13 +26,10 @@ OPTIONS = {
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS)
-    hit = disturbed(NAME, tmp_path / "hit", ARGUMENTS, at=[kill(NAME, 15, 45)])
-    assert hit.status()["restarts"] == 1, hit.output
-    changed = differences(calm, hit)
-    record(NAME, "values that a kill changes", len(changed), "")
-    assert changed == []
+    check_kill(NAME, tmp_path / "hit", calm, ARGUMENTS, (15, 45))
 
 
 @pytest.mark.turns(2)

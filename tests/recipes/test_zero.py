@@ -19,6 +19,7 @@ ARGUMENTS = ("--steps", "50", "--every-steps", "20")
 SCRIPT = PROGRAMS / "zero_memory.py"
 
 
+@pytest.mark.turns(3)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     """Of stage 1 with offload a step has the most to lose: whole gradients, of some of its micro-batches."""
     arguments = (*ARGUMENTS, "--stage", "1", "--offload")
