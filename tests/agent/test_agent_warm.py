@@ -13,6 +13,7 @@ import pytest
 from everstep.agent.processes.forkserver import unfit_to_fork
 from support.processes.children import children
 from support.processes.descriptors import opened
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -118,3 +119,20 @@ def test_a_process_that_was_spoiled_before_is_seen_until_its_thread_has_ended() 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.splitlines() == ["starts 1 threads that go on", "None"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import atexit; atexit.register(print, 'over'); print('said')",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('waited for'))).start()",
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('no such luck')",
+        "raise ValueError('a mistake')",
+    ],
+)
+def test_process_that_the_tests_begin_warm_ends_as_python_does(text: str) -> None:
+    ours = warm().run("-c", text, timeout=100)
+    theirs = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, timeout=60)
+    assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
+    assert ours.stderr.splitlines()[-1:] == theirs.stderr.splitlines()[-1:]
