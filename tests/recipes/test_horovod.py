@@ -21,6 +21,7 @@ from support.recipes.recipes import (
     disturbed,
     kill,
     launched,
+    loaded,
     undisturbed,
 )
 from support.recipes.recorded import record
@@ -100,6 +101,17 @@ def test_a_run_goes_on_with_two_workers_and_takes_the_third_in_at_a_commit(tmp_p
     assert len(set(ends)) == 1, printed
     assert hit.state["values"]["values"]["epoch"] == 5
     assert hit.state["sampler"]["epoch"] == 6
+
+
+@pytest.mark.long
+def test_an_elastic_script_that_is_taken_for_another_begins_again_from_its_newest_commit(
+    tmp_path: Path, calm: Ended
+) -> None:
+    """As under torchrun: the processes form one process group, and all are started again."""
+    saves = {"EVERSTEP_CHECKPOINT_EVERY_STEPS": "5", "EVERSTEP_HOROVOD_ELASTIC": "0"}
+    printed = launched(tmp_path, 3, [KILLED, "step:12:1", EXAMPLES / NAME / "train.py", *ARGUMENTS], **saves)
+    assert processes(printed) == 6, printed
+    assert differences(calm, loaded(tmp_path, printed)) == []
 
 
 def processes(output: str) -> int:
