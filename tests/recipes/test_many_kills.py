@@ -19,15 +19,18 @@ APART = 25  # steps between two kills, so that the second one meets a world that
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """What the recipe's script is given beside the steps, its workers, and what is compared (all that is tracked)."""
+    """What the recipe's script is given beside the steps, its workers, and what is compared (all that is tracked).
+    `step`: what the script calls one."""
 
     arguments: tuple[str, ...] = ()
     workers: int = 3
     compared: tuple[str, ...] = ()
+    step: str = "step"
 
 
 RECIPES = {
     "ddp": Long(),
+    "easgd": Long(step="period"),
     "gpt": Long(),
     "hf_trainer": Long(compared=("model", "optimizer", "scheduler")),
     "moe": Long(workers=4),
@@ -42,7 +45,7 @@ RECIPES = {
 def test_many_killed_workers_leave_no_trace(tmp_path: Path, name: str) -> None:
     recipe, chance = RECIPES[name], random.Random(f"{name} {SEED}")
     steps = APART * (KILLS + 2)
-    arguments = ("--steps", str(steps), "--every-steps", "20", *recipe.arguments)
+    arguments = (f"--{recipe.step}s", str(steps), f"--every-{recipe.step}s", "20", *recipe.arguments)
     at = [
         f"{APART * (n + 1) + chance.randrange(APART // 2)}:kill={chance.randrange(recipe.workers)}"
         for n in range(KILLS)
