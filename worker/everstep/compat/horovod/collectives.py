@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from everstep.compat.horovod.compression import Compression
 from everstep.compat.horovod.errors import INSTEAD, refusal
-from everstep.compat.horovod.handles import Handle, failures
+from everstep.compat.horovod.handles import AsWork, Handle, failures, together
 from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
 
@@ -169,25 +169,7 @@ def begin_reducescatter(tensor: torch.Tensor, op: Op, before: float = 1.0, after
         whole: torch.Tensor = handle.result()
         return whole[first : first + share + (rank < more)].clone()
 
-    return Handle([_AsWork(handle)], finish)
-
-
-class _AsWork:
-    """A handle in the place of a work, so that a handle can wait for others."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def is_completed(self) -> bool:
-        return self._handle.done()
-
-    def wait(self) -> None:
-        self._handle.result()
-
-
-def together(handles: Sequence[Handle]) -> Handle:
-    """Several handles as one, whose result is the list of theirs."""
-    return Handle([_AsWork(handle) for handle in handles], lambda: [handle.result() for handle in handles])
+    return Handle([AsWork(handle)], finish)
 
 
 def _of_all(number: int) -> list[int]:

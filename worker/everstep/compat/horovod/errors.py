@@ -32,7 +32,6 @@ INSTEAD |= {
     "add_process_set": INSTEAD["ProcessSet"],
     "remove_process_set": INSTEAD["ProcessSet"],
     "stop_timeline": INSTEAD["start_timeline"],
-    "sparse_allreduce_async": INSTEAD["sparse_allreduce_async"],
 }
 
 

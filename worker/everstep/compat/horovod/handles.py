@@ -45,6 +45,24 @@ class Handle:
         return self._result
 
 
+class AsWork:
+    """A handle in the place of a work, so that a handle can wait for others."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def is_completed(self) -> bool:
+        return self._handle.done()
+
+    def wait(self) -> None:
+        self._handle.result()
+
+
+def together(handles: Sequence[Handle]) -> Handle:
+    """Several handles as one, whose result is the list of theirs."""
+    return Handle([AsWork(handle) for handle in handles], lambda: [handle.result() for handle in handles])
+
+
 def poll(handle: Handle) -> bool:
     """Whether the collective is over, so that `synchronize` would not wait."""
     return handle.done()
