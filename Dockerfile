@@ -1,5 +1,6 @@
-# Four targets: `operator`, `worker` (torchrun and the everstep library), `example` (worker with the digits example) and
-# `examples` (worker with all of examples/, a folder each, and what they import).
+# Five targets: `operator`, `worker` (torchrun and the everstep library), `example` (worker with the digits example),
+# `examples` (worker with all of examples/, a folder each, and what they import) and `deepspeed` (examples with DeepSpeed,
+# which Accelerate and Trainer would import in each process where it is installed).
 #
 #   docker build --target operator -t everstep/operator .
 #
@@ -57,4 +58,10 @@ USER 0
 RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7' 'transformers>=5.20' 'accelerate>=1.12' \
     'lightning>=2.6' 'peft>=0.21' 'tensorboard>=2.20'
 COPY examples/ /workspace/
+USER 65532:65532
+
+FROM examples AS deepspeed
+ARG PIP_OPTIONS=""
+USER 0
+RUN DS_BUILD_OPS=0 pip install --no-cache-dir ${PIP_OPTIONS} 'deepspeed>=0.19.8'
 USER 65532:65532

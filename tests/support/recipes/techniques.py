@@ -16,7 +16,7 @@ from typing import Any
 
 from support import ROOT
 
-WAYS = ("in process", "forked again", "from the newest commit")
+WAYS = ("in process", "forked again", "from the newest commit", "from the library's checkpoint")
 PAGE, RESULTS, PLANNED = Path("docs/techniques.md"), Path("examples/results.json"), Path("examples/planned.toml")
 REQUIRED = {"title": str, "technique": str, "property": str, "recovers": str, "tests": list}
 OPTIONAL = {"otherwise": str, "figures": list}
@@ -31,6 +31,7 @@ property. `make techniques` writes this page from `examples/*/recipe.toml` and `
 | in process | The other workers keep their processes and their memory. A new process gets the state from one of them. |
 | forked again | The workers of the lost one's replica are started again. They get the state from another replica. |
 | from the newest commit | All workers load the newest commit from storage. |
+| from the library's checkpoint | All workers start again and load the newest checkpoint that the library has written. |
 
 Figures were measured on CPUs with gloo unless they say otherwise. The date and commit of each are in
 `examples/results.json`. A plus sign behind a commit means that files differed from it.
