@@ -122,7 +122,7 @@ def test_run_computes_what_one_process_does(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "unaveraged": ("            run.average_gradients(model)\n", "", "model.1.up.weight or .*run.average_gradients"),
+    "unaveraged": ("            run.average_gradients(model)\n", "", "model.1.up.weight .*run.average_gradients"),
     "unseeded": ("    torch.manual_seed(0)\n", "", "model.0.weight or another .*torch.manual_seed"),
     "buffers": ("LayerNorm", "BatchNorm1d", "model.1.norm.running_mean.*run.untracked"),
     "pipeline": (
