@@ -24,7 +24,7 @@ COMMANDS = {
     "requeue": ["scontrol", "requeue", JOB],
     "cancel": ["scancel", JOB],
     "warn": ["scancel", "--batch", "--signal=USR1", JOB],
-    "lose": ["kill", "-KILL", os.environ["SLURM_TASK_PID"]],
+    "lose": ["sh", "-c", f"kill -KILL {os.environ['SLURM_TASK_PID']}"],
     "nothing": ["true"],
 }
 kill, stop, command = int(sys.argv[1]), int(sys.argv[2]), COMMANDS[sys.argv[3]]
