@@ -71,8 +71,8 @@ def recovery() -> Recovery | None:
     def alone(*_: object) -> None:
         if found.round is None:
             raise LoopError(
-                "optimizer.step(): this process is still alone, and each rank would train its own model: pass the "
-                "EverstepCallback to the Trainer, callbacks=[…]"
+                "optimizer.step(): this process has not joined the others, so each rank would train a model of its "
+                "own: pass the EverstepCallback to the Trainer, callbacks=[…]"
             )
 
     register_optimizer_step_pre_hook(alone)

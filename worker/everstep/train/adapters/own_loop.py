@@ -77,8 +77,8 @@ class OwnLoop:
         """Check the script at the end of its outer loop's body. Raises `LoopError` if it left the inner loop early."""
         if self._left:
             raise LoopError(
-                "the loop over the prepared loader was left before its end, by break: the rest of the epoch would be "
-                "trained by nobody. Take all of its batches; to train fewer, prepare a loader of fewer samples"
+                "the loop over the prepared loader was left before its end, by break: the rest of the epoch would not "
+                "be trained. Take all of its batches; to train fewer, prepare a loader of fewer samples"
             )
 
     def batches(self) -> Iterator[Any]:

@@ -223,7 +223,7 @@ def _texts_of_loop(
             texts.append(
                 Text(
                     f"{found.name} is tracked, and line {found.line} of {place.name} gives the name to another object, "
-                    f"which nothing that is tracked holds; it affects {found.use} (line {found.at}). Change the "
+                    f"which is not tracked; it affects {found.use} (line {found.at}). Change the "
                     f"tracked one in its place: `{found.name}[:] = …` of a list, `{found.name}.update(…)` of a dict, "
                     f"`{found.name}.copy_(…)` of a tensor"
                 )
@@ -249,8 +249,9 @@ def _texts_of_generator(place: _Place) -> Iterator[str]:
         if taken & steps and found is not None:
             yield (
                 f"line {found.lineno} of {place.name} is in a generator function that yields from within `with step`: "
-                "an error of the code that takes the batches, as when a peer is lost, does not reach the step. Yield "
-                "the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around the work"
+                "an error in the code that takes the batches (the loss of a peer, for example) would not reach the "
+                "step. Yield the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around "
+                "the work"
             )
 
 
@@ -269,8 +270,8 @@ def _texts_of_ranks(place: _Place) -> Iterator[str]:
             told.add(path)
             yield (
                 f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
-                f"{place.name}), and the loop uses it in line {n.lineno}: after a process was lost the ranks may be "
-                f"others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
+                f"{place.name}), and the loop uses it in line {n.lineno}: after the loss of a process both "
+                f"may be others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
             )
 
 

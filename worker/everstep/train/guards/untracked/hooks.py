@@ -51,7 +51,7 @@ class Hooks:
             raise LoopError(
                 f"the hook {called} ({file}:{code.co_firstlineno}) was registered on {name} in the loop: a process "
                 "that replaces a lost one, or goes on from a commit, does not have it. Register it before run.steps(), "
-                "and let it ask run.step whether its time has come; or remove it before the step ends; or, if it "
+                "and let it decide by run.step when to act; or remove it before the step ends; or, if it "
                 f"changes nothing, run.untracked({name!r})"
             )
 
