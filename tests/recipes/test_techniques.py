@@ -32,7 +32,6 @@ figures = ["share", "idle"]
 def project(tmp_path: Path) -> Path:
     (tmp_path / "examples" / "one").mkdir(parents=True)
     (tmp_path / "examples" / "one" / "recipe.toml").write_text(DESCRIBED)
-    (tmp_path / "examples" / "planned.toml").write_text('one = "is here"\ntwo = "is not"\n')
     return tmp_path
 
 
@@ -105,8 +104,6 @@ def test_a_measured_figure_reaches_the_page_with_date_and_commit(project: Path) 
     (project / techniques.RESULTS).write_text(json.dumps(newest))
     made = techniques.page(project)
     assert "share: 0.167 of the bytes (theory: 0.167)<br>idle: not measured" in made
-    assert "| `two` | is not | not yet |" in made
-    assert "| `one` |" not in made, "what exists is not planned"
 
 
 def test_a_figure_that_its_recipe_does_not_name_is_refused(project: Path) -> None:

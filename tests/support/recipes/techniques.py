@@ -17,7 +17,7 @@ from typing import Any
 from support import ROOT
 
 WAYS = ("in process", "forked again", "from the newest commit", "from the library's checkpoint")
-PAGE, RESULTS, PLANNED = Path("docs/techniques.md"), Path("examples/results.json"), Path("examples/planned.toml")
+PAGE, RESULTS = Path("docs/techniques.md"), Path("examples/results.json")
 REQUIRED = {"title": str, "technique": str, "property": str, "recovers": str, "tests": list}
 OPTIONAL = {"otherwise": str, "figures": list}
 HEAD = """\
@@ -42,7 +42,7 @@ Figures were measured on CPUs with gloo unless they say otherwise. The date and 
 
 
 class BadRecipe(Exception):
-    """A recipe.toml or planned.toml says something that the page cannot show."""
+    """A recipe.toml says something that the page cannot show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,8 @@ def renewed(known: Mapping[str, Mapping[str, Any]], found: list[Recipe], root: P
 def page(root: Path) -> str:
     found, measured = recipes(root), results(root)
     rows = [_row(recipe, measured.get(recipe.name, {})) for recipe in found]
-    missing = tomllib.loads((root / PLANNED).read_text())
-    names = {recipe.name for recipe in found}
-    later = [f"| `{name}` | {technique} | not yet |\n" for name, technique in missing.items() if name not in names]
-    tail = ["\n## Not yet\n\n", "| recipe | technique | state |\n|---|---|---|\n", *later] if later else []
     proofs = ["\n## Tests\n\n", "| recipe | tests |\n|---|---|\n", *map(_tests, found)]
-    return HEAD + "".join([*rows, *proofs, *tail])
+    return HEAD + "".join([*rows, *proofs])
 
 
 def _row(recipe: Recipe, measured: Mapping[str, Any]) -> str:
