@@ -34,8 +34,8 @@ def of(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod], siz
     view = snapshot.world
     if view is None:
         return _as_before(snapshot, roster) if is_awaited(snapshot) else _by_pods(snapshot, roster, current, sizes)
-    if view.round == 0 and snapshot.progress.step is not None:
-        return _by_pods(snapshot, roster, current, sizes)  # it trains, and there never was a round
+    if view.round == 0 and snapshot.progress.round == 0 and snapshot.progress.step is not None:
+        return _by_pods(snapshot, roster, current, sizes)  # it trains, and neither pods nor document know a round
     workers = roster.workers
     members = frozenset(i for i, n in view.members if i in workers and workers[i].number == n)
     stands = len(members) == len(view.members) >= sizes.minimum and not view.gone

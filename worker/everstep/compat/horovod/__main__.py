@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import io
 import os
@@ -11,21 +12,24 @@ from types import ModuleType
 
 from everstep.compat.horovod import install
 
-USAGE = "usage: everstep-run -m everstep.compat.horovod SCRIPT [ARGUMENT …]"
 
-
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Run the script as the interpreter would."""
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit(USAGE)
-    path = os.path.abspath(arguments[0])
+    parser = argparse.ArgumentParser(
+        prog="everstep-run -m everstep.compat.horovod",
+        description="Runs a script that imports horovod.torch; see docs/reference/horovod.md.",
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own")
+    asked = parser.parse_args()
+    path = os.path.abspath(asked.script)
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as e:
-        sys.exit(f"{USAGE}\n{arguments[0]}: {e.strerror}")
+        parser.error(f"{asked.script}: {e.strerror}")
     install()
-    sys.argv = list(arguments)
+    sys.argv = [asked.script, *asked.arguments]
     sys.path[0] = os.path.dirname(path)
     # It stays `__main__` until the process ends: functions of `atexit` find the script's classes there.
     module = ModuleType("__main__")
@@ -37,4 +41,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
