@@ -184,7 +184,7 @@ def test_ranks_may_hold_other_buffers_and_mappings_in_another_order() -> None:
 
 def test_tensor_that_shows_one_number_at_many_places_is_refused_before_anything_is_written() -> None:
     store = MemoryStore()
-    with pytest.raises(StateMismatch, match=r"scale: is one number .* several places.*\.clone\(\)"):
+    with pytest.raises(StateMismatch, match=r"scale: several of its elements share one place.*\.clone\(\)"):
         everstep.Checkpointer(store=store).restore({"scale": torch.ones(1).expand(5)})
     assert not [name for name in store.objects if name.startswith("data/")]
 

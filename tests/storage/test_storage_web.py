@@ -133,7 +133,7 @@ def test_tls_to_a_server_without_it_says_so_at_once(serve: Serve) -> None:
 
 
 def test_port_that_is_none_says_so_at_once() -> None:
-    with pytest.raises(StoreUnusable, match="look at the host and the port"):
+    with pytest.raises(StoreUnusable, match="check its host and port"):
         RetryingStore(open_store("http://host:99999/run")).size("log/a")
 
 

@@ -135,7 +135,7 @@ def test_error_that_is_caught_around_the_loop_is_named() -> None:
 def test_union_in_a_run_is_refused_with_where_it_belongs() -> None:
     run = everstep.start()
     with pytest.raises(
-        everstep.LoopError, match=r"track\(stage=…\): everstep\.Union.*with everstep\.Checkpointer alone"
+        everstep.LoopError, match=r"track\(stage=…\): everstep\.Union.*with everstep\.Checkpointer, without a run"
     ):
         run.track(stage=everstep.Union(torch.nn.Linear(1, 1)))
     run.close()

@@ -5,18 +5,18 @@ own, which changes only with the requirements, and which `nodeimage.py` gives to
 """
 
 import os
+import re
 import tomllib
 from pathlib import Path
 
 from testcluster import cache, docker, rootfs, versions
-from testcluster.proc import run
+from testcluster.proc import ClusterError, run
 
 PATH_ENV = "PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # Wheels for the machine that has a mirror of its own, for example the CPU build of torch.
 WHEELS = Path(os.environ.get("WHEELS") or cache.CHECKOUT.parent / "shared" / "wheels")
 BUILD_BACKEND = ("hatchling", "editables")  # so that the project installs with --no-build-isolation, without network
-EXAMPLES = ("scikit-learn", "transformers", "accelerate", "lightning")
 PULL_LIMIT = 600.0
 
 
@@ -40,6 +40,15 @@ def _requirements(distribution: str, *extras: str) -> list[str]:
     project = tomllib.loads((cache.CHECKOUT / distribution / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for e in extras for line in project["optional-dependencies"][e])]
     return sorted({line for line in lines if not line.startswith("everstep")})
+
+
+def _of_examples() -> list[str]:
+    """What the Dockerfile's stage `examples` installs: its build in the cluster has no network."""
+    stage = (cache.CHECKOUT / "Dockerfile").read_text().partition(" AS examples\n")[2].partition("\nFROM ")[0]
+    found = re.findall(r"'([\w.-]+>=[\w.]+)'", stage)
+    if not found:
+        raise ClusterError("Dockerfile: the stage `examples` names no requirement, as 'name>=version'")
+    return found
 
 
 def _local_wheels() -> list[str]:
@@ -85,5 +94,5 @@ def operator() -> str:
 def worker() -> str:
     """The tag of the base with torch, the worker's dependencies and what the examples import."""
     return _installed(
-        "worker-base", [*_requirements("worker", "worker", "s3"), *BUILD_BACKEND, *EXAMPLES], _local_wheels()
+        "worker-base", [*_requirements("worker", "worker", "s3"), *BUILD_BACKEND, *_of_examples()], _local_wheels()
     )
