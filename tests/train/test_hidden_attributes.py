@@ -31,7 +31,6 @@ def play(folder: Path, text: str, untracked: tuple[str, ...] = ()) -> None:
     runpy.run_path(str(script), {"steps": steps}, "__main__")
 
 
-# Names of attributes with an ending of their own: a setter of that name in any other test that was imported counts.
 LISTED = """
     class Weight:
         def __init__(self):
@@ -74,6 +73,17 @@ CACHED = """
             made_here[idx] = 1.0 / (idx + 1)
         (made_here[idx] * Loss()).backward()
 """
+FLAGGED = (
+    LISTED.replace("1.0 if self.count_here < 500 else 0.5", "self.factor_here")
+    .replace("self.count_here += 1", "self.count_here += 1; self.factor_here = 1.0 if self.count_here < 500 else 0.5")
+    .replace("self.count_here = 0", "self.count_here, self.factor_here = 0, 1.0")
+)
+SWAPPED = (
+    LISTED.replace("1.0 if self.count_here < 500 else 0.5", "self.count_here")
+    .replace("self.count_here += 1", "before = self.last_here; self.last_here = self.count_here\n"
+             "            if number >= 0: self.count_here = before + 1")
+    .replace("self.count_here = 0", "self.count_here, self.last_here = 0, 0")
+)  # fmt: skip
 TESTED = LISTED.replace("(weight() * Loss()).backward()", "if weight.count_here > 500: Loss().backward()")
 IN_FUNCTION = f"def main():{LISTED}\nmain()\n"
 
@@ -84,6 +94,8 @@ IN_FUNCTION = f"def main():{LISTED}\nmain()\n"
         (LISTED, "weight.count_here"),
         (DERIVED, "weight.factor_here"),
         (GROWN, "weight.seen_here"),
+        (FLAGGED, "weight.factor_here"),
+        (SWAPPED, "weight.count_here"),
         (TESTED, "weight.count_here"),
         (IN_FUNCTION, "weight.count_here"),
     ],
@@ -97,16 +109,84 @@ def test_attribute_that_a_callback_changes_is_refused_in_the_second_step(text: s
     play(tmp_path, text, untracked=(name,))
 
 
+# The number of the step, set anew in each step before it is read.
+ANEW = """
+    class Weight:
+        def __init__(self):
+            self.step = 0
+        def __call__(self):
+            return 1.0 if self.step < 500 else 0.5
+        def before(self):
+            self.step = run.step
+    class Bar:
+        def __init__(self):
+            self.step = 0
+        def before(self):
+            self.step += 1
+    class Loss:
+        def backward(self):
+            pass
+        def __rmul__(self, factor):
+            return self
+    class Run:
+        @property
+        def step(self):
+            return taken[0]
+    run, weight, taken = Run(), Weight(), [0]
+    callbacks = [weight.before, Bar().before]
+    for taken[0] in steps():
+        for callback in callbacks:
+            callback()
+        (weight() * Loss()).backward()
+"""
+LOGGED_BESIDE = (
+    LISTED.replace("self.count_here += 1", "self.count_here = number\n            self.calls_here += 1")
+    .replace("self.count_here = 0", "self.count_here, self.calls_here = 0, 0")
+)  # fmt: skip
+OTHERWISE_LONG = """
+    class Net:
+        def __init__(self):
+            self.losses_here = []
+        def forward(self, number):
+            del self.losses_here
+            self.losses_here = [Loss() for _ in range(1 + number % 3)]
+    class Loss:
+        def backward(self):
+            pass
+        def __add__(self, other):
+            return self
+        __radd__ = __add__
+    net = Net()
+    layers = [net.forward]
+    for number in steps():
+        for layer in layers:
+            layer(number)
+        sum(net.losses_here).backward()
+"""
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        ANEW,
+        LOGGED_BESIDE,
+        OTHERWISE_LONG,
         LISTED.replace("(weight() * Loss())", "print(weight()); Loss()"),
         LISTED.replace("self.count_here < 500", "True"),
         CACHED,
         LISTED.replace("self.count_here += 1", "pass"),
         DERIVED.replace("self.count_here += 1; self.factor_here = 1.0 / self.count_here", "self.factor_here = number"),
     ],
-    ids=["only printed", "not read", "a cache", "not changed", "set anew from the number of the step"],
+    ids=[
+        "set anew from the run's step",
+        "set anew beside a count for the log",
+        "a list that each step makes anew",
+        "only printed",
+        "not read",
+        "a cache",
+        "not changed",
+        "set anew from the number of the step",
+    ],
 )
 def test_what_does_not_go_from_step_to_step_into_the_training_is_let_through(text: str, tmp_path: Path) -> None:
     play(tmp_path, text)
@@ -114,3 +194,11 @@ def test_what_does_not_go_from_step_to_step_into_the_training_is_let_through(tex
 
 def test_attribute_that_the_loop_sets_before_it_reads_it_is_let_through(tmp_path: Path) -> None:
     play(tmp_path, LISTED.replace("(weight()", "weight.count_here = number\n        (weight()"))
+
+
+def test_own_comparison_of_an_object_is_not_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A table's or an array's gives no truth value."""
+    own = "def __eq__(self, other):\n            raise ValueError('compared')\n        def after"
+    with pytest.raises(LoopError, match="count_here"):
+        play(tmp_path, LISTED.replace("def after", own))
+    assert not caplog.records
