@@ -126,6 +126,40 @@ def test_tensor_that_is_changed_in_its_place_is_kept() -> None:
     assert new.mean.tolist() == [2.0] * 3
 
 
+@pytest.mark.parametrize("way", ["inference", "data", "numpy"])
+def test_tensor_that_is_changed_without_a_new_version_is_kept(way: str) -> None:
+    """Lightning evaluates in inference mode."""
+    old, new = Meter(), Meter()
+    with torch.inference_mode(way == "inference"):
+        old.mean = torch.zeros(3)
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    for _ in range(2):
+        match way:
+            case "inference":
+                with torch.inference_mode():
+                    old.mean += 1.0
+            case "data":
+                old.mean.data += 1.0
+            case "numpy":
+                old.mean.numpy()[:] += 1.0
+        theirs.put_back(ours.now())
+        assert new.mean.tolist() == old.mean.tolist()
+
+
+def test_tensors_in_a_dictionary_are_named_when_steps_change_them(caplog: pytest.LogCaptureFixture) -> None:
+    callback: Any = Meter()
+    callback.mean = {"loss": torch.zeros(())}
+    attributes = ScriptAttributes([callback])
+    attributes.now()
+    assert not caplog.records
+    callback.mean["loss"] += 1.0
+    attributes.now()
+    callback.mean["loss"] = torch.ones(())
+    attributes.now()
+    (record,) = caplog.records
+    assert "Meter.mean is changed in the steps, and is not kept" in record.getMessage()
+
+
 def test_what_is_told_of_a_tensor_and_of_arrays_can_be_in_a_commit(tmp_path: Path) -> None:
     old, new = Meter(), Meter()
     ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from everstep.recovery.errors import LoopError
-from everstep.recovery.rollback.snapshots import version
+from everstep.recovery.rollback.snapshots import version, write
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 log = logging.getLogger("everstep.train")
@@ -50,6 +50,7 @@ LIBRARIES = (
     "timm", "builtins",
 )  # fmt: skip
 MOST = 2000  # values in an attribute
+FEW = 64  # elements of a collection that is not kept, by which a change of it is seen
 ONCE = "flags set once"
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _TENSOR, _DEVICE = "everstep tensor", "device"  # the keys of a tensor, or of numpy's array, that is told
@@ -151,12 +152,17 @@ class ScriptAttributes:
         return found
 
     def _copy_of(self, key: str, name: str, tensor: torch.Tensor) -> dict[str, Any]:
-        """The same copy as long as the tensor is the same: comparing values would wait for an accelerator."""
-        mark = self._marks.get((key, name))
-        if mark is None or not mark.is_of(tensor):
+        """The same copy as long as the tensor is the same. On an accelerator, which comparing values would wait for, a
+        change through `.data` is not seen."""
+        mark, copied = self._marks.get((key, name)), self._copies.get((key, name))
+        if tensor.device.type == "cpu":
+            same = copied is not None and _same_values(copied[_TENSOR], tensor)
+        else:
+            same = mark is not None and mark.is_of(tensor) and not tensor.is_inference()  # that counts no changes
+        if copied is None or not same:
             self._marks[key, name] = _Mark.of(tensor)
-            self._copies[key, name] = {_TENSOR: tensor.detach().clone(), _DEVICE: tensor.device.type}
-        return self._copies[key, name]
+            copied = self._copies[key, name] = {_TENSOR: tensor.detach().clone(), _DEVICE: tensor.device.type}
+        return copied
 
     def _look_at(self, key: str, name: str, value: Any, *, warns: bool) -> None:
         mark = self._marks.get((key, name))
@@ -192,18 +198,20 @@ class _Mark:
     """By which another value, or another content of the same, is seen. A tensor is not kept alive by it."""
 
     value: Any  # a weak reference to a tensor, or the id of a collection
-    state: int
+    state: tuple[int, ...]
 
     @classmethod
     def of(cls, value: Any) -> _Mark:
         if isinstance(value, torch.Tensor):
-            return cls(weakref.ref(value), version(value))
-        return cls(id(value), len(value))
+            return cls(weakref.ref(value), (version(value),))
+        inside = islice(value.values() if isinstance(value, dict) else value, FEW)
+        of_each = (part for v in inside for part in (id(v), version(v) if isinstance(v, torch.Tensor) else 0))
+        return cls(id(value), (len(value), *of_each))
 
     def is_of(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return isinstance(self.value, weakref.ref) and self.value() is value and self.state == version(value)
-        return bool(self.value == id(value)) and self.state == len(value)
+            return isinstance(self.value, weakref.ref) and self.value() is value and self.state == (version(value),)
+        return self == _Mark.of(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +292,11 @@ def _same_bits(was: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> bool:
     return (was.shape, was.dtype) == (value.shape, value.dtype) and was.tobytes() == value.tobytes()
 
 
+def _same_values(was: Any, tensor: torch.Tensor) -> bool:
+    alike = isinstance(was, torch.Tensor) and (was.shape, was.dtype) == (tensor.shape, tensor.dtype)
+    return alike and was.device == tensor.device and torch.equal(was, tensor.detach())
+
+
 def _is_tensor(told: Any) -> bool:
     return type(told) is dict and _TENSOR in told
 
@@ -317,7 +330,7 @@ def _put_tensor(each: object, name: str, there: Any, told: Mapping[str, Any]) ->
     elif there.requires_grad or there.is_inference():
         setattr(each, name, value.clone().to(device))
     else:
-        there.copy_(value)
+        write(there, value)
 
 
 class CallbackWeights:
