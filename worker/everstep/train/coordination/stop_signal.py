@@ -7,6 +7,7 @@ is ended by the signal as usual.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -19,6 +20,16 @@ from everstep.contract import env, exit_codes
 
 GRACE_SECONDS = 30.0  # the default of Kubernetes and of torchrun
 MARGIN = 0.15  # of the grace period, for the work after the commit
+
+
+_answered = False
+
+
+@atexit.register  # before the script's own functions are, so it is called after them
+def _ignore_when_python_ends() -> None:
+    """Python gives SIGTERM its default effect back when it takes its handlers away."""
+    if _answered:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Preempted(SystemExit):
@@ -84,11 +95,14 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
 
     def answered(self) -> None:
-        """Ignore SIGTERM from now on in an agent's process, which ends with an exit code of its own. Its agent may hear
-        only now that all stop, and sends SIGTERM then: the process would end by it, as one that has saved nothing."""
+        """From now on SIGTERM has no effect in an agent's process, which ends with an exit code of its own. Its agent
+        may hear only now that all stop, and sends SIGTERM then: the process would end by it, as one that has saved
+        nothing. The handler stays until Python ends: what the script starts meanwhile (`subprocess`) would inherit that
+        the signal is ignored, and `terminate()` would not end it."""
+        global _answered  # noqa: PLW0603 - of the process, as its handlers are
         if self._installed and self._has_agent and not self.replaced:
             self._installed = False
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _answered = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
