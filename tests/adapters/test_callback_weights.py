@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from everstep.recovery.errors import LoopError
 from everstep.train.adapters.huggingface import EverstepCallback as TrainersCallback
 from everstep.train.adapters.lightning import EverstepCallback as LightningsCallback
-from everstep.train.adapters.uncounted import CallbackWeights
+from everstep.train.adapters.script_state import CallbackWeights
 
 
 def network() -> torch.nn.Module:

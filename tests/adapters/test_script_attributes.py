@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everstep.checkpoint import Checkpointer
-from everstep.train.adapters.uncounted import ScriptAttributes
+from everstep.train.adapters.script_state import ScriptAttributes
 
 
 class Patience:
@@ -198,6 +198,48 @@ def test_what_is_too_large_is_named_once_when_steps_change_it(name: str, caplog:
         assert name not in attributes.now()[f"{kind} 0"]
     (record,) = caplog.records
     assert f"{kind}.{name} is changed in the steps, and is not kept" in record.getMessage()
+
+
+class Halving:
+    """Its flag says that the rate was halved, and its meter is an object of the script's."""
+
+    def __init__(self) -> None:
+        self.bad, self.halved, self.meter = 0, False, Patience(0)
+
+    def hear(self) -> None:
+        self.bad += 1
+        self.meter.hear(1.0)
+        if self.bad >= 3:
+            self.halved = True
+
+
+def test_flag_that_a_new_process_does_not_take_over_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    old, new = Halving(), Halving()
+    ours, theirs = ScriptAttributes([old]), ScriptAttributes([new])
+    for _ in range(4):
+        old.hear()
+        told = ours.now()
+    ours.put_back(told)
+    assert "halved" not in caplog.text, "this process has it"
+    for _ in range(2):
+        theirs.put_back(told)
+    assert (new.bad, new.halved) == (4, False)
+    assert caplog.text.count("Halving.halved was set to True once, and this new process does not take it over") == 1
+
+
+def test_object_of_the_scripts_in_a_callback_is_named_once_when_steps_change_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    halving, holder = Halving(), Patience(0)
+    holder.model = halving  # it is looked at itself
+    attributes = ScriptAttributes([halving, holder])
+    attributes.now()
+    assert "meter" not in caplog.text
+    for _ in range(3):
+        halving.hear()
+        attributes.now()
+    assert caplog.text.count("Halving.meter is changed in the steps, and is not kept") == 1
+    assert "Patience.model" not in caplog.text
 
 
 class Averaging:

@@ -40,7 +40,8 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
-from everstep.train.adapters.uncounted import ScriptAttributes, Uncounted
+from everstep.train.adapters.script_state import ScriptAttributes
+from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations

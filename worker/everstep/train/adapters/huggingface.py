@@ -41,9 +41,9 @@ except ImportError as e:
 
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
+from everstep.train.adapters.script_state import CallbackWeights
 from everstep.train.adapters.trainer_state import KeptState
 from everstep.train.adapters.unbroken import AtEnd, Unbroken
-from everstep.train.adapters.uncounted import CallbackWeights
 
 STATE_FILE = "trainer_state.json"  # Trainer's own name
 

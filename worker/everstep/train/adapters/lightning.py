@@ -28,7 +28,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
-from everstep.train.adapters.uncounted import CallbackWeights, ScriptAttributes
+from everstep.train.adapters.script_state import CallbackWeights, ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:

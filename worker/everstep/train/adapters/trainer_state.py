@@ -15,7 +15,7 @@ from typing import Any
 from transformers.trainer_callback import ExportableState
 
 from everstep.checkpoint import StateMismatch
-from everstep.train.adapters.uncounted import ScriptAttributes
+from everstep.train.adapters.script_state import ScriptAttributes
 
 MAX_LOGS = 2000  # newest entries of Trainer's log history that a commit keeps
 BY_METRIC = ("ReduceLROnPlateau", "GreedyLR")  # schedules that an evaluation moves
