@@ -105,6 +105,9 @@ def accumulating() -> tuple[torch.Tensor, torch.Tensor, bool]:
         net[1](torch.ones(1, 2).double()).sum().backward()
         net[1](torch.ones(1, 2).double()).sum().backward()
     pending = optimizer.pending
+    # On rank 1 the gradients of the second module are under way by now, on the others not. This has as many values.
+    metric = hvd.allreduce(torch.full((3,), 1000.0 * hvd.rank()).double())
+    assert metric.tolist() == [1000.0] * 3
     optimizer.step()
     return parameters(net[0]), parameters(net[1]), pending and not optimizer.pending
 

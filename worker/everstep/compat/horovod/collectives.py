@@ -74,8 +74,11 @@ def chosen(op: Op | None, average: bool | None = None) -> Op:
     return found
 
 
-def begin_allreduce(tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0) -> Handle:
-    """Begin to reduce a tensor in place, times `before` on each rank and times `after` at the end."""
+def begin_allreduce(
+    tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0, group: Any = None
+) -> Handle:
+    """Begin to reduce a tensor in place, times `before` on each rank and times `after` at the end. `group`: of all
+    ranks; the script's if none is given."""
     if tensor.is_sparse:
         raise refusal("sparse_allreduce_async")
     current().check("allreduce")
@@ -84,7 +87,7 @@ def begin_allreduce(tensor: torch.Tensor, op: Op, before: float = 1.0, after: fl
     if before != 1.0:
         moved.mul_(before)
     with failures():
-        work = dist.all_reduce(moved, op=_TORCHS[op], async_op=True)
+        work = dist.all_reduce(moved, op=_TORCHS[op], group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         if op is Op.Average:

@@ -109,7 +109,8 @@ class Gradients:
             flat = torch.cat([self._read(p).reshape(-1) for p in bucket])
             sent, said = how.compression.compress(flat)
             before, after = (1 / how.predivide, how.predivide) if how.op is Op.Average else (1.0, 1.0)
-            self._in_flight.append(_InFlight(bucket, begin_allreduce(sent, how.op, before, after), said))
+            handle = begin_allreduce(sent, how.op, before, after, current().gradients)
+            self._in_flight.append(_InFlight(bucket, handle, said))
 
     def _read(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad

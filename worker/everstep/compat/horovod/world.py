@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 from everstep.compat.horovod.script import uses_elastic
 from everstep.contract import env
+from everstep.contract.calls import in_group
 from everstep.recovery.announcements import AgentAnnouncements, AnnouncedRound, Announcements, Drained, StepStatus
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.errors import LoopError
@@ -41,6 +42,9 @@ class World(Protocol):
     """What collectives and the elastic loop need of it."""
 
     draw_again: Callable[[], None]  # sets the random generators as they were after the last commit
+    # Of gradients alone: a rank that has none for some parameter sends its bucket later than others, in `step`. In the
+    # group of the script's collectives it would meet one of those.
+    gradients: Any
 
     @property
     def coordinator(self) -> StepCoordinator: ...
@@ -104,6 +108,7 @@ class Fixed:
         elif place.made:
             atexit.register(_leave)
         self.device = place.device
+        self.gradients: Any = dist.new_group()
         self._members: Members | None = None
         self._coordinator: StepCoordinator | None = None
         self.draw_again: Callable[[], None] = _nothing
@@ -164,6 +169,7 @@ class Rounds:
     def __init__(self, announcements: Announcements) -> None:
         self._round = CurrentRound(announcements)
         self._round.program.begin(most_processes())
+        self.gradients: Any = dist.new_group()
         self._round.program.scope.enter(ScriptPhase.OVER)  # `check` judges in its place
         self.members = Members(self._round.control)
         self.device = take_place().device
@@ -249,7 +255,10 @@ class Rounds:
         """Called in the thread that hears of rounds."""
         main = self._round.program.main
         waits = any(group.waits for group in self._round.groups)
-        return StepStatus(self._step, waits, self._slowest, main.waits_in(), main.recent())
+        call = main.waits_in()
+        if call is None and (inner := self.gradients.waits_in()) is not None:
+            call = in_group(inner)
+        return StepStatus(self._step, waits, self._slowest, call, main.recent())
 
 
 _world: list[Fixed | Rounds] = []
