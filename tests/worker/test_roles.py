@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
+import resource
+import signal
 import socket
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -118,6 +123,144 @@ def test_an_error_in_an_answer_ends_the_peer_with_its_text() -> None:
         follow(lambda ask: ask("fragment"))
 
 
+def test_a_reply_that_cannot_be_sent_ends_the_peer_with_its_text() -> None:
+    with Hub(lambda peer, message: lambda: 1), pytest.raises(RolesError, match=r"the hub's answer failed: .*pickle"):
+        follow(lambda ask: ask(1))
+
+
+def test_threads_of_a_follower_get_their_own_replies() -> None:
+    wrong: list[Any] = []
+
+    def work(ask: Ask) -> None:
+        def many(name: str) -> None:
+            wrong.extend(got for i in range(50) if (got := ask((name, i))) != (name, i))
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(many, "abc"))
+
+    with Hub(lambda peer, message: message):
+        follow(work)
+    assert wrong == []
+
+
+def test_a_question_that_was_interrupted_leaves_its_reply_to_nobody() -> None:
+    """A time limit by a signal, as scripts set it, leaves `ask` while the hub still computes."""
+    go_on, got = threading.Event(), list[Any]()
+
+    class TimeUp(Exception):
+        pass
+
+    def time_up(*_: Any) -> None:
+        raise TimeUp
+
+    def answer(peer: int, message: str) -> str:
+        if message == "slow":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            go_on.wait(SECONDS)
+        return message
+
+    def work(ask: Ask) -> None:
+        if not got:
+            with pytest.raises(TimeUp):
+                ask("slow")
+            go_on.set()
+            got.append("interrupted")
+        got.append(ask("quick"))
+
+    before = signal.signal(signal.SIGALRM, time_up)
+    try:
+        with Hub(answer):
+            follow(work)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert got == ["interrupted", "quick"]
+
+
+def test_a_follower_of_two_hubs_finds_the_one_that_was_lost(pool: ThreadPoolExecutor) -> None:
+    met = [threading.Event(), threading.Event()]
+
+    class Killed(Exception):
+        pass
+
+    def of_both(ask: Ask) -> None:
+        def of_second(also: Ask) -> None:
+            while True:
+                met[ask(None)].set()
+                also(None)
+
+        follow(of_second, name="second")
+
+    with Hub(lambda peer, message: None, name="second"):
+        with contextlib.suppress(Killed), Hub(lambda peer, message: 0, name="first"):
+            ends = followed(pool, of_both, name="first")
+            assert met[0].wait(SECONDS)
+            raise Killed
+        with Hub(lambda peer, message: 1, name="first"):
+            assert met[1].wait(SECONDS)
+    ends.result(SECONDS)
+
+
+def test_another_program_at_a_lost_hubs_port_is_no_hub(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "GREETING_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:  # takes connections, and never says a word
+        (tmp_path / "roles").mkdir()
+        said = {"host": "127.0.0.1", "port": other.getsockname()[1], "token": "of the lost one"}
+        (tmp_path / "roles/hub-alone.json").write_text(json.dumps(said))
+        ends = followed(pool, lambda ask: ask(None))
+        other.accept()
+        with Hub(lambda peer, message: None):
+            ends.result(SECONDS)
+
+
+def test_a_hub_that_had_no_free_files_takes_peers_again(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Hub(lambda peer, message: "yes"):
+        said = address(tmp_path)
+        callers = [socket.socket() for _ in range(4)]
+        try:
+            with open(os.devnull) as newest:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (newest.fileno(), hard))
+            for caller in callers:
+                caller.connect((said["host"], said["port"]))
+            time.sleep(0.2)  # the hub finds no file for the second one
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for caller in callers:
+                caller.close()
+        replies: list[Any] = []
+        follow(lambda ask: replies.append(ask(None)))
+    assert replies == ["yes"]
+
+
+def test_a_hub_listens_on_an_ipv6_address(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_LOCAL_ADDR", "::1")
+    with Hub(lambda peer, message: None):
+        followed(pool, lambda ask: ask(None)).result(SECONDS)
+
+
+def test_a_hub_that_exits_with_success_ends_the_run() -> None:
+    with pytest.raises(SystemExit), Hub(lambda peer, message: None):
+        sys.exit(0)
+    follow(lambda ask: ask(None))  # returns
+
+
+def test_an_error_in_left_is_logged_by_name(pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    came = threading.Event()
+
+    def left(peer: int) -> None:
+        came.set()
+        raise KeyError(peer)
+
+    with caplog.at_level("ERROR", "everstep.roles"), Hub(lambda peer, message: None, left):
+        follow(lambda ask: ask(None))
+        assert came.wait(SECONDS)
+        while not caplog.records:
+            time.sleep(0.01)
+    assert "left(0) failed" in caplog.text
+
+
 def address(tmp_path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((tmp_path / "roles/hub-alone.json").read_text())
     return found
@@ -145,7 +288,8 @@ def test_a_message_that_would_run_code_is_refused(tmp_path: Path) -> None:
         said = address(tmp_path)
         with socket.create_connection((said["host"], said["port"]), SECONDS) as peer:
             data = pickle.dumps(Runs(), protocol=2)
-            peer.sendall(said["token"].encode() + struct.pack("!Q", len(data)) + data)
+            wire.greet(peer, said["token"])
+            peer.sendall(struct.pack("!Q", len(data)) + data)
             assert "send dictionaries, lists, tensors, numbers and texts" in wire.receive(peer)["error"]
     assert Runs.ran == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +40,18 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
             case None:
                 why = f"no hub has begun: {where.place} does not exist"
             case Address():
+                asking: _Asking | None = None
                 try:
                     with _connected(found) as connection:
-                        said, pause = "", FIRST_PAUSE
-                        work(lambda message: _ask(connection, message))
+                        asking = _Asking(connection)
+                        work(asking.ask)
                     return
                 except HubLost as e:
+                    if asking is not None and not asking.over:
+                        raise  # of another hub, which `work` asks too
                     why = str(e)
+                if asking is not None and asking.answered:
+                    said, pause = "", FIRST_PAUSE
         if why != said or time.monotonic() - at > REMIND_SECONDS:
             log.info("waiting for the next hub: %s", why)
             said, at = why, time.monotonic()
@@ -56,17 +62,38 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
 def _connected(to: Address) -> socket.socket:
     try:
         connection = socket.create_connection((to.host, to.port), CONNECT_SECONDS)
-        wire.prepare(connection)
-        connection.sendall(to.token.encode())
-        connection.settimeout(None)
     except OSError as e:
         raise HubLost(f"{to.host}:{to.port}: {e}") from e
+    try:
+        wire.prepare(connection)
+        wire.greet(connection, to.token)
+    except BaseException as e:
+        connection.close()
+        if isinstance(e, HubLost | OSError):
+            raise HubLost(f"{to.host}:{to.port}: {e}") from e
+        raise
     return connection
 
 
-def _ask(connection: socket.socket, message: Any) -> Any:
-    wire.send(connection, message)
-    said = wire.receive(connection)
-    if "error" in said:
-        raise RolesError(f"the hub's answer failed: {said['error']}")
-    return said["reply"]
+class _Asking:
+    """A connection on which one question at a time is asked. Invariant: a reply is that of the question before it; a
+    connection on which a question was begun and not ended is closed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._turn = threading.Lock()
+        self.answered = self.over = False
+
+    def ask(self, message: Any) -> Any:
+        data = wire.packed(message)
+        with self._turn:
+            if self.over:
+                raise HubLost("the connection has ended")
+            self.over = True  # if an error leaves the next lines, the reply may come when the next question is asked
+            wire.send(self._connection, data)
+            found = wire.received(self._connection)
+            self.over, self.answered = False, True
+        said = wire.unpacked(found)
+        if "error" in said:
+            raise RolesError(f"the hub's answer failed: {said['error']}")
+        return said["reply"]

@@ -7,13 +7,13 @@ the order in which they come, and no number is used twice.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import logging
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -25,14 +25,15 @@ from everstep.roles.errors import HubLost
 log = logging.getLogger("everstep.roles")
 
 MAX_PEERS = 4096  # connections at one time
-GREETING_SECONDS = 10.0  # in which a new connection must show the token
+RETRY_SECONDS = 0.5  # after which a hub without free file descriptors or threads looks for the next peer
 
 
 class Hub:
     """Answers the processes of a job that `follow` it, until the end of its `with` block.
 
     `answer(peer, message)` returns the reply. It is called in a thread of the peer's own, and may wait; the peer waits
-    meanwhile. Messages and replies are trees of tensors, numbers and texts. An error in it ends the peer, by name.
+    meanwhile. Messages and replies are trees of tensors, numbers and texts. A reply is read after `answer` has
+    returned: it holds copies of what a step changes. An error in it ends the peer, by name.
     `left(peer)` is called when the peer's connection has ended: its process died, or its machine was silent for 20
     seconds. `url`: where the address is kept (default: `EVERSTEP_CHECKPOINT_URL`). `name`: of several hubs in a job.
     `host`: the address to listen on (default: the pod's, else the loopback).
@@ -59,7 +60,8 @@ class Hub:
         self._host = host or os.environ.get(LOCAL_ADDRESS) or "127.0.0.1"
 
     def __enter__(self) -> Hub:
-        self._listener = socket.create_server((self._host, 0))
+        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]  # a pod may have IPv6 alone
+        self._listener = socket.create_server((self._host, 0), family=family)
         threading.Thread(target=self._accept, name="everstep-hub", daemon=True).start()
         port: int = self._listener.getsockname()[1]
         self._directory.write(Address(self._host, port, self._token))
@@ -69,7 +71,7 @@ class Hub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self._directory.write(Over())  # before connections end: followers look here then
         with self._lock:
             self._closed = True
@@ -81,36 +83,44 @@ class Hub:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as e:
+                if self._closed:
+                    return
+                log.warning("the hub cannot take a new peer now: %s", e)  # such as: too many open files
+                time.sleep(RETRY_SECONDS)
+                continue
             with self._lock:
                 takes = not self._closed and len(self._open) < MAX_PEERS
                 if takes:
                     self._open.add(connection)
-            if takes:
+            if not takes:
+                _end(connection)
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), name="everstep-peer", daemon=True).start()
-            else:
+            except RuntimeError as e:  # no more threads
+                log.warning("the hub cannot take a new peer now: %s", e)
+                with self._lock:
+                    self._open.discard(connection)
                 _end(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         peer: int | None = None
         try:
             wire.prepare(connection)
-            connection.settimeout(GREETING_SECONDS)
-            shown = bytes(wire.exactly(connection, len(self._token)))
-            if not hmac.compare_digest(shown, self._token.encode()):
+            if not wire.admits(connection, self._token):
                 return
-            connection.settimeout(None)
             while True:
+                data = wire.received(connection)
                 try:
-                    message = wire.receive(connection)
+                    message = wire.unpacked(data)
                     peer = next(self._numbers) if peer is None else peer
-                    reply = {"reply": self._answer(peer, message)}
+                    reply = wire.packed({"reply": self._answer(peer, message)})
                 except HubLost:
                     raise
                 except Exception as e:
                     log.exception("the hub's answer to peer %s failed; that process ends", peer)
-                    reply = {"error": f"{type(e).__name__}: {e}"}
+                    reply = wire.packed({"error": f"{type(e).__name__}: {e}"})
                 wire.send(connection, reply)
         except HubLost as e:
             log.debug("peer %s: %s", peer, e)
@@ -119,7 +129,10 @@ class Hub:
                 self._open.discard(connection)
             _end(connection)
             if peer is not None and self._left is not None and not self._closed:
-                self._left(peer)
+                try:
+                    self._left(peer)
+                except Exception:
+                    log.exception("left(%d) failed: what that peer had may be handed out to nobody", peer)
 
 
 def _end(connection: socket.socket) -> None:

@@ -5,6 +5,7 @@ They are written by `torch.save` and read with `weights_only=True`, so a message
 
 from __future__ import annotations
 
+import hmac
 import io
 import pickle
 import socket
@@ -18,6 +19,8 @@ from everstep.roles.errors import HubLost, RolesError
 MAX_MESSAGE = 16 << 30  # bytes; a length above it is no message of ours
 SILENT_SECONDS = 20  # after which a machine that acknowledges nothing counts as lost
 LENGTH = struct.Struct("!Q")
+GREETING_SECONDS = 10.0  # in which the other side must show that it is what it should be
+WELCOME = b"everstep"
 
 
 def prepare(connection: socket.socket) -> None:
@@ -34,24 +37,61 @@ def prepare(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def send(connection: socket.socket, message: Any) -> None:
-    """Raises `HubLost` if the connection has ended."""
+def packed(message: Any) -> memoryview:
+    """The message as bytes. Raises what `torch.save` raises for an object that cannot be sent."""
     buffer = io.BytesIO()
+    buffer.write(LENGTH.pack(0))
     torch.save(message, buffer)
+    size = buffer.tell() - LENGTH.size
+    view = buffer.getbuffer()
+    LENGTH.pack_into(view, 0, size)
+    return view
+
+
+def send(connection: socket.socket, data: memoryview | bytes) -> None:
+    """Raises `HubLost` if the connection has ended."""
     try:
-        connection.sendall(LENGTH.pack(buffer.tell()))
-        connection.sendall(buffer.getbuffer())
+        connection.sendall(data)
     except OSError as e:
         raise HubLost(f"the connection ended while a message was sent ({e})") from e
+
+
+def greet(connection: socket.socket, token: str) -> None:
+    """Show the hub the token, and wait for its word. The port may be another program's by now, which would never
+    answer a message. Raises `HubLost`."""
+    connection.settimeout(GREETING_SECONDS)
+    send(connection, token.encode())
+    if exactly(connection, len(WELCOME)) != WELCOME:
+        raise HubLost("the other side is no hub")
+    connection.settimeout(None)
+
+
+def admits(connection: socket.socket, token: str) -> bool:
+    """The hub's side of `greet`. Raises `HubLost`."""
+    connection.settimeout(GREETING_SECONDS)
+    if not hmac.compare_digest(bytes(exactly(connection, len(token))), token.encode()):
+        return False
+    send(connection, WELCOME)
+    connection.settimeout(None)
+    return True
 
 
 def receive(connection: socket.socket) -> Any:
     """Raises `HubLost` if the connection has ended, `RolesError` for a message with other objects than trees of tensors
     and plain values."""
+    return unpacked(received(connection))
+
+
+def received(connection: socket.socket) -> bytearray:
+    """The bytes of the next message. Raises `HubLost`."""
     (size,) = LENGTH.unpack(exactly(connection, LENGTH.size))
     if size > MAX_MESSAGE:
         raise HubLost(f"the other side speaks another protocol: a message of {size:,} bytes")
-    data = exactly(connection, size)
+    return exactly(connection, size)
+
+
+def unpacked(data: bytearray) -> Any:
+    """Raises `RolesError`: see `receive`."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
