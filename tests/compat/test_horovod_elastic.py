@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from everstep.compat.horovod import sampler as sampling
 from everstep.compat.horovod.errors import INSTEAD
 from everstep.compat.horovod.script import names_elastic
 from everstep.compat.horovod.snapshot import Snapshot
+from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
 from support.compat.ranks import on_ranks
 
@@ -59,6 +61,19 @@ def test_a_script_finds_everstep_under_the_name_of_horovod(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("horovod.tensorflow: Everstep has Horovod's interface for PyTorch alone")
     assert done.stdout.endswith("True\n")
+
+
+def test_a_process_that_multiprocessing_starts_anew_imports_the_script_too(tmp_path: Path) -> None:
+    """As DataLoader's workers do with `multiprocessing_context="spawn"`, and with Python 3.14 in any case."""
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing\nfrom horovod.torch.elastic import run\n"
+        "def work():\n    print(run.__module__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    one = multiprocessing.get_context('spawn').Process(target=work)\n    one.start()\n    one.join()\n"
+    )
+    command = [sys.executable, "-m", "everstep.compat.horovod", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "everstep.compat.horovod.training\n", done.stderr
 
 
 class _World:
@@ -196,7 +211,74 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "the name is reserved": lambda: _state(seeds=nn.Linear(1, 1)),
     "hvd.elastic.run brings all ranks to one state": lambda: _state().sync(),
     "its first argument is a TorchState": lambda: run_once(3),
+    "make the tensor dense": lambda: hvd.allreduce(torch.eye(2).to_sparse()),
+    "tensor.unsqueeze(0)": lambda: hvd.allgather(torch.tensor(1.0)),
 }
+
+
+def without_commits() -> list[float]:
+    hvd.init()
+    sampler = hvd.elastic.ElasticSampler(range(4))
+    drawn: list[float] = []
+
+    def work(state: Any) -> None:
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            iter(sampler)
+            drawn.append(torch.rand(1).item())
+
+    run_once(_state(sampler=sampler), work)
+    return drawn
+
+
+def test_epochs_without_a_commit_draw_their_own_random_numbers(tmp_path: Path) -> None:
+    (drawn,) = on_ranks(1, tmp_path, without_commits)
+    assert len(set(drawn)) == 3, drawn
+
+
+def between_passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    hvd.init()
+    world = current()
+    monkeypatch.setattr(type(world), "wanted", True)  # a new process waits
+    seen: list[str] = []
+
+    def work(state: Any) -> None:
+        if seen:
+            return
+        state.model(torch.ones(1, 2)).sum().backward()
+        state.check_host_updates()
+        seen.append("gradients are kept")
+        state.optimizer.step()
+        try:
+            state.check_host_updates()
+        except hvd.HostsUpdatedInterrupt:
+            seen.append("the process comes behind the step")
+            monkeypatch.setattr(type(world), "wanted", False)
+            raise
+
+    run_once(_state(), work)
+    return seen
+
+
+def test_a_new_process_is_taken_in_where_no_gradients_wait_for_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (seen,) = on_ranks(1, tmp_path, lambda: between_passes(monkeypatch))
+    assert seen == ["gradients are kept", "the process comes behind the step"]
+
+
+def test_values_keep_their_classes_when_they_go_back_to_a_commit() -> None:
+    seen, places = Counter("aab"), defaultdict(list, {1: ["x"]})
+    state = hvd.elastic.TorchState(seen=seen, places=places, batch=3)
+    snapshot = Snapshot(state._tracked)
+    state.seen.update("ab")
+    state.places[2].append("y")
+    state.batch = 4
+    snapshot.restore(state._tracked)
+    state.seen.update("b")
+    assert (state.seen, state.batch) == (Counter(a=2, b=2), 3)
+    assert state.places[3] == []
+    assert state.places == {1: ["x"], 3: []}
 
 
 def refused() -> dict[str, str]:

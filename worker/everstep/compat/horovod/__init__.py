@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -33,6 +34,8 @@ _MODULES = {
     "horovod.common.exceptions": "everstep.compat.horovod.errors",
 }
 
+_IMPORTABLE = str(Path(__file__).parent / "importable")
+
 
 class _Refusing(MetaPathFinder):
     """Finds no module: it says which of Horovod's modules are here."""
@@ -46,11 +49,14 @@ class _Refusing(MetaPathFinder):
 
 
 def install() -> None:
-    """Give this package the name `horovod`, in this process. Call it before the script imports Horovod."""
+    """Give this package the name `horovod`, in this process and those that multiprocessing starts in it. Call it before
+    the script imports Horovod."""
     for theirs, ours in _MODULES.items():
         sys.modules[theirs] = importlib.import_module(ours)
     sys.modules["horovod.common"] = common = ModuleType("horovod.common")
     common.exceptions = sys.modules["horovod.common.exceptions"]  # type: ignore[attr-defined]
+    if _IMPORTABLE not in sys.path:
+        sys.path.insert(1, _IMPORTABLE)
     if not any(isinstance(finder, _Refusing) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Refusing())
 

@@ -74,9 +74,7 @@ def chosen(op: Op | None, average: bool | None = None) -> Op:
     return found
 
 
-def begin_allreduce(
-    tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0, group: Any = None
-) -> Handle:
+def begin_allreduce(tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0, group: Any = None) -> Handle:
     """Begin to reduce a tensor in place, times `before` on each rank and times `after` at the end. `group`: of all
     ranks; the script's if none is given."""
     if tensor.is_sparse:
@@ -108,9 +106,7 @@ def begin_allgather(tensor: torch.Tensor) -> Handle:
     """Begin to join the ranks' tensors by their first dimension, in which they may differ."""
     current().check("allgather")
     data = tensor.detach().contiguous()
-    if not data.dim():
-        raise LoopError("hvd.allgather() of a tensor without dimensions: give it one, tensor.unsqueeze(0)")
-    rows = _of_all(len(data))
+    rows = _of_all(_rows(data))
     # gloo gathers equal sizes alone, so shorter tensors are filled up.
     sent = data.new_zeros(max(rows), *data.shape[1:])
     sent[: len(data)] = data
@@ -175,6 +171,12 @@ def begin_reducescatter(tensor: torch.Tensor, op: Op, before: float = 1.0, after
     return Handle([AsWork(handle)], finish)
 
 
+def _rows(tensor: torch.Tensor) -> int:
+    if not tensor.dim():
+        raise LoopError("hvd.allgather() of a tensor without dimensions: give it one, tensor.unsqueeze(0)")
+    return len(tensor)
+
+
 def _of_all(number: int) -> list[int]:
     told = [torch.empty(1, dtype=torch.int64) for _ in range(current().size)]
     with failures():
@@ -183,6 +185,8 @@ def _of_all(number: int) -> list[int]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_sparse:
+        raise refusal("sparse_allreduce_async")
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -208,7 +212,7 @@ class _Allreduce(torch.autograd.Function):
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        rows = _of_all(len(tensor))
+        rows = _of_all(_rows(tensor))
         ctx.first, ctx.rows = sum(rows[: current().rank]), len(tensor)
         result: torch.Tensor = begin_allgather(tensor).result()
         return result

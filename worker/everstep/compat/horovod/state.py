@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.state.capture import capture
+from everstep.checkpoint.state.refilling import Taken, refilled
 from everstep.compat.horovod.optimizer import Distributed, made_here
 from everstep.compat.horovod.sampler import ElasticSampler
 from everstep.recovery.ddp.reducers import BUCKETS
@@ -172,8 +173,11 @@ class _Values:
         return {VALUES: values, "finished": self._state._finished}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        taken = Taken()
         for name in self._state._values:
-            object.__setattr__(self._state, name, state[VALUES][name])
+            # A commit has a Counter or a defaultdict as a plain dictionary.
+            value = refilled(getattr(self._state, name), state[VALUES][name], taken)
+            object.__setattr__(self._state, name, value)
         object.__setattr__(self._state, "_finished", bool(state["finished"]))
 
 

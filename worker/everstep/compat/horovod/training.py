@@ -32,6 +32,8 @@ from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
 
+EPOCH = 1 << 20  # between the numbers of random draws in two epochs; more commits than that are made in none
+
 _ran: list[TorchState] = []
 
 
@@ -85,7 +87,12 @@ class Training:
             while True:
                 self._enter(newer=newer)
                 try:
-                    if not self._target._finished:
+                    if self._target._finished:
+                        log.warning(
+                            "commit %d is of a run that had ended, so its function is not called again; another run "
+                            "needs another checkpoint URL", self._commits
+                        )  # fmt: skip
+                    else:
                         result = call()
                     self._finish()
                     return result
@@ -124,8 +131,10 @@ class Training:
         self._target._forget_gradients()
 
     def check_host_updates(self) -> None:
-        wanted = self._world.wanted
-        if self._collective(lambda: self._world.members.any([wanted])[0]):
+        """Gradients that no step has used would be lost: the call behind the step will do."""
+        asked = [self._world.wanted, bool(self._target._pending())]
+        wanted, pending = self._collective(lambda: self._world.members.any(asked))
+        if wanted and not pending:
             self.save()
             raise HostsUpdatedInterrupt
 
@@ -141,8 +150,10 @@ class Training:
         self._draw()
 
     def _draw(self) -> None:
-        """Set the random generators as they are after this commit."""
-        self._random.begin(self._commits, self._world.rank)
+        """Set the random generators as they are after this commit. If a script commits in some epochs alone, each
+        epoch still draws its own numbers."""
+        epochs = sum(sampler.epoch for sampler in self._target._samplers())
+        self._random.begin(self._commits + epochs * EPOCH, self._world.rank)
 
     def _finish(self) -> None:
         """The function has ended here. The state is what it left, also behind its last commit."""

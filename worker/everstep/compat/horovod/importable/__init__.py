@@ -1,0 +1,1 @@
+"""A folder for `sys.path`: `import horovod` finds the package in it."""
