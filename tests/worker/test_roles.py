@@ -123,6 +123,39 @@ def test_an_error_in_an_answer_ends_the_peer_with_its_text() -> None:
         follow(lambda ask: ask("fragment"))
 
 
+@pytest.mark.parametrize(("grace", "hub_leaves"), [("60", True), ("1", False)])
+def test_a_follower_that_is_told_to_stop_stays_while_its_hub_may_need_it(
+    monkeypatch: pytest.MonkeyPatch, grace: str, hub_leaves: bool
+) -> None:
+    """A job is suspended: all processes get SIGTERM, and the hub's step needs what the follower still computes."""
+    monkeypatch.setenv(env.GRACE_SECONDS, grace)
+    came = threading.Semaphore(0)
+
+    def work(ask: Ask) -> None:
+        while True:
+            ask(None)
+
+    class Preempted(Exception):
+        pass
+
+    if (follower := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            follow(work)
+        os._exit(1)
+    with contextlib.suppress(Preempted), Hub(lambda peer, message: came.release()):
+        assert came.acquire(timeout=SECONDS)
+        os.kill(follower, signal.SIGTERM)
+        for _ in range(100):
+            assert came.acquire(timeout=SECONDS)
+        if hub_leaves:
+            raise Preempted
+        _, status = os.waitpid(follower, 0)
+    if hub_leaves:
+        _, status = os.waitpid(follower, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
 def test_a_reply_that_cannot_be_sent_ends_the_peer_with_its_text() -> None:
     with Hub(lambda peer, message: lambda: 1), pytest.raises(RolesError, match=r"the hub's answer failed: .*pickle"):
         follow(lambda ask: ask(1))

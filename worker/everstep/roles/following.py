@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.roles import wire
-from everstep.roles.directory import Address, Over, directory
+from everstep.roles.directory import Address, Directory, Over, directory
 from everstep.roles.errors import HubLost, RolesError
+from everstep.roles.stopping import Staying
 
 log = logging.getLogger("everstep.roles")
 
@@ -28,9 +29,14 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
 
     `ask(message)` returns the hub's reply. It raises `HubLost` when the connection has ended. `work` lets that pass.
     Then it is called again with a connection to the next hub; what it had not given yet is lost. If `work` returns, so
-    does this function. Raises `RolesError` with the hub's words if its answer failed.
+    does this function. At SIGTERM the process stays while the hub lives, for half of the grace period at most. Raises
+    `RolesError` with the hub's words if its answer failed.
     """
-    where = directory(url, name)
+    with Staying() as staying:
+        _follow(work, directory(url, name), staying)
+
+
+def _follow(work: Callable[[Ask], None], where: Directory, staying: Staying) -> None:
     pause, said, at = FIRST_PAUSE, "", 0.0
     while True:
         found = where.read()
@@ -39,6 +45,7 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
                 return
             case None:
                 why = f"no hub has begun: {where.place} does not exist"
+                staying.hub_left()
             case Address():
                 asking: _Asking | None = None
                 try:
@@ -50,6 +57,7 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
                     if asking is not None and not asking.over:
                         raise  # of another hub, which `work` asks too
                     why = str(e)
+                staying.hub_left()
                 if asking is not None and asking.answered:
                     said, pause = "", FIRST_PAUSE
         if why != said or time.monotonic() - at > REMIND_SECONDS:
