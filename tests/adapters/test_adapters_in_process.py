@@ -205,9 +205,9 @@ def lightning_trainer(folder: Path, url: Path, **limits: int) -> Any:
     from everstep.train.adapters.lightning import EverstepCallback
 
     return Trainer(
-        accelerator="cpu", devices=1, callbacks=[EverstepCallback(str(url))], logger=False, limit_val_batches=0,
+        accelerator="cpu", devices=1, callbacks=[EverstepCallback(str(url))], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=str(folder), **limits,
+        default_root_dir=str(folder), **({"limit_val_batches": 0} | limits),
     )  # fmt: skip
 
 
@@ -226,6 +226,18 @@ def test_lightning_run_that_ended_goes_on_when_it_is_given_more_epochs(tmp_path:
     assert lightning_fit(tmp_path, tmp_path / "b", 1) == first, "nothing is left to train"
     assert lightning_fit(tmp_path, tmp_path / "b", 2) == whole
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_lightning_run_that_ended_shows_its_metrics_to_what_follows_when_it_is_started_again(tmp_path: Path) -> None:
+    from support.adapters.lightning_module import Module
+
+    loader, shown = DataLoader(Points(), batch_size=4), []
+    for _ in range(2):
+        trainer = lightning_trainer(tmp_path, tmp_path / "commits", max_epochs=1, limit_val_batches=2)
+        trainer.fit(Module(net()), loader, loader)
+        shown.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    assert list(shown[0]) == ["val_loss"]
+    assert shown[1] == shown[0]
 
 
 def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.recovery.errors import LoopError
@@ -215,6 +217,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
             self._coordinator.finish(trainer.global_step, save=False)
+        self._others.fit_ended()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._coordinator.leave()
@@ -263,6 +266,7 @@ class _Progress:
 _NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _ATTRIBUTES = "everstep attributes"
 _OF_SCRIPT = "everstep script attributes"
+_METRICS = "everstep metrics"
 _FOLDER = "dirpath"
 
 
@@ -282,6 +286,7 @@ class _Others:
         self._chosen = chosen
         self._of_script: ScriptAttributes | None = None  # where worlds change, `Progress` has them
         self._told: Mapping[str, Any] = {}
+        self._metrics: Mapping[str, float] = {}
 
     def train_began(self) -> None:
         """All hooks have heard that the training begins, where worlds do not change."""
@@ -301,10 +306,13 @@ class _Others:
             found[_ATTRIBUTES] = newest
         if self._of_script is not None:
             found[_OF_SCRIPT] = self._of_script.now()
+        # As the trainer was last asked for them: to ask it now may be a collective.
+        if metrics := self._trainer._logger_connector._callback_metrics:
+            found[_METRICS] = {name: float(value) for name, value in metrics.items()}
         return found
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        self._told = states.get(_OF_SCRIPT, {})
+        self._told, self._metrics = states.get(_OF_SCRIPT, {}), states.get(_METRICS, {})
         for callback in self._callbacks:
             if callback.state_key in states:
                 found = states[callback.state_key]
@@ -314,6 +322,12 @@ class _Others:
             for name, value in states.get(_ATTRIBUTES, {}).get(callback.state_key, {}).items():
                 if name in _NEWEST_SAVE:
                     setattr(callback, name, value)
+
+    def fit_ended(self) -> None:
+        """Scripts read `trainer.callback_metrics` behind `fit`, also in a process that had nothing left to train."""
+        kept = self._trainer._logger_connector._callback_metrics
+        for name, value in self._metrics.items():
+            kept.setdefault(name, torch.tensor(value))
 
 
 class _Worlds:
