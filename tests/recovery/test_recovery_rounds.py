@@ -258,3 +258,19 @@ def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds
     assert found is not None
     assert ahead.take(2) is None
     eventually(lambda: found[1].result().main is None)
+
+
+def test_a_profile_of_a_script_without_the_session_is_refused_at_once(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        listener.settimeout(30)
+        announcements = AgentAnnouncements(str(tmp_path / "agent"))
+        agent, _ = listener.accept()
+        with agent, agent.makefile("rb") as said:
+            agent.settimeout(30)
+            agent.sendall(b'{"kind": "profile", "id": "first", "steps": 2}\n')
+            answers = (json.loads(line) for line in said)
+            answer = next(one for one in answers if one["kind"] == "profiled")
+    assert (answer["id"], answer["error"]) == ("first", "a profile needs a script with everstep.start")
+    del announcements

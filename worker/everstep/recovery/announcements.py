@@ -219,6 +219,8 @@ class AgentAnnouncements:
             case "profile":
                 if self._profile is not None:
                     self._profile(str(message["id"]), int(message["steps"]))
+                else:  # the person would wait until the time that they gave is up
+                    self.profiled(str(message["id"]), error="a profile needs a script with everstep.start")
             case "leave":
                 with self._changed:
                     self._dismissed = True
