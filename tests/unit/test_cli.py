@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from everstep.cli import profile
 from everstep_local.run import commands, control
 from everstep_local.run.console import Plain, render
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
@@ -250,3 +251,8 @@ def test_folder_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path
     assert done.stderr.startswith("everstep: ")
     assert "too long for a socket; set XDG_RUNTIME_DIR to a shorter folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_profile_of_processes_that_have_ended_shows_no_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
+    profile._show([{"rank": 0, "pod": "digits-w0-0", "pid": 71, "error": "the process ended"}])
+    assert capsys.readouterr().out == "rank 0, pod digits-w0-0, pid 71: the process ended\n"

@@ -57,7 +57,8 @@ def _show(found: list[Answer]) -> None:
         figures = (a["communication"], a["overlap"], a["exposed"], a["input"])
         cells = (str(a["rank"]), steps, f"{a['step_seconds'] * 1e3:.1f} ms", *map(_percent, figures))
         table.add_row(*map(Text, cells))
-    console.print(table)
+    if whole:
+        console.print(table)
     for answer in whole:
         console.print(f"rank {answer['rank']}: {answer['trace']}", highlight=False, markup=False, soft_wrap=True)
     for answer in found:
