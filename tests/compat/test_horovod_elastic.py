@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,63 @@ def trained() -> tuple[list[int], float, int, bool]:
 def test_a_state_goes_back_to_its_commit_and_all_ranks_begin_as_rank_0(tmp_path: Path) -> None:
     for seen, weight, batch, same in on_ranks(2, tmp_path, trained):
         assert (seen, weight, batch, same) == ([1, 1], 1.0, 10, True)
+
+
+def drawn(leaves: bool) -> tuple[list[tuple[int, float]], int, list[float]]:
+    """What a function draws that commits before each second batch, and how often it commits. It is called again from
+    its second commit, if it leaves in the batch behind it. Then it takes two loops without a commit."""
+    hvd.init()
+    torch.manual_seed(7)
+    model = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    sampler = hvd.elastic.ElasticSampler(range(6))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
+    seen: list[tuple[int, float]] = []
+    loops: list[float] = []
+    left: list[int] = []
+    samples: Any = range(6)
+
+    def learn() -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        begun = state.batch
+        for number, _ in enumerate(torch.utils.data.DataLoader(samples, sampler=sampler)):
+            state.batch = begun + number
+            if state.batch % 2 == 0:
+                state.commit()
+            if leaves and state.batch == 3 and not left:
+                left.append(3)
+                raise hvd.HostsUpdatedInterrupt
+            seen.append((state.batch, torch.rand(1).item()))
+            learn()
+            sampler.record_batch(number, 1)
+        for _ in range(2):
+            sampler.set_epoch(sampler.epoch + 1)
+            next(iter(sampler))
+            loops.append(torch.rand(1).item())
+            learn()
+
+    train(state)
+    return seen, training._ran[0]._commits._commits, loops
+
+
+def test_a_commit_before_a_batch_is_not_counted_again_when_the_function_goes_on_from_it(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    ((calm, commits, loops),) = on_ranks(1, tmp_path / "calm", partial(drawn, False))
+    ((seen, again, after),) = on_ranks(1, tmp_path, partial(drawn, True))
+    assert len(calm) == 6
+    assert seen[2] == seen[3], "batch 2 is taken twice, with the same numbers"
+    assert seen[:2] + seen[3:] == calm
+    assert again == commits == 4
+    assert after == loops
+
+
+def test_loops_between_two_commits_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    ((_, _, loops),) = on_ranks(1, tmp_path, partial(drawn, False))
+    assert loops[0] != loops[1]
 
 
 def _state(**more: Any) -> Any:

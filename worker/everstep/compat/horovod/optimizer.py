@@ -29,12 +29,14 @@ class Distributed:
     _first: torch.optim.Optimizer  # the one that was wrapped
     _synchronized = False  # by the script itself
     _synchronizes = True
+    averaged = 0  # how often gradients were averaged
 
     def synchronize(self) -> None:
         """Wait until the gradients are averaged, to clip or unscale them. Then
         `with optimizer.skip_synchronize(): optimizer.step()`."""
         self._gradients.synchronize(p for group in self.param_groups for p in group["params"])  # type: ignore[attr-defined]
         self._synchronized = True
+        self.averaged += 1
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

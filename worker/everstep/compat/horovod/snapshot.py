@@ -10,6 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from everstep.checkpoint.state.capture import apply, capture
 
 
@@ -26,3 +28,12 @@ class Snapshot:
         # torch's optimizers keep the tensors that they are given.
         tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
         apply(state, {"state": copy.deepcopy(self._values)}, tensors, 0)
+
+    def shows(self, state: Mapping[str, Any]) -> bool:
+        """Whether the state is still the one that was copied."""
+        now = capture(state, 0)
+        return (
+            now.values == self._values
+            and now.tensors.keys() == self._tensors.keys()
+            and all(torch.equal(tensor, self._tensors[name]) for name, tensor in now.tensors.items())
+        )

@@ -149,6 +149,10 @@ class TorchState:
         """The name of an optimizer with gradients that no step has used; empty if there is none."""
         return next((n for n, one in self._objects.items() if isinstance(one, Distributed) and one.pending), "")
 
+    def _averaged(self) -> int:
+        """How often gradients were averaged: the same number on all ranks."""
+        return sum(one.averaged for one in self._objects.values() if isinstance(one, Distributed))
+
     def _forget_gradients(self) -> None:
         """Gradients are of a step that is over, or that is repeated."""
         for one in self._objects.values():

@@ -66,6 +66,8 @@ class Training:
         self._state = state._tracked
         self._state[STATE] = self._random
         self._commits = 0
+        self._averaged = 0  # how often gradients were averaged up to the commit
+        self._goes_on = False  # the function was called from a commit, and has made none since
         self._validity = Validity.NONE
         self._last: AnnouncedRound | None = None  # the newest round in which this process has trained
         self._again = False  # whether the function is to be called again in the present round
@@ -80,7 +82,7 @@ class Training:
         self._snapshot = Snapshot(self._state)
         self._world.begin()
         coordinator.check_by(self._world.check_peers)
-        self._world.draw_again = self._draw
+        self._world.draw_again = self._draw_again
         coordinator.watch()
         result, newer = None, False
         try:
@@ -111,12 +113,20 @@ class Training:
     # --- what the state asks for
 
     def commit(self) -> None:
-        self.save()
+        self._check()
+        if self._is_repeated():
+            self._draw()
+            return
+        self._take()
         leave = self._collective(lambda: self._coordinator.agree(move=self._world.wanted, calls=self._world.begun))
         if leave:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
+        self._check()
+        self._take()
+
+    def _check(self) -> None:
         if self._target._finished:
             raise LoopError("state.commit() behind the function of hvd.elastic.run: the run is over")
         if name := self._target._pending():
@@ -124,7 +134,6 @@ class Training:
                 f"state.commit() between loss.backward() and {name}.step(): no commit holds gradients, so they would "
                 "be lost with a peer. Commit behind the step"
             )
-        self._take()
 
     def restore(self) -> None:
         self._snapshot.restore(self._state)
@@ -138,12 +147,26 @@ class Training:
             self.save()
             raise HostsUpdatedInterrupt
 
+    def _is_repeated(self) -> bool:
+        """Whether this is the commit from which the function goes on. One that commits before a batch comes to it again
+        when it is called again; counted, it would shift the numbers of all that follow, and so the random numbers."""
+        if not self._goes_on:
+            return False
+        self._goes_on = False
+        changed = self._trained or not self._snapshot.shows(self._state)
+        return not self._collective(lambda: self._world.members.any([changed])[0])
+
+    @property
+    def _trained(self) -> bool:
+        """Whether gradients were averaged since the commit."""
+        return self._target._averaged() != self._averaged
+
     def _take(self) -> None:
         if self._world.lost():
             # The script may have caught the error, and the state may have come of sums that were never made.
             raise HorovodInternalError("a collective has failed before this commit (PeerLost)")
-        self._snapshot = Snapshot(self._state)
-        self._commits += 1
+        self._snapshot, self._averaged = Snapshot(self._state), self._target._averaged()
+        self._commits, self._goes_on = self._commits + 1, False
         LoopError.steps_done += 1
         self._coordinator.count(self._commits)
         self._world.progress(self._commits)
@@ -154,6 +177,11 @@ class Training:
         epoch still draws its own numbers."""
         epochs = sum(sampler.epoch for sampler in self._target._samplers())
         self._random.begin(self._commits + epochs * EPOCH, self._world.rank)
+
+    def _draw_again(self) -> None:
+        """A loop over samples begins, which in a function that is called again has drawn numbers of its own."""
+        if not self._trained:  # else each loop since the commit would begin with the same numbers
+            self._draw()
 
     def _finish(self) -> None:
         """The function has ended here. The state is what it left, also behind its last commit."""
@@ -217,8 +245,9 @@ class Training:
         self._random.settle(members.gather)
         for sampler in self._target._samplers():
             sampler.reset()
-        self._snapshot = Snapshot(self._state)
+        self._snapshot, self._averaged = Snapshot(self._state), self._target._averaged()
         self._commits, self._validity, self._last = found, Validity.WHOLE, round_
+        self._goes_on = found > 0
         coordinator.step = found
         self._world.progress(found)
         self._draw()
