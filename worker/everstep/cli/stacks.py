@@ -36,7 +36,11 @@ def _is(answer: Answer) -> str:
     """`step 17, waits in all_reduce of 1 tensor for 12 s, at train.py:31 in main`."""
     if "error" in answer:
         return str(answer["error"])
-    parts = [f"step {answer['step']}" if answer.get("step") is not None else "between steps, or without the session"]
+    parts = []
+    if answer.get("step") is not None:
+        parts.append(f"step {answer['step']}")
+    elif not answer.get("waits"):
+        parts.append("in no step that it has told of")
     if answer.get("waits_in"):
         parts.append(f"waits in {answer['waits_in']}")
     elif answer.get("waits"):
