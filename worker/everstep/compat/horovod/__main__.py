@@ -13,7 +13,7 @@ from types import ModuleType
 from everstep.compat.horovod import install
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Run the script as the interpreter would."""
     parser = argparse.ArgumentParser(
         prog="everstep-run -m everstep.compat.horovod",
@@ -21,7 +21,7 @@ def main() -> None:
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     path = os.path.abspath(asked.script)
     try:
         with io.open_code(path) as file:
@@ -41,4 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
