@@ -20,7 +20,7 @@ from everstep.train.step import Step
 
 per, last, asks, pause = (float(part) for part in sys.argv[1].split(":"))
 index, lives_on = int(os.environ["EVERSTEP_WORKER_INDEX"]), os.environ["EVERSTEP_INCARNATION"] != "0"
-enter, ask, asked, began = Step.__enter__, following._ask, [0], list[int]()
+enter, ask, asked, began = Step.__enter__, following._Asking.ask, [0], list[int]()
 
 
 def entering(step: Step) -> Any:
@@ -45,7 +45,7 @@ def asking(*connection_and_message: Any) -> Any:
 
 
 Step.__enter__ = entering  # type: ignore[method-assign]
-following._ask = asking
+following._Asking.ask = asking  # type: ignore[method-assign]
 sys.argv = sys.argv[2:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 if os.path.exists(os.path.join(sys.path[0], "cartpole.py")):
