@@ -49,11 +49,15 @@ def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worke
     record(NAME, f"accuracy on unseen images after {STEPS} steps", accuracy, "")
     assert accuracy > 0.7
     rates = scalars(curves / "training", "rate")
-    assert [step for step, _ in rates] == list(range(1, STEPS + 1))
-    assert [rate for _, rate in rates] == pytest.approx(cycle())
+    steps = [step for step, _ in rates]
+    assert steps == sorted(set(steps)), "each step once"
+    # A rank 0 that is lost may not have logged its last step, as docs/how-to-trackers.md says.
+    assert len(set(range(1, STEPS + 1)) - set(steps)) <= (worker == 0)
+    assert [rate for _, rate in rates] == pytest.approx([cycle()[step - 1] for step in steps])
     last, logged = scalars(curves / "evaluation", "accuracy")[-1]
     assert last == STEPS
-    assert logged == pytest.approx(accuracy, abs=1e-3)
+    # Running statistics differ where the first worker was lost.
+    assert logged == pytest.approx(accuracy, abs=0.01 if worker == 0 else 1e-3)
 
 
 def cycle() -> list[float]:
