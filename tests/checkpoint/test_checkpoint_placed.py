@@ -34,7 +34,8 @@ def test_ten_thousand_states_with_tensors_of_any_placement_come_back_equal(
 WORDS = {
     "sum": "a DTensor with Partial placement is a sum not yet made",
     "empty sum": "a DTensor with Partial placement", "parameter": "a DTensor with Partial placement",
-    "type": "a torch.complex128 tensor", "freed": "the tensor's memory was freed", "twice": "share one place in memory",
+    "type": "a torch.complex128 tensor", "freed": "the tensor's memory was freed",
+    "twice": "several of its elements share one place",
 }  # fmt: skip
 PLACES = {"top": "odd: ", "nested": "odd/x/0: ", "module": "odd/p0: "}
 ODD = [
