@@ -72,6 +72,7 @@ class ScriptAttributes:
                     methods,
                 )
                 numbers[name] += 1
+        self._ids = {id(each) for each, *_ in self._objects.values()}  # which are kept alive here
         self._first = {key: self._held(key) for key in self._objects}
         self._last = dict(self._first)
         self._changes = {key: Counter[str]() for key in self._objects}
@@ -156,9 +157,7 @@ class ScriptAttributes:
     def _is_unknown(self, value: Any) -> bool:
         """Whether it is an object of the script's that nobody else looks after."""
         kept = isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
-        if kept or any(value is each for each, *_ in self._objects.values()):
-            return False
-        return bool(_methods_of_script(type(value)))  # type: ignore[arg-type]  # as above
+        return not kept and id(value) not in self._ids and bool(_methods_of_script(type(value)))  # type: ignore[arg-type]  # as above
 
     def _name_flag(self, key: str, name: str, value: bool) -> None:
         if (key, name) in self._warned:
