@@ -323,7 +323,7 @@ def test_a_message_that_would_run_code_is_refused(tmp_path: Path) -> None:
             data = pickle.dumps(Runs(), protocol=2)
             wire.greet(peer, said["token"])
             peer.sendall(struct.pack("!Q", len(data)) + data)
-            assert "send dictionaries, lists, tensors, numbers and texts" in wire.receive(peer)["error"]
+            assert "send dictionaries, lists, tensors, numbers and texts" in wire.unpacked(wire.received(peer))["error"]
     assert Runs.ran == []
 
 

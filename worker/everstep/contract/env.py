@@ -1,5 +1,7 @@
 """Environment variables that the operator sets in the worker container and the worker library reads."""
 
+from collections.abc import Mapping
+
 JOB_NAME = "EVERSTEP_JOB_NAME"
 JOB_NAMESPACE = "EVERSTEP_JOB_NAMESPACE"
 JOB_UID = "EVERSTEP_JOB_UID"
@@ -62,3 +64,13 @@ LAST_RANK = "EVERSTEP_LAST_RANK"
 
 # A file in which a training process keeps the names of its newest collectives, for when it cannot be asked any more.
 CALLS_FILE = "EVERSTEP_CALLS_FILE"
+
+_GRACE = 30.0  # seconds; the default of Kubernetes and of torchrun
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """Seconds between SIGTERM and SIGKILL, as the operator has set them, or 30."""
+    try:
+        return max(1.0, float(environ.get(GRACE_SECONDS, "")))
+    except ValueError:
+        return _GRACE

@@ -15,17 +15,12 @@ from types import FrameType, TracebackType
 
 from everstep.contract import env
 
-GRACE_SECONDS = 30.0  # of Kubernetes, if the operator has not said another
-
 
 class Staying:
     """A context in which SIGTERM is put off. It works in the main thread, if the script has no handler of its own."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        try:
-            self._seconds = max(0.0, float(environ.get(env.GRACE_SECONDS, ""))) / 2
-        except ValueError:
-            self._seconds = GRACE_SECONDS / 2
+        self._seconds = env.grace_seconds(environ) / 2
         self._pid = os.getpid()
         self._timer: threading.Timer | None = None
         self._installed = False

@@ -76,12 +76,6 @@ def admits(connection: socket.socket, token: str) -> bool:
     return True
 
 
-def receive(connection: socket.socket) -> Any:
-    """Raises `HubLost` if the connection has ended, `RolesError` for a message with other objects than trees of tensors
-    and plain values."""
-    return unpacked(received(connection))
-
-
 def received(connection: socket.socket) -> bytearray:
     """The bytes of the next message. Raises `HubLost`."""
     (size,) = LENGTH.unpack(exactly(connection, LENGTH.size))
@@ -91,7 +85,7 @@ def received(connection: socket.socket) -> bytearray:
 
 
 def unpacked(data: bytearray) -> Any:
-    """Raises `RolesError`: see `receive`."""
+    """The message of these bytes. Raises `RolesError` for other objects than trees of tensors and plain values."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError) as e:

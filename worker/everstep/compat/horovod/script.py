@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.contract import env
-from everstep.contract.library_files import is_library
+from everstep.train.guards.script_text.sources import loaded_files
 
 
 def uses_elastic(environ: Mapping[str, str] = os.environ) -> bool:
@@ -46,11 +45,8 @@ def names_elastic(text: str) -> bool:
 def _texts() -> list[str]:
     """The files of the script that are imported by now."""
     found = []
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
-            continue
-        if not module.__name__.startswith("everstep"):
+    for file in loaded_files():
+        if file.endswith(".py"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 found.append(Path(file).read_text())
     return found

@@ -18,7 +18,6 @@ from typing import Any
 
 from everstep.contract import env, exit_codes
 
-GRACE_SECONDS = 30.0  # the default of Kubernetes and of torchrun
 MARGIN = 0.15  # of the grace period, for the work after the commit
 
 
@@ -62,7 +61,7 @@ class StopSignal:
     Python allows no handler, and SIGTERM keeps its effect."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._grace = grace_seconds(environ)
+        self._grace = env.grace_seconds(environ)
         self._has_agent = env.AGENT_SOCKET in environ
         self._pid = os.getpid()
         self._at: float | None = None
@@ -110,11 +109,3 @@ class StopSignal:
             os.kill(os.getpid(), number)
         elif self._at is None:
             self._at = time.monotonic()
-
-
-def grace_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds between SIGTERM and SIGKILL, as the operator has set them in the environment, or `GRACE_SECONDS`."""
-    try:
-        return max(1.0, float(environ.get(env.GRACE_SECONDS, "")))
-    except ValueError:
-        return GRACE_SECONDS

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ast
 import functools
 import logging
-import sys
 import types
 import weakref
 from collections import deque
@@ -28,8 +27,8 @@ from typing import Any
 
 import torch
 
-from everstep.train.guards.script_objects import is_open, is_script, variables, walk
-from everstep.train.guards.script_text.sources import tree_of
+from everstep.train.guards.script_objects import is_open, variables, walk
+from everstep.train.guards.script_text.sources import loaded_files, tree_of
 from everstep.train.guards.script_text.syntax_patterns import path_of
 
 log = logging.getLogger("everstep.train")
@@ -137,8 +136,7 @@ def _carried(moved: Mapping[tuple[int, str], type], known: Mapping[tuple[int, st
     object."""
     if not moved:
         return set()
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    texts = [_setters(file) for file in files if is_script(file, named=True)]
+    texts = [_setters(file) for file in loaded_files()]
 
     def setters(name: str, kind: type) -> list[_Setter]:
         kinds = {"", *(base.__name__ for base in kind.__mro__)}

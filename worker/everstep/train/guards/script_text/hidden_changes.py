@@ -24,7 +24,7 @@ from typing import Any
 
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import FRAMES, is_script
-from everstep.train.guards.script_text.sources import tree_of
+from everstep.train.guards.script_text.sources import loaded_files, tree_of
 from everstep.train.guards.script_text.syntax_patterns import path_of
 
 log = logging.getLogger("everstep.train")
@@ -127,8 +127,7 @@ def _may_change(file: str, name: str, line: int, *, contained: bool) -> bool:
         return True
     if any(at >= line for at in names.bound_once.get(name, ())) or (contained and name in names.mentioned):
         return True
-    others = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
-    texts = (_names(other) for other in {file, *others} if is_script(other, named=True))
+    texts = (_names(other) for other in {file, *loaded_files()})
     return any(text is not None and name in text.attributes for text in texts)
 
 

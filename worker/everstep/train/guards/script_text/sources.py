@@ -29,16 +29,20 @@ def tree_of(path: str) -> ast.Module | None:
         return None
 
 
+def loaded_files() -> set[str]:
+    """The files of the script that this process has loaded."""
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return {file for file in files if file and is_script(file, named=True)}
+
+
 def program() -> str | None:
     """A digest of the script's arguments, of the files that they name, and of all files of the script that this process
     has loaded. None if the script is no file (a prompt, a notebook)."""
     if getattr(sys.modules.get("__main__"), "__file__", None) is None:
         return None
     found = hashlib.sha256(repr(sys.argv).encode())
-    paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    texts = sorted(path for path in paths if path and is_script(path))
     named = [part for argument in sys.argv[1:] for part in (argument, argument.rpartition("=")[2])]
-    for path in (*texts, *named):
+    for path in (*sorted(loaded_files()), *named):
         with contextlib.suppress(OSError, ValueError):
             if Path(path).is_file() and Path(path).stat().st_size <= LARGEST:
                 found.update(path.encode() + b"\0" + Path(path).read_bytes())
