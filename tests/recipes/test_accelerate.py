@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.recipes.changed import changed_lines
-from support.recipes.recipes import EXAMPLES, Ended, differences, disturbed, kill, undisturbed
+from support.recipes.kills import check_library_kill
+from support.recipes.recipes import EXAMPLES, Ended, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,17 +27,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("whom", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -> None:
-    one = kill(NAME, 25, 55)
-    at = [one] if whom == "one" else [f"{one.partition(':')[0]}:kill={worker}" for worker in range(3)]
-    hit = disturbed(NAME, tmp_path, ARGUMENTS[1:], at=at)
-    status = hit.status()
-    assert status["restarts"] >= 1, hit.output
-    record(NAME, "steps of the run in the job's status", status["step"], "", expected=STEPS)
-    assert status["step"] == status["total_steps"] == calm.step == STEPS
-    changed = differences(calm, hit)
-    workers = "one worker" if whom == "one" else "all workers"
-    record(NAME, f"values that a kill of {workers} changes", len(changed), "")
-    assert changed == []
+    step = check_library_kill(NAME, tmp_path, calm, ARGUMENTS[1:], whom)
+    record(NAME, "steps of the run in the job's status", step, "", expected=STEPS)
+    assert step == STEPS
 
 
 def test_the_script_changes_by_few_lines() -> None:

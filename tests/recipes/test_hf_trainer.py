@@ -6,34 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from support.recipes.recipes import EXAMPLES, Ended, differences, disturbed, kill
+from support.recipes.kills import check_library_kill
+from support.recipes.recipes import EXAMPLES, Ended
 from support.recipes.recorded import record
 from support.recipes.shared import SharedRuns
 
 pytestmark = pytest.mark.timeout(300)
 NAME = "hf_trainer"
 STEPS = 80
+ARGUMENTS = ("--steps", str(STEPS), "--every-steps", "20")
 COMPARED = ("model", "optimizer", "scheduler")  # Trainer's own log of the run has times in it
 
 
 @pytest.fixture(scope="module")
 def calm(shared: SharedRuns) -> Ended:
-    return shared(NAME, ("--steps", str(STEPS), "--every-steps", "20"))
+    return shared(NAME, ARGUMENTS)
 
 
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("whom", ["one", "all"])
 def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -> None:
-    one = kill(NAME, 25, 55)
-    step = one.partition(":")[0]
-    at = [one] if whom == "one" else [f"{step}:kill={worker}" for worker in range(3)]
-    hit = disturbed(NAME, tmp_path, ("--steps", str(STEPS), "--every-steps", "20"), at=at)
-    assert hit.status()["restarts"] >= 1, hit.output
-    assert hit.status()["step"] == hit.status()["total_steps"] == STEPS
-    changed = differences(calm, hit, COMPARED)
-    workers = "one worker" if whom == "one" else "all workers"
-    record(NAME, f"values that a kill of {workers} changes", len(changed), "")
-    assert changed == []
+    assert check_library_kill(NAME, tmp_path, calm, ARGUMENTS, whom, COMPARED) == STEPS
 
 
 def test_what_is_everstep_in_the_script() -> None:

@@ -6,14 +6,12 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
+from support.processes.forked import end_with
 
 SECONDS = 90.0  # on a machine with other work
 
@@ -38,19 +36,12 @@ def on_ranks(size: int, folder: Path, body: Callable[[], Any]) -> list[Any]:
 
 
 def _run(rank: int, size: int, port: int, folder: Path, body: Callable[[], Any]) -> NoReturn:
-    code = 1
-    try:
-        torch.set_num_threads(1)  # the threads that OpenMP made do not live on in a child
+    def work() -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
         (folder / str(rank)).write_bytes(pickle.dumps(body()))
-        code = 0
-    except BaseException:  # the child must not return into pytest
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_with(work)
 
 
 def _wait(children: list[int]) -> None:

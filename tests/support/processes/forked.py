@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class Forked:
@@ -20,7 +21,7 @@ class Forked:
     def __call__(self, body: Callable[[], object], timeout: float = 60.0) -> int:
         child = os.fork()
         if child == 0:
-            _run(body)
+            end_with(body)
         self._running.append(child)
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -38,7 +39,8 @@ class Forked:
             os.waitpid(child, 0)
 
 
-def _run(body: Callable[[], object]) -> None:
+def end_with(body: Callable[[], object]) -> NoReturn:
+    """Run it in a process that was just forked, and end that with 0; with 1 if it raises."""
     code = 1
     try:
         if (torch := sys.modules.get("torch")) is not None:
