@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Table:
-    """What the server's threads share: the newest parameters, waiting gradients, and how many each worker has given."""
+    """The state of all server's threads: newest parameters, waiting gradients, how many each worker has given."""
 
     def __init__(self, bound: int) -> None:
         self.bound, self.changed = bound, threading.Condition()

@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 def curves(run, folder):
-    """What logs a step of training, and what logs an evaluation; both do nothing without a folder."""
+    """Two functions: one logs a step of training, one an evaluation. Both do nothing without a folder."""
     if not folder:
         return (lambda step, **values: None), (lambda **values: None)
     return TensorBoard(run, f"{folder}/training"), TensorBoard(run, f"{folder}/evaluation").write

@@ -43,7 +43,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def rollout(policy: Policy, fragment: int) -> dict[str, Tensor]:
-    """What happened in TICKS ticks, with the advantage of each action: tensors [TICKS · POLES, …]. A function of its
+    """The TICKS ticks of a fragment, with the advantage of each action: tensors [TICKS · POLES, …]. It depends on its
     arguments alone."""
     chance = torch.Generator().manual_seed(fragment)
     poles, kept, fallen = CartPoles(chance), [], []

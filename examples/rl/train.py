@@ -29,7 +29,7 @@ SIZE = FRAGMENTS * TICKS * POLES  # ticks of a buffer
 
 
 class Rollouts:
-    """What the learner's threads share: fragments that are wanted, that workers have, and that are done."""
+    """The state that the learner's threads share: fragments that are wanted, that workers have, and that are done."""
 
     def __init__(self) -> None:
         self.changed, self.parameters = threading.Condition(), dict[str, Tensor]()

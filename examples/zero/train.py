@@ -52,7 +52,7 @@ def build(
 
 
 def divide(model: FSDPModule, stage: int, last: bool) -> None:
-    """What the next backward pass divides: all of it with the `last` micro-batch of a step."""
+    """Say what the next backward pass divides: all of it with the `last` micro-batch of a step."""
     model.set_requires_gradient_sync(last or stage > 1)
     model.set_reshard_after_backward(last or stage > 2)
 
