@@ -167,9 +167,9 @@ def test_what_no_commit_holds_is_found_anywhere_in_a_state(
 @pytest.mark.parametrize("view", ["wide", "window"])
 def test_tensor_of_which_an_element_shows_twice_is_refused_where_it_would_be_read_into(view: str) -> None:
     tensor = states.VIEWS[view](torch.arange(6.0).view(3, 2))
-    with pytest.raises(StateMismatch, match="odd: is one number"):
+    with pytest.raises(StateMismatch, match="odd: several of its elements share"):
         committed({"odd": tensor})
-    with pytest.raises(StateMismatch, match="odd: is one number"):
+    with pytest.raises(StateMismatch, match="odd: several of its elements share"):
         everstep.load(store=committed({"odd": tensor.clone()}), state={"odd": tensor})
 
 
