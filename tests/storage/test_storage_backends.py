@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from everstep.storage import MemoryStore, NotFound, ObjectStore, StoreUnusable, open_store
-from everstep.storage.backends.fsspec_store import FsspecStore
+from everstep.storage.backends.generic import GenericStore
 from everstep.testing import StoreContract
 
 SMALL = 64 * 2**10
@@ -64,7 +64,7 @@ class TestAzure(StoreContract):
 
 def test_scheme_with_real_folders_gets_those_of_its_objects(tmp_path: Path) -> None:
     """As sftp and smb have them; here the local file system, through the backend that serves such schemes."""
-    store = FsspecStore(f"local://{tmp_path}/deep/store")
+    store = GenericStore(f"local://{tmp_path}/deep/store")
     store.create("log/0", b"record")
     store.put("data/1-a/0", b"shard")
     with store.open_write("data/1-a/1") as writer:
@@ -76,7 +76,7 @@ def test_scheme_with_real_folders_gets_those_of_its_objects(tmp_path: Path) -> N
 
 
 def test_bucket_that_is_missing_is_named_and_not_made() -> None:
-    store = FsspecStore("memory://no-such-bucket/run")
+    store = GenericStore("memory://no-such-bucket/run")
     file_system, _ = store.fs()
     file_system.pipe_file = _nothing_there
     with pytest.raises(StoreUnusable, match="The bucket of this URL does not exist"):

@@ -6,20 +6,19 @@ another; a state read whole by some ranks; and an fsspec file system that this p
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import everstep
 from everstep.storage import open_store
-from support.checkpoint import tables, unions, worlds
+from support.checkpoint import pieces, tables, unions, worlds
 
 State = dict[str, Any]
 Result = dict[str, Any]
@@ -191,22 +190,13 @@ def _same(one: Any, other: Any) -> bool:
 # --- a file system of somebody else's
 
 
-class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Files, by a scheme that only fsspec knows."""
+def elsewhere(root: str, scheme: str = str(pieces.Pieces.protocol)) -> Result:
+    """Two commits through fsspec: the second does not touch the first, and a model that is sharded anew has each.
 
-    protocol = "plain"
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(path.removeprefix("plain://") if isinstance(path, str) else path)
-
-
-fsspec.register_implementation("plain", Plain)
-
-
-def elsewhere(root: str) -> Result:
-    """Two commits through fsspec: the second does not touch the first, and a model that is sharded anew has each."""
-    store = open_store(f"plain://{root}", {"auto_mkdir": True}, single_committer=True)
+    Each file is visible for a while before it is whole, and rank 0 looks while the others still write."""
+    pause = 0.05 * (1 + dist.get_rank())
+    options = {"auto_mkdir": True, "between": lambda: time.sleep(pause)}
+    store = open_store(f"{scheme}://{root}", options, single_committer=True)
     state, digests = tables.model_of("fsdp", "uneven", 1), {}
     with everstep.Checkpointer(store=store) as run:
         run.restore(state)

@@ -38,7 +38,8 @@ class Capabilities:
     but the last, unless a size hint asks for larger ones. `read_size`: the bytes that a reader with a choice should ask
     for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the parts, so
     that more threads than there are cores to spare slow down what else runs. `listable`: `list` gives what is there;
-    else objects must be asked for by their names.
+    else objects must be asked for by their names. `whole`: an object is visible only with all its bytes; else a reader
+    may meet one that is still being written.
     """
 
     conditional_create: bool = True
@@ -49,6 +50,7 @@ class Capabilities:
     read_size: int = PART_SIZE
     local: bool = False
     listable: bool = True
+    whole: bool = True
 
     def with_part_size(self, part_size: int | None) -> Capabilities:
         """The same with another part size; None changes nothing."""

@@ -64,7 +64,7 @@ def _remote(
 ) -> FsspecStore:
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-    from everstep.storage.backends import azure, fsspec_store, gcs, s3, web  # noqa: PLC0415  as above
+    from everstep.storage.backends import azure, gcs, generic, s3, web  # noqa: PLC0415  as above
 
     if not url.partition("://")[2].strip("/"):
         raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")
@@ -84,4 +84,4 @@ def _remote(
             f"{url}: {scheme}:// has no conditional create, so two writers could both commit. Use one of "
             f"{', '.join(conditional)}, or single_committer=True if only one job ever writes there"
         )
-    return fsspec_store.FsspecStore(url, options, part_size)
+    return generic.GenericStore(url, options, part_size)

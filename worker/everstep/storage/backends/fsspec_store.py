@@ -1,7 +1,7 @@
 """Any object store that fsspec reaches, through the few calls whose meaning is the same on all of them.
 
-The big three and web servers have backends of their own on the same file systems (`s3`, `gcs`, `azure`, `web`); this
-one serves the rest.
+The big three and web servers have backends of their own on the same file systems (`s3`, `gcs`, `azure`, `web`);
+`generic` serves the rest.
 Invariants:
 - One attempt a call: the file systems' own retries are switched off, because the bound is `retry`'s to keep.
 - No listing cache: a cached listing would hide another writer's commit.

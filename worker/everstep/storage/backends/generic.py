@@ -1,0 +1,112 @@
+"""Any fsspec scheme without a backend of its own: sftp, ftp, smb, hdfs, and what a user has registered.
+
+Most of these are file systems, on which a file is visible while it is still being written. Invariant: where the file
+system can rename, a file appears under its final name only whole. The bytes go to a temporary file in the same folder,
+which is then renamed. Where it cannot, the file is written in place, and `Capabilities.whole` tells the readers.
+
+Some file systems (sftp) replace the target of a rename, others (smb, hdfs) refuse, and some (WebHDFS) refuse without an
+error. Where it is refused, `put` deletes the old file first: for a moment there is none, and a process that dies then
+leaves none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from everstep.storage.backends.fsspec_store import FsspecStore
+from everstep.storage.base import Capabilities, ObjectInfo
+
+# Names of this form are never listed; a process that dies before the rename leaves one behind.
+_TEMPORARY: Final = ".tmp-"
+
+
+class GenericStore(FsspecStore):
+    """Objects below the URL of any other scheme. `options` go to its file system."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        # Without I/O it is not known whether the file system can rename: some connect when they are made.
+        return replace(super().capabilities, whole=False)
+
+    def list(self, folder: str = "") -> list[ObjectInfo]:
+        return [info for info in super().list(folder) if not _is_temporary(info.name)]
+
+    def sweep_uploads(self, older_than: float) -> int:
+        swept = 0
+        for info in super().list():
+            if _is_temporary(info.name) and time.time() - _begun(info.name) > older_than:
+                self.delete(info.name)
+                swept += 1
+        return swept
+
+    def _pipe(self, name: str, data: bytes | bytearray, mode: str) -> None:
+        with self.translated("writing", name):
+            fs, root = self.fs()
+            final = f"{root}/{name}"
+            if not _renames(fs):
+                _check_free(fs, final, mode)
+                fs.pipe_file(final, data, mode=mode)
+                return
+            temporary = f"{final.rpartition('/')[0]}/{_TEMPORARY}{int(time.time())}-{secrets.token_hex(8)}"
+            try:
+                fs.pipe_file(temporary, data)
+                _check_free(fs, final, mode)
+                _rename(fs, temporary, final, mode)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    fs.rm_file(temporary)
+                raise
+
+
+def _renames(fs: Any) -> bool:
+    """Whether the file system has a rename of its own: fsspec's is a copy, which is as visible as any other write."""
+    while isinstance(fs, DirFileSystem):
+        fs = fs.fs
+    return type(fs).mv is not AbstractFileSystem.mv
+
+
+def _rename(fs: Any, temporary: str, final: str, mode: str) -> None:
+    error: Exception | None = None
+    try:
+        fs.mv(temporary, final)
+    except Exception as e:
+        error = e
+    if error is None and not _is_there(fs, temporary):
+        return
+    if not _is_there(fs, temporary) or not _is_there(fs, final):
+        raise error or OSError(errno.EIO, "the file system did not rename the file, and gave no reason", temporary)
+    _check_free(fs, final, mode)
+    fs.rm_file(final)
+    fs.mv(temporary, final)
+
+
+def _check_free(fs: Any, final: str, mode: str) -> None:
+    if mode == "create" and _is_there(fs, final):
+        raise FileExistsError(errno.EEXIST, "exists", final)
+
+
+def _is_there(fs: Any, path: str) -> bool:
+    """Whether there is such a file. fsspec's `exists` says no, too, when the server does not answer."""
+    try:
+        fs.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_temporary(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(_TEMPORARY)
+
+
+def _begun(temporary: str) -> float:
+    """When a temporary file was begun, in seconds since the epoch; 0 for a name that does not say it."""
+    seconds = temporary.rpartition("/")[2].removeprefix(_TEMPORARY).partition("-")[0]
+    return float(seconds) if seconds.isdecimal() else 0.0
