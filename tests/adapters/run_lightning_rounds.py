@@ -22,6 +22,7 @@ from everstep.data import ElasticLoader
 from everstep.train.adapters.lightning import Elastic, EverstepCallback
 from support.adapters.dying import die_once
 from support.adapters.points import Points
+from support.adapters.profiled import ask_once
 
 FOLDER, KIND, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
 
@@ -60,6 +61,9 @@ class Module(LightningModule):
         if batch_idx % 2 == 0:
             with (FOLDER / f"{os.getpid()}.steps").open("a") as file:
                 file.write(f"{self.trainer.global_step}\n")
+            if self.trainer.global_step == 4 and KIND == "ddp":
+                (callback,) = (c for c in self.trainer.callbacks if isinstance(c, EverstepCallback))
+                ask_once(callback._coordinator.live_profile, FOLDER)
         self.steps += 1
         loss = torch.nn.functional.mse_loss(self.layers(x), y) / self.steps * self.last.factor
         self.reach(f"forward{batch_idx % 2}")

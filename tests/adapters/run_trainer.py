@@ -19,8 +19,10 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from everstep.train.adapters.huggingface import EverstepCallback
+from support.adapters.profiled import ask_once
 
 FOLDER, KILL = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+CALLBACK = EverstepCallback(str(FOLDER / "commits"))
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -57,6 +59,8 @@ class Fault(TrainerCallback):  # type: ignore[misc]
         self.step, self.passes = state.global_step, 0
         with (FOLDER / f"{os.getpid()}.steps").open("a") as file:
             file.write(f"{self.step} {time.time()}\n")
+        if self.step == 4:
+            ask_once(CALLBACK._coordinator.live_profile, FOLDER)
         self.reach("begin")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -117,17 +121,16 @@ def main() -> None:
     )
     fault, stopping, halving = Fault(), EarlyStoppingCallback(early_stopping_patience=5), Halving()
     model.lm_head.register_forward_hook(fault.forward)
-    callback = EverstepCallback(str(FOLDER / "commits"))
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
-        callbacks=[callback, stopping, halving, fault],
+        callbacks=[CALLBACK, stopping, halving, fault],
     )
     if KILL == "plain":
         trainer.train()
-    callback.train(trainer)
+    CALLBACK.train(trainer)
     found = {
         "model": model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),

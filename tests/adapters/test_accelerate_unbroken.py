@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.adapters import profiled
 from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, TORCHRUN, Played, differing
 from support.adapters.unbroken_run import play as play_script
@@ -35,6 +36,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+def test_profile_of_an_accelerate_loop_measures_each_rank(undisturbed: Played) -> None:
+    profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     "kill",
     [
@@ -57,6 +62,8 @@ def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the
         assert differing(found, reference) == []
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
     assert "the last commit" not in played.output
+    if kill[0] in "67":  # in the middle of the profile
+        profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
 def test_accelerate_loop_whose_order_has_a_seed_of_its_own_trains_too(tmp_path: Path) -> None:

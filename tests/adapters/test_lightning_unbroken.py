@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.adapters import profiled
 from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, Played, differing
 from support.adapters.unbroken_run import play as play_script
@@ -34,6 +35,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+def test_profile_of_lightning_measures_each_rank(undisturbed: Played) -> None:
+    profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     "kill",
     [
@@ -56,6 +61,8 @@ def test_lightning_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_
     for found, reference in zip(played.found, undisturbed.found, strict=True):
         assert differing(found, reference) == []
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward0"), "the others kept theirs"
+    if kill[0] in "567":  # in the middle of the profile
+        profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.adapters import profiled
 from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, Played, differing
 from support.adapters.unbroken_run import play as play_script
@@ -30,6 +31,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     assert played.code == 0, played.output[-4000:]
     assert len(played.found) == SIZE
     return played
+
+
+def test_profile_of_trainer_measures_each_rank(undisturbed: Played) -> None:
+    profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,8 @@ def test_trainer_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bi
     assert len(played.steps) <= SIZE + 1, "one process was replaced"
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward1"), "the others kept theirs"
     assert "the last commit" not in played.output
+    if kill[0] in "67":  # in the middle of the profile
+        profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
 def test_trainer_that_is_begun_without_the_callback_is_refused_by_name(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ AGENT, TORCHRUN = "everstep.agent.main", "torch.distributed.run"
 class Played:
     """`found`: what each rank has written at its end. `steps`: those that each process began, by pid."""
 
+    folder: Path
     code: int
     output: str
     found: list[dict[str, Any]]
@@ -56,7 +57,7 @@ def play(folder: Path, script: Path, *arguments: object, preload: str, restarts:
             process.kill()  # its processes die with it
     found = [torch.load(p, weights_only=False) for p in sorted(folder.glob("*.pt"))]
     steps = {int(p.stem): [int(line.split()[0]) for line in p.open()] for p in folder.glob("*.steps")}
-    return Played(code, (folder / "log").read_text(), found, steps)
+    return Played(folder, code, (folder / "log").read_text(), found, steps)
 
 
 def _under_torchrun(parent: Warm, folder: Path, argv: Sequence[object], environ: Mapping[str, str]) -> int:

@@ -55,15 +55,28 @@ def _show(found: list[Answer]) -> None:
     for a in whole:
         steps = f"{a['first']}–{a['last']}"
         figures = (a["communication"], a["overlap"], a["exposed"], a["input"])
-        cells = (str(a["rank"]), steps, f"{a['step_seconds'] * 1e3:.1f} ms", *map(_percent, figures))
+        cells = (_who(a), steps, f"{a['step_seconds'] * 1e3:.1f} ms", *map(_percent, figures))
         table.add_row(*map(Text, cells))
     if whole:
         console.print(table)
     for answer in whole:
-        console.print(f"rank {answer['rank']}: {answer['trace']}", highlight=False, markup=False, soft_wrap=True)
+        lines = [answer["trace"]]
+        if left_out := answer.get("left_out"):
+            lines.append(f"the world changed in {left_out} of the steps: the table leaves them out, the trace has them")
+        for line in lines:
+            console.print(f"{_of(answer)}: {line}", highlight=False, markup=False, soft_wrap=True)
     for answer in found:
         if "error" in answer:
             console.print(f"{head(answer)}: {answer['error']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _who(answer: Answer) -> str:
+    """Its rank. A process with a role has none, and is known by its pod."""
+    return str(answer.get("rank", answer.get("pod") or answer["pid"]))
+
+
+def _of(answer: Answer) -> str:
+    return f"rank {answer['rank']}" if "rank" in answer else head(answer)
 
 
 def _percent(share: float | None) -> str:

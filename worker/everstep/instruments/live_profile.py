@@ -2,7 +2,8 @@
 
 The request comes in another thread. The profiler itself begins and ends in the training's thread, between two steps;
 the trace is written and judged in a thread of its own. While nobody asks, a step costs one look at an attribute.
-Invariant: an error here is answered to the person who asked, and never raised into training.
+Invariants: an error here is answered to the person who asked, and never raised into training; each request is answered
+once, unless the process ends before.
 """
 
 from __future__ import annotations
@@ -20,47 +21,63 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from everstep.instruments.trace import INPUT, STEP, summarize
+from everstep.instruments.trace import INPUT, MOVED, STEP, summarize
 
 log = logging.getLogger("everstep.train")
 
 FOLDER = "profiles"  # below the job's URL
 MAX_BYTES = 64 * 1024 * 1024  # of a packed trace: one object of any store
+CLOSE_SECONDS = 60.0  # for which the end of the training waits for the trace
 
-Answer = Callable[..., None]  # the request's id, then fields
+Answer = Callable[..., None]  # fields
 Put = Callable[[str, bytes], str]  # an object's name and bytes; where it is
 
 
 class LiveProfile:
     """One profile at a time. `put` writes an object below the job's URL; None without one."""
 
-    def __init__(self, answer: Answer, put: Put | None) -> None:
-        self._answer, self._put = answer, put
+    def __init__(self, put: Put | None) -> None:
+        self._put = put
+        self._asking = threading.Lock()
         self.asked: str | None = None  # the id of the request, until its last step is over
+        self._answer: Answer = _nobody
         self._profiler: profile | None = None
         self._step: Any = None
-        self._left = self._first = 0
+        self._wanted = self._left = self._first = 0
+        self._who = ""  # in the trace's name
+        self._rank: int | None = None
         self._busy = ""  # the id of the profile that is made or written
+        self._over = False
 
     @property
     def goes_on(self) -> bool:
         return self._profiler is not None
 
-    def ask(self, id_: str, steps: int) -> None:
+    def ask(self, id_: str, steps: int, answer: Answer) -> None:
         """Profile the next steps. Called in another thread."""
-        if self._busy:
-            self._answer(id_, error=f"profile {self._busy} goes on in this process; ask again when it is complete")
-        elif self._put is None:
-            self._answer(id_, error="this run has no checkpoint URL, where the traces of a job are kept")
-        else:
-            self._busy, self._left = id_, steps
+        with self._asking:
+            if error := self._refusal():
+                answer(error=error)
+                return
+            self._busy, self._wanted, self._left, self._answer = id_, steps, steps, answer
             self.asked = id_
 
-    def step_begins(self, step: int, rank: int) -> None:
-        """A step begins, and the one before is over. Called if `asked`."""
+    def _refusal(self) -> str:
+        if self._busy:
+            of = f", with {self._left} of its {self._wanted} steps to come" if self.asked is not None else ""
+            return f"profile {self._busy} goes on in this process{of}; ask again when it is complete"
+        if self._over:
+            return "the training in this process is over, so no further step comes"
+        if self._put is None:
+            return "this run has no checkpoint URL, where the traces of a job are kept"
+        return ""
+
+    def step_begins(self, step: int, rank: int | None, who: str = "") -> None:
+        """A step begins, and the one before is over. Called if `asked`. `who`: in the trace's name, for a process that
+        has no rank."""
         try:
             if self._profiler is None:
-                self._begin(step)
+                self._begin(step, rank, who)
             else:
                 self._step.__exit__(None, None, None)
                 self._left -= 1
@@ -68,9 +85,15 @@ class LiveProfile:
                 self._step = record_function(STEP)
                 self._step.__enter__()
             else:
-                self._end(step, rank)
+                self._end(step)
         except Exception as e:
             self._fail(e)
+
+    def moved(self) -> None:
+        """The world has changed in the present step, whose time says nothing about others."""
+        if self._profiler is not None:
+            with record_function(MOVED):
+                pass
 
     @staticmethod
     def batch(fetch: Callable[[], Any]) -> Any:
@@ -78,34 +101,43 @@ class LiveProfile:
         with record_function(INPUT):
             return fetch()
 
-    def close(self, step: int, rank: int) -> None:
-        """Training is over: what was profiled so far is the profile."""
-        if self._profiler is not None:
-            try:
-                self._step.__exit__(None, None, None)
-                self._end(step, rank).join()
-            except Exception as e:
-                self._fail(e)
+    def close(self, step: int) -> None:
+        """Training is over: what was profiled so far is the profile. A second call does nothing."""
+        with self._asking:
+            self._over = True
+        if self.asked is None:
+            return
+        try:
+            if self._profiler is None:
+                raise RuntimeError("the training was over before its next step began")
+            self._step.__exit__(None, None, None)
+            self._end(step).join(CLOSE_SECONDS)
+        except Exception as e:
+            self._fail(e)
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, rank: int | None, who: str) -> None:
+        if torch._C._autograd._profiler_enabled():  # torch would end that one, and say nothing
+            raise RuntimeError("the script has a profiler of its own, which goes on now; ask again when it is over")
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         profiler = profile(activities=kinds)
         profiler.start()
         self._first, self._profiler = step, profiler
+        # Those of the beginning: later another process may have this rank, if the world changes.
+        self._rank, self._who = rank, who or f"rank-{rank}"
 
-    def _end(self, step: int, rank: int) -> threading.Thread:
+    def _end(self, step: int) -> threading.Thread:
         profiler, id_ = self._profiler, self._busy
         assert profiler is not None
         profiler.stop()
         self._profiler = self.asked = None  # no step of the next ones is looked at while the trace is written
-        arguments = (profiler, id_, f"{FOLDER}/{id_}/rank-{rank}.json.gz", self._first, step)
+        arguments = (profiler, f"{FOLDER}/{id_}/{self._who}.json.gz", self._first, step)
         work = threading.Thread(target=self._keep, args=arguments, name="everstep-profile", daemon=True)
         work.start()
         return work
 
-    def _keep(self, profiler: profile, id_: str, name: str, first: int, last: int) -> None:
+    def _keep(self, profiler: profile, name: str, first: int, last: int) -> None:
         try:
             with tempfile.TemporaryDirectory(prefix="everstep-profile-") as folder:
                 path = Path(folder) / "trace.json"
@@ -118,14 +150,18 @@ class LiveProfile:
             assert self._put is not None
             where = self._put(name, packed)
             said = {"first": first, "last": last, "trace": where, **asdict(summary)}
+            if self._rank is not None:
+                said["rank"] = self._rank
         except Exception as e:
-            log.warning("profile %s: %s: %s", id_, type(e).__name__, e)
+            log.warning("profile %s: %s: %s", self._busy, type(e).__name__, e)
             said = {"error": f"{type(e).__name__}: {e}"[:500]}
-        self._busy = ""
-        self._answer(id_, **said)
+        answer, self._busy = self._answer, ""
+        answer(**said)
 
     def _fail(self, error: Exception) -> None:
-        """For example, the script has a profiler of its own."""
-        id_, self._busy = self._busy, ""
         self._profiler = self.asked = None
-        self._answer(id_, error=f"{type(error).__name__}: {error}"[:500])
+        answer, self._busy = self._answer, ""
+        answer(error=f"{type(error).__name__}: {error}"[:500])
+
+
+def _nobody(**_: Any) -> None: ...

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from everstep.contract import env
@@ -54,6 +55,10 @@ class RoundsOver(RuntimeError):
 
 class Drained(RuntimeError):
     """The others go into the next round without this process, because its agent was asked to stop."""
+
+
+# The id of a request, its number of steps, and what takes the answer's fields.
+Profile = Callable[[str, int, Callable[..., None]], None]
 
 
 class Announcements(Protocol):
@@ -104,6 +109,10 @@ class Announcements(Protocol):
         """Call this, in another thread, with the reason once there is no further round for this process."""
         ...
 
+    def on_profile(self, call: Profile) -> None:
+        """Call this, in another thread, when a person asks for a profile."""
+        ...
+
 
 class AgentAnnouncements:
     """Announcements from the agent's socket."""
@@ -119,7 +128,7 @@ class AgentAnnouncements:
         self._call: Callable[[AnnouncedRound, bool], None] | None = None
         self._step_status: Callable[[], StepStatus] | None = None
         self._gone: Callable[[str], None] | None = None
-        self._profile: Callable[[str, int], None] | None = None
+        self._profile: Profile | None = None
         self._tell(kind="hello", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
@@ -169,13 +178,8 @@ class AgentAnnouncements:
     def on_over(self, call: Callable[[str], None]) -> None:
         self._gone = call
 
-    def on_profile(self, call: Callable[[str, int], None]) -> None:
-        """Call this, in another thread, when a person asks for a profile: with its id, and its number of steps."""
+    def on_profile(self, call: Profile) -> None:
         self._profile = call
-
-    def profiled(self, id_: str, **found: Any) -> None:
-        """Answer `on_profile`."""
-        self._tell(kind="profiled", id=id_, **found)
 
     def _above(self, number: int) -> AnnouncedRound | None:
         return self._newest if self._newest is not None and self._newest.number > number else None
@@ -217,10 +221,11 @@ class AgentAnnouncements:
                 if self._step_status is not None:
                     self._tell(kind="where", **_fields(self._step_status()))
             case "profile":
+                answer = partial(self._tell, kind="profiled", id=str(message["id"]))
                 if self._profile is not None:
-                    self._profile(str(message["id"]), int(message["steps"]))
+                    self._profile(str(message["id"]), int(message["steps"]), answer)
                 else:  # the person would wait until the time that they gave is up
-                    self.profiled(str(message["id"]), error="a profile needs a script with everstep.start")
+                    answer(error="this process has not begun to train yet; ask again when the job reports steps")
             case "leave":
                 with self._changed:
                     self._dismissed = True

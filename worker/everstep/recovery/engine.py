@@ -47,6 +47,7 @@ class Recovery:
 
     def __init__(self, announcements: Announcements) -> None:
         self._round = CurrentRound(announcements)
+        self.on_profile = announcements.on_profile
         self.program = self._round.program
         self.main = self.program.main
         self.members = Members(self._round.control)

@@ -55,6 +55,8 @@ class RecoveringWorld:
     ) -> None:
         self._check = check
         self._recovery = recovery
+        self._profile = coordinator.live_profile
+        recovery.on_profile(self._profile.ask)
         self._shadow_step = shadow_step
         self._between_steps = between
         self._coordinator = coordinator
@@ -103,7 +105,7 @@ class RecoveringWorld:
         return True
 
     def step_begins(self) -> int | None:
-        if (live := self._coordinator.live_profile) is not None and live.asked is not None:
+        if (live := self._profile).asked is not None:
             live.step_begins(self._coordinator.step, self._recovery.members.rank)
             if self._feed is not None:
                 self._feed.fetched_by = live.batch if live.goes_on else None
@@ -294,8 +296,7 @@ class RecoveringWorld:
                 raise
             self.go_on(Phase.DONE)
             return False
-        if (live := self._coordinator.live_profile) is not None:
-            live.close(before, self._recovery.members.rank)
+        self._profile.close(before)
         self._recovery.end()
         return True
 
@@ -367,6 +368,7 @@ class RecoveringWorld:
         members, round_ = self._recovery.members, self._recovery.round
         assert round_ is not None
         self._coordinator.move(members, round_.number, round_.rendezvous)
+        self._profile.moved()
         self._between_steps.meet(self._coordinator.step, members)
         self._replicas.moved()
         self._scales.moved()

@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
-from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.engine import Recovery
@@ -90,10 +89,8 @@ def start(
         recovery.start(most_processes())
     place = take_place()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
-    if rounds is not None:
-        put = coordinator.schedule.checkpointer.put_beside if coordinator.schedule is not None else None
-        coordinator.live_profile = live = LiveProfile(rounds.profiled, put)
-        rounds.on_profile(live.ask)
+    if recovery is not None:
+        recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
     _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))
