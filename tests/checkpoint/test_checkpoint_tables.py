@@ -82,5 +82,7 @@ def test_some_ranks_read_a_sharded_state_whole_and_alone(tmp_path: Path) -> None
 
 
 def test_sharded_state_passes_through_a_file_system_that_only_fsspec_knows(tmp_path: Path) -> None:
-    worlds = divide(tmp_path / "out", *(f"elsewhere:{n}:{tmp_path / str(n)}" for n in (1, 2, 3, 4)))
+    schemes = {1: "pieces", 2: "inplace", 3: "pieces", 4: "inplace"}
+    specs = (f"elsewhere:{n}:{tmp_path / str(n)}:scheme={scheme}" for n, scheme in schemes.items())
+    worlds = divide(tmp_path / "out", *specs)
     assert all(result["same"] == [True] * 3 for world in worlds for result in world)

@@ -9,13 +9,14 @@ import pytest
 from everstep.storage import AlreadyExists, NotFound, ObjectStore, RetryableError, RetryingStore, open_store
 from everstep.storage.rate_limit import Pacer
 from everstep.testing import StoreContract
-from support.checkpoint import pieces  # registers the schemes
+from support.checkpoint import pieces
 
 RENAMING = ["pieces", "refusing", "silent"]
 OLD, NEW = b"old record", b"a new record, which is longer"
 
 
 def opened(scheme: str, folder: Path, between: Callable[[], object] = lambda: None) -> Any:
+    pieces.register()
     return open_store(f"{scheme}://{folder}", {"between": between}, single_committer=True)
 
 

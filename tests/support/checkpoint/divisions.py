@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import everstep
 from everstep.storage import open_store
-from support.checkpoint import pieces, tables, unions, worlds
+from support.checkpoint import tables, unions, worlds
+from support.checkpoint.pieces import register
 
 State = dict[str, Any]
 Result = dict[str, Any]
@@ -190,11 +191,12 @@ def _same(one: Any, other: Any) -> bool:
 # --- a file system of somebody else's
 
 
-def elsewhere(root: str, scheme: str = str(pieces.Pieces.protocol)) -> Result:
+def elsewhere(root: str, scheme: str) -> Result:
     """Two commits through fsspec: the second does not touch the first, and a model that is sharded anew has each.
 
     Each file is visible for a while before it is whole, and rank 0 looks while the others still write."""
-    pause = 0.05 * (1 + dist.get_rank())
+    register()
+    pause = 0.02 * (1 + dist.get_rank())
     options = {"auto_mkdir": True, "between": lambda: time.sleep(pause)}
     store = open_store(f"{scheme}://{root}", options, single_committer=True)
     state, digests = tables.model_of("fsdp", "uneven", 1), {}

@@ -73,5 +73,7 @@ class InPlace(Pieces):
     mv = AbstractFileSystem.mv
 
 
-for kind in (Pieces, Refusing, Silent, InPlace):
-    fsspec.register_implementation(kind.protocol, kind)
+def register() -> None:
+    """Tell fsspec of the schemes."""
+    for kind in (Pieces, Refusing, Silent, InPlace):
+        fsspec.register_implementation(kind.protocol, kind, clobber=True)

@@ -38,6 +38,7 @@ QUIET_SECONDS: Final = 8.0  # without a change: nobody is there, or nobody who w
 PATIENCE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
 _MOST_OWNERS: Final = 3  # that take the log one after the other while somebody waits
+_LOOKS: Final = 3  # at a sign that may be half written, or gone until its next version is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _waited(
     store: ObjectStore, owner: OpenRecord, claim: Claim, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> bool:
     """Whether there was something to wait for; the owner has given no sign since."""
-    found = _read(store, owner)
+    found = _read(store, owner, sleep)
     if found is None:
         return False
     last, who = found
@@ -156,7 +157,7 @@ def _waited(
     patience = PATIENCE_SECONDS if claim.job_uid else 0.0
     while clock() - changed < QUIET_SECONDS:
         sleep(_POLL_SECONDS)
-        found = _read(store, owner)
+        found = _read(store, owner, sleep)
         if found is None:
             log.warning("%s: %s has ended", store.url, named)
             return True
@@ -184,15 +185,18 @@ def _named(owner: OpenRecord, who: Process) -> str:
     return f"{job}process {who.pid} on {who.host}"
 
 
-def _read(store: ObjectStore, owner: OpenRecord) -> tuple[int, Process] | None:
+def _read(store: ObjectStore, owner: OpenRecord, sleep: Callable[[float], None]) -> tuple[int, Process] | None:
     """The beat, and whose it is; None without a sign that can be read."""
     name = alive_name(owner.n)
-    try:
-        fields = Fields(wire.decode(store.get(name), name), name)
-        who = Process(fields.text("host"), fields.text("machine"), fields.integer("pid"), fields.text("started"))
-        return fields.integer("beat"), who
-    except (NotFound, FormatError):
-        return None
+    for left in range(0 if store.capabilities.whole else _LOOKS - 1, -1, -1):
+        try:
+            fields = Fields(wire.decode(store.get(name), name), name)
+            who = Process(fields.text("host"), fields.text("machine"), fields.integer("pid"), fields.text("started"))
+            return fields.integer("beat"), who
+        except (NotFound, FormatError):
+            if left:
+                sleep(_POLL_SECONDS)
+    return None
 
 
 def _machine() -> str:

@@ -16,6 +16,7 @@ from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoC
 from everstep.checkpoint.format.compaction import compacted
 from everstep.checkpoint.format.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
+from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
@@ -42,7 +43,7 @@ class CommitLog:
         """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
         name = record_name(n)
         try:
-            return decode_record(self._store.get(name), n, f"{self._store.url}/{name}")
+            return read_settled(self._store, name, lambda data: decode_record(data, n, f"{self._store.url}/{name}"))
         except NotFound:
             return Unreadable(n, f"{name} is missing")
         except FormatError as e:

@@ -18,6 +18,7 @@ from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import metrics_name
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord
+from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.keep import Keep, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -158,7 +159,7 @@ def all_metrics(store: ObjectStore, record: CommitRecord) -> dict[str, float]:
 def _read(store: ObjectStore, save_id: str, absent: int) -> dict[str, float]:
     name = metrics_name(save_id)
     try:
-        return metrics_of(wire.decode(store.get(name), name))
+        return metrics_of(read_settled(store, name, lambda data: wire.decode(data, name)))
     except NotFound as e:
         log.log(absent, "%s was not read: %s", name, e)
     except FormatError as e:

@@ -53,6 +53,7 @@ from everstep.checkpoint.format.layout import (
     withdrawal_name,
 )
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord, Shard
+from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.format.wire import Fields
 from everstep.checkpoint.keep import Kept, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -132,7 +133,7 @@ def held_commits(store: ObjectStore, found: Holds) -> list[int]:
     numbers = set()
     for name in found.all_names():
         try:
-            numbers.add(Fields(wire.decode(store.get(name), name), name).integer("n"))
+            numbers.add(_fields(store, name).integer("n"))
         except (NotFound, FormatError):
             continue
     return sorted(numbers, reverse=True)
@@ -210,7 +211,7 @@ def read_kept(store: ObjectStore, identifier: str, names: Iterable[str]) -> Kept
     mark: Kept | None = None
     for name in names:
         try:
-            fields = Fields(wire.decode(store.get(name), name), name)
+            fields = _fields(store, name)
             at, n, step = fields.any("at"), fields.integer("n"), fields.integer("step")
             why = {str(text) for text in fields.items("why")} | set(mark.why if mark else ())
             mark = Kept(identifier, n, step, float(at) if isinstance(at, int | float) else 0.0, metrics_of(
@@ -295,22 +296,25 @@ def _is_compacted(store: ObjectStore, n: int) -> bool:
 def _is_being_deleted(store: ObjectStore, identifier: str, now: float) -> bool:
     names = {info.name for info in store.list(save_folder(identifier))}
     begun = [name for name in names if is_deletion(name) and withdrawal_name(name) not in names]
-    return any(not _is_over(store, name, now) for name in sorted(begun))
+    return any(not _is_over(store, identifier, name, now) for name in sorted(begun))
 
 
-def _is_over(store: ObjectStore, mark: str, now: float) -> bool:
+def _is_over(store: ObjectStore, identifier: str, mark: str, now: float) -> bool:
     """Whether nobody deletes by this object any more. One whose program has died is made void."""
     try:
-        data = store.get(mark)
-        at = Fields(wire.decode(data, mark), mark).integer("at")
+        at = _fields(store, mark).integer("at")
     except NotFound:
         return True  # since it was listed; what it has deleted is looked at next
     except FormatError:
         return False  # of an earlier release, which does not say when
     if now - at <= DEAD:
         return False
-    store.put(withdrawal_name(mark), data)
+    store.put(withdrawal_name(mark), wire.encode({"version": VERSION, "save_id": identifier, "at": at}))
     return True
+
+
+def _fields(store: ObjectStore, name: str) -> Fields:
+    return Fields(read_settled(store, name, lambda data: wire.decode(data, name)), name)
 
 
 def _delete(store: ObjectStore, names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
-from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.errors import FormatError, SaveFailed
 from everstep.checkpoint.format.layout import part_name, save_folder, shard_name
 from everstep.checkpoint.format.manifest import Entry, Part, PartFailed, decode_part, encode_part
 from everstep.checkpoint.format.wire import Json
@@ -96,6 +96,7 @@ def gather_parts(
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
     `timeout` seconds."""
     parts = {own.rank: own}
+    torn: dict[int, FormatError] = {}
     deadline, pause = clock() + timeout, _POLL_FIRST
     while len(parts) < staged.world_size:
         listed = {info.name for info in store.list(save_folder(staged.save_id))}
@@ -103,7 +104,14 @@ def gather_parts(
         for rank in range(staged.world_size):
             if rank in parts or part_name(staged.save_id, rank) not in listed:
                 continue
-            match _read(store, staged.save_id, rank):
+            try:
+                found = _read(store, staged.save_id, rank)
+            except FormatError as e:
+                if store.capabilities.whole:
+                    raise
+                torn[rank] = e  # perhaps it is still being written
+                continue
+            match found:
                 case Part() as part:
                     parts[rank] = part
                 case PartFailed(_, _, reason):
@@ -112,6 +120,8 @@ def gather_parts(
             break
         if clock() > deadline:
             absent = [r for r in range(staged.world_size) if r not in parts]
+            if unreadable := [torn[r] for r in absent if r in torn]:
+                raise SaveFailed(f"step {staged.step}: not whole within {timeout:.0f} s: {unreadable[0]}")
             raise SaveFailed(
                 f"step {staged.step}: no part from ranks {absent[:16]} within {timeout:.0f} s. Every "
                 "rank calls save(), not rank 0 alone"
