@@ -246,6 +246,7 @@ def view(step: int, round_: int = 1, status: str = "Running", workers: int = 2) 
     ("text", "fault"),
     [
         ("120:kill=1", Fault(120, "kill", "1")),
+        ("120:kill=all", Fault(120, "kill", "all")),
         ("0:delete=0", Fault(0, "delete", "0")),
         ("5:kill-node=node-2", Fault(5, "kill-node", "node-2")),
         ("7:scale=4", Fault(7, "scale", "4")),
@@ -257,7 +258,9 @@ def test_fault_is_read_from_its_text(text: str, fault: Fault) -> None:
     assert parse(text) == fault
 
 
-@pytest.mark.parametrize("text", ["", "kill=1", "x:kill=1", "5:kill", "5:scale=-1", "5:reboot", "5:kill=1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "kill=1", "x:kill=1", "5:kill", "5:scale=-1", "5:delete=all", "5:reboot", "5:kill=1 2"]
+)
 def test_text_that_is_no_fault_is_refused_with_what_is(text: str) -> None:
     with pytest.raises(FaultError, match="expected STEP:ACTION"):
         parse(text)

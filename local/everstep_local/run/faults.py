@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 from everstep_local.run.view import View
 
-ACTIONS = "kill=WORKER, delete=WORKER, kill-node=NODE, kill-operator, scale=N, suspend or resume"
-_GRAMMAR = re.compile(r"(\d+):(?:(kill|delete|scale)=(\d+)|(kill-node)=([a-z0-9-]+)|(kill-operator|suspend|resume))")
+ACTIONS = "kill=WORKER, kill=all, delete=WORKER, kill-node=NODE, kill-operator, scale=N, suspend or resume"
+ALL = "all"  # for `kill`: the processes of all workers, at once
+_GRAMMAR = re.compile(
+    rf"(\d+):(?:(kill|delete|scale)=(\d+)|(kill)=({ALL})|(kill-node)=([a-z0-9-]+)|(kill-operator|suspend|resume))"
+)
 
 
 class FaultError(ValueError):
@@ -34,8 +37,9 @@ def parse(text: str) -> Fault:
     match = _GRAMMAR.fullmatch(text.strip())
     if match is None:
         raise FaultError(f"--at {text}: expected STEP:ACTION, where ACTION is {ACTIONS}")
-    step, action, number, node_verb, node, bare = match.groups()
-    return Fault(int(step), action or node_verb or bare, number or node or "")
+    step, *found = match.groups()
+    action, argument = [*filter(None, found), ""][:2]
+    return Fault(int(step), action, argument)
 
 
 def due(faults: tuple[Fault, ...], view: View, round_before: int) -> Fault | None:

@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.live import Live
 from everstep_local.run.console import Plain, render
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
-from everstep_local.run.faults import Fault, changes_world, due, target
+from everstep_local.run.faults import ALL, Fault, changes_world, due, target
 from everstep_local.run.job_file import Asked, Prepared, load, place_checkpoints
 from everstep_local.run.local_run import LocalRun, Options, Outcome, Refused
 from everstep_local.run.timeline import build
@@ -220,6 +221,8 @@ class Handlers:
     def do(self, fault: Fault, pod: str | None) -> AsyncIterator[Answer]:
         """Carry out one fault. `pod`: the pod that it affects, if any."""
         match fault.action:
+            case "kill" if fault.argument == ALL:
+                return self.kill_all()
             case "kill" | "delete" as verb:
                 return self.by_verb()[verb]({"pod": pod})
             case "kill-node":
@@ -249,16 +252,24 @@ class Handlers:
 
     async def kill(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
         pod = self._pod(request)
-        try:
-            pids = self._local.nodes.pids(self._local.job.namespace, pod)
-        except KeyError:
-            pids = {}
+        pids = self._pids(pod)
         if not pids:
             raise ControlError(f"pod {pod} has no running process")
-        for pid in pids.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(pids)
         yield self._did(f"kill {pod}", self._local.worker_of(pod))
+
+    async def kill_all(self) -> AsyncIterator[Answer]:
+        """Kill the processes of all pods before the operator hears of the first one."""
+        pids = {pod: self._pids(pod) for pod in self._local.pod_names()}
+        _kill(chain(*pids.values()))
+        for pod in filter(pids.get, pids):
+            yield self._did(f"kill {pod}", self._local.worker_of(pod))
+
+    def _pids(self, pod: str) -> list[int]:
+        try:
+            return list(self._local.nodes.pids(self._local.job.namespace, pod).values())
+        except KeyError:  # it has not started, or has ended
+            return []
 
     async def delete(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
         pod = self._pod(request)
@@ -310,6 +321,12 @@ class Handlers:
     async def _patch(self, spec: dict[str, Any]) -> None:
         job = self._local.job
         await _kube(self._local.client.merge_patch(JOBS, job.namespace, job.name, {"spec": spec}))
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 async def _kube(request: Any) -> None:
