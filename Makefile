@@ -22,6 +22,8 @@ SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 # The files that are committed are sources: what a tool makes is named in .gitignore.
 GENERATED := '*.stamp' '*.log' '*.pyc'
+# Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo setup lock check test unit lint techniques e2e soak bench clean-root cluster-up cluster-down clean
 

@@ -168,3 +168,14 @@ def test_no_lane_of_make_test_has_a_test_that_is_for_make_soak() -> None:
         folders = [ROOT / argument for argument in chosen if argument.startswith("tests/")]
         has_long = any(f"mark.{soak}" in path.read_text() for folder in folders for path in folder.rglob("test_*.py"))
         assert f"not {soak}" in expression or not has_long, lane
+
+
+def test_processes_that_make_starts_keep_the_modules_that_they_compile(tmp_path: Path) -> None:
+    asks = tmp_path / "Makefile"
+    asks.write_text(f"include {ROOT / 'Makefile'}\nenvironment:\n\t@env\n")
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "7"}
+    command = ["make", "-s", "-f", str(asks), "environment"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    names = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert "PYTHONHASHSEED" in names, "other variables are handed on"
+    assert "PYTHONDONTWRITEBYTECODE" not in names

@@ -49,7 +49,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "rendezvous": (*NETWORKS, *CERTIFICATES),
     "run": ("make",),
     "soak": ("git", "make"),
-    "unit": ("git",),
+    "unit": ("git", "make"),
 }
 # Marker → further programs of the tests that have it.
 MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES), "slurm": SLURM}
