@@ -157,9 +157,30 @@ async def test_volumes_are_where_the_container_is_told(machine: Start) -> None:
 
 async def test_unknown_volume_is_refused_by_name(machine: Start) -> None:
     m = await machine()
-    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "x"}}]
+    volumes = [{"name": "data", "nfs": {"server": "x", "path": "/"}}]
     await m.create("claims", "true", spec={"volumes": volumes})
-    await m.until_waiting("claims", "FailedMount: volume 'data': persistentVolumeClaim does not exist in local mode")
+    await m.until_waiting("claims", "FailedMount: volume 'data': nfs does not exist in local mode")
+
+
+async def test_pods_share_the_folder_of_a_claim_which_outlives_them(machine: Start, tmp_path: Path) -> None:
+    m = await machine(claims=tmp_path / "claims")
+    spec = {"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}]}
+    mounts = [{"name": "data", "mountPath": "/checkpoints"}]
+    await m.create("writes", "sh", "-c", "echo kept > /checkpoints/x", spec=spec, volumeMounts=mounts)
+    await m.until_phase("writes", "Succeeded")
+    await m.create("reads", "cat", "/checkpoints/x", spec=spec, volumeMounts=mounts)
+    await m.until_phase("reads", "Succeeded")
+    assert await m.log("reads") == ["kept"]
+    await m.delete("writes")
+    assert (tmp_path / "claims" / "shared" / "x").read_text() == "kept\n"
+
+
+async def test_claim_cannot_lead_out_of_the_folder_of_claims(machine: Start, tmp_path: Path) -> None:
+    m = await machine(claims=tmp_path / "claims")
+    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "../other"}}]
+    await m.create("escapes", "true", spec={"volumes": volumes})
+    await m.until_waiting("escapes", "leads out of the volume")
+    assert not (tmp_path / "other").exists()
 
 
 async def test_key_cannot_lead_out_of_its_volume(machine: Start) -> None:

@@ -19,6 +19,7 @@ from everstep_local.run.job_file import (
     load,
     parse_elastic,
     place_checkpoints,
+    place_claims,
     read_secret,
 )
 from everstep_local.run.manifest import JobFileError
@@ -33,6 +34,12 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 
 def placed(path: Path, asked: Asked, folder: Path) -> Prepared:
     return place_checkpoints(load(path, (), asked), asked, folder)
+
+
+def test_volume_claim_becomes_a_folder_and_a_note_says_which(tmp_path: Path) -> None:
+    job = place_claims(load(EXAMPLE.parent / "deepspeed" / "job.yaml", (), Asked()), tmp_path / "claims")
+    (note,) = job.notes
+    assert f"volume claim checkpoints is not here: {tmp_path / 'claims' / 'checkpoints'} takes its place" in note
 
 
 HEAD = {"apiVersion": "everstep.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "x"}}

@@ -35,7 +35,8 @@ TOKEN_RETRY_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Host:
     """Settings of all kubelets of this machine. `workdir`: the job file's folder, in which containers run. `pass_env`:
-    more variables of this process that containers get. `log_bytes`: the bound of each log."""
+    more variables of this process that containers get. `log_bytes`: the bound of each log. `claims`: has a folder for
+    each volume claim; without it, pods with claims are refused."""
 
     client: KubeClient
     issue_token: TokenIssuer
@@ -45,6 +46,7 @@ class Host:
     workdir: Path | None = None
     pass_env: frozenset[str] = frozenset()
     log_bytes: int = LOG_BYTES
+    claims: Path | None = None
 
 
 class Starter:
@@ -70,7 +72,7 @@ class Starter:
         facts = PodFacts(pod, self.address(pod))
         sources = Sources(self._host.client, pod.metadata.namespace)
         if self._volumes is None:
-            volumes = Volumes(self._folder / "volumes", facts, self._host.issue_token)
+            volumes = Volumes(self._folder / "volumes", self._host.claims, facts, self._host.issue_token)
             self._tokens = await volumes.make(sources, self._host.clock.monotonic())
             self._volumes = volumes
         try:

@@ -1,7 +1,7 @@
 """A pod's volumes as folders on this machine.
 
 Files are replaced as a whole, by a rename: a reader sees the old or the new one. Invariant: all files are below the
-pod's own folder, and removed with it.
+pod's own folder, and removed with it. A claim's are not: its folder is the user's, and all pods that name it share it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TokenIssuer: TypeAlias = Callable[[str, str, str, str, str, int], "str | Awaitab
 
 TOKEN_SECONDS = 3600  # Kubernetes' default for a projected token
 REFRESH_AT = 0.8  # of its life, as a kubelet does it
-SUPPORTED = "emptyDir, secret, configMap, downwardAPI and projected"
+SUPPORTED = "emptyDir, secret, configMap, downwardAPI, projected and persistentVolumeClaim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,14 @@ def failed_mount(message: str) -> NotStartable:
 
 
 class Volumes:
-    """The volumes of one pod, below `folder`."""
+    """The volumes of one pod, below `folder`; claims have folders below `claims`, by name."""
 
-    def __init__(self, folder: Path, facts: PodFacts, issue: TokenIssuer) -> None:
+    def __init__(self, folder: Path, claims: Path | None, facts: PodFacts, issue: TokenIssuer) -> None:
         self._folder = folder
+        self._claims = claims
         self._facts = facts
         self._issue = issue
+        self._claimed: dict[str, Path] = {}  # by the volume's name
 
     async def make(self, sources: Sources, now: float) -> tuple[Token, ...]:
         """Make all volumes of the pod's spec. Returns the tokens among them. Raises NotStartable and KubeError."""
@@ -64,6 +66,10 @@ class Volumes:
                         await self._keys(place, ref, sources, secret=False)
                     case {"downwardAPI": ref}:
                         self._fields(place, ref)
+                    case {"persistentVolumeClaim": ref} if self._claims is not None:
+                        claim = self._below(self._claims, str(ref.get("claimName", "")))
+                        claim.mkdir(parents=True, exist_ok=True)
+                        self._claimed[name] = claim
                     case {"projected": ref}:
                         tokens += await self._projected(place, ref, sources, now)
                     case other:
@@ -85,7 +91,7 @@ class Volumes:
                 raise failed_mount(f"volumeMounts names the volume {name!r}, which the pod does not have")
             if not where.rstrip("/") or mount.get("subPathExpr"):
                 raise failed_mount(f"volume {name!r}: local mode can mount it neither at / nor with a subPathExpr")
-            place = self._below(self._folder / name, str(mount.get("subPath") or ""))
+            place = self._below(self._claimed.get(name, self._folder / name), str(mount.get("subPath") or ""))
             if mount.get("subPath") and not place.exists():
                 place.mkdir(parents=True, mode=0o700)
             places[where] = place

@@ -59,13 +59,14 @@ class LocalNodes:
         workdir: Path | None = None,
         pass_env: frozenset[str] = frozenset(),
         log_bytes: int = LOG_BYTES,
+        claims: Path | None = None,
         temporary: Path | None = None,
         rng: Random = random.random,
     ) -> None:
         self._client = client
         self._clock = clock
         self._addresses = Addresses()
-        self._host = Host(client, issue_token, clock, rng, self._addresses, workdir, pass_env, log_bytes)
+        self._host = Host(client, issue_token, clock, rng, self._addresses, workdir, pass_env, log_bytes, claims)
         have = {"pods": str(PODS_PER_NODE), **(capacity or {})}
         for resource, amount in have.items():
             quantity(amount, resource)

@@ -1,7 +1,7 @@
 """Makes the TrainingJob that runs here from a YAML file or a script.
 
 It only reads files. A job that was written for a cluster runs unchanged, except for what a laptop lacks: a checkpoint
-store whose Secret is not given becomes a folder. Every such change is reported.
+store whose Secret is not given becomes a folder, and so does a volume claim. Every such change is reported.
 """
 
 from __future__ import annotations
@@ -129,6 +129,23 @@ def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
         if asked.checkpoint is not None:
             notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go without it",)
     return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
+
+
+def place_claims(job: Prepared, folder: Path) -> Prepared:
+    """The job with a note on each volume claim: pods find a folder below `folder` in its place."""
+    found: Any = job.manifest
+    for key in ("spec", "template", "spec", "volumes"):
+        found = found.get(key) if isinstance(found, dict) else None
+    claims = [volume.get("persistentVolumeClaim") for volume in found or () if isinstance(volume, dict)]
+    names = dict.fromkeys(
+        str(claim["claimName"]) for claim in claims if isinstance(claim, dict) and "claimName" in claim
+    )
+    notes = (
+        f"volume claim {name} is not here: {folder / name} takes its place. Put the data there that it should hold, or "
+        "a link to them; --out names the same folder each time"
+        for name in names
+    )
+    return replace(job, notes=(*job.notes, *notes))
 
 
 def _url(place: str) -> str:

@@ -43,6 +43,7 @@ from everstep_operator.telemetry.metrics import Metrics
 OPERATOR_NAMESPACE = "everstep-system"
 SECRETS = Resource("", "v1", "secrets", "Secret", Unstructured)
 LEASE_SECONDS = 3
+CLAIMS = "claims"  # in the output folder, with a folder for each volume claim
 LOG_SECONDS = 5.0  # for the last lines of the workers' logs, after the job has ended
 
 
@@ -60,7 +61,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Options:
-    out: Path  # history, timeline, logs of workers and operator
+    out: Path  # history, timeline, logs of workers and operator, what volume claims hold
     nodes: int = 1
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -84,6 +85,7 @@ class LocalRun:
             clock=self._clock,
             names=[f"node-{i + 1}" for i in range(options.nodes)],
             workdir=job.workdir,
+            claims=options.out.resolve() / CLAIMS,
         )
         self._port = _free_port()
         self._operator: asyncio.Task[None]  # `run` starts it

@@ -24,8 +24,8 @@ from everstep_local.run.console import Plain, render
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
-from everstep_local.run.job_file import Asked, Prepared, load, place_checkpoints
-from everstep_local.run.local_run import LocalRun, Options, Outcome, Refused
+from everstep_local.run.job_file import Asked, Prepared, load, place_checkpoints, place_claims
+from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
 from everstep_local.run.timeline import build
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
@@ -62,7 +62,7 @@ def run(
     loaded = load(job, arguments, asked)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
     place = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    prepared = place_checkpoints(loaded, asked, place / "checkpoints")
+    prepared = place_claims(place_checkpoints(loaded, asked, place / "checkpoints"), place / CLAIMS)
     place.mkdir(parents=True, exist_ok=True)
     console = Console()
     for note in prepared.notes:
