@@ -42,11 +42,11 @@ def test_s3_url_loads_no_other_backend() -> None:
         ("gs://bucket/x", True, True, True),
         ("az://container/x", True, True, True),
         ("https://host/x", False, False, False),
-        ("ftp://host/x", False, False, True),
+        ("sftp://host/x", False, False, True),
     ],
 )
 def test_capabilities_say_what_a_scheme_offers(url: str, conditional: bool, multipart: bool, writable: bool) -> None:
-    store: ObjectStore = open_store(url, single_committer=url.startswith("ftp"))
+    store: ObjectStore = open_store(url, single_committer=url.startswith("sftp"))
     for wrapped in (store, RetryingStore(store), FaultStore(store)):
         found = wrapped.capabilities
         assert (found.conditional_create, found.multipart, found.writable) == (conditional, multipart, writable)

@@ -91,6 +91,27 @@ def test_create_keeps_an_object_that_the_server_does_not_show(
     assert store.get("log/0") == OLD
 
 
+def test_listing_that_breaks_off_in_a_folder_is_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's `find` leaves such a folder out."""
+    store = opened("pieces", tmp_path)
+    store.put("data/1/0", OLD)
+    store.put("data/2/0", OLD)
+    list_folder = pieces.Pieces.ls
+
+    def breaks(self: Any, path: str, **options: Any) -> Any:
+        if path.endswith("/2"):
+            raise ConnectionResetError("peer")
+        return list_folder(self, path, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pieces.Pieces, "ls", breaks)
+        with pytest.raises(RetryableError, match="peer"):
+            store.list()
+        assert [info.name for info in store.list("data/1/")] == ["data/1/0"]
+    assert [info.name for info in store.list()] == ["data/1/0", "data/2/0"]
+    assert store.list("data/3/") == store.list("data/1/0/") == []
+
+
 @pytest.mark.parametrize("scheme", RENAMING)
 def test_rename_whose_answer_is_lost_has_happened_once(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

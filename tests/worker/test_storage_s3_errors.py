@@ -257,7 +257,8 @@ def test_server_that_stays_away_fails_within_the_bound(server: ScriptedS3) -> No
     [
         ("", "EVERSTEP_CHECKPOINT_URL"),
         ("foo://x/y", "unknown scheme 'foo'"),
-        ("ftp://x/y", "no conditional create.*single_committer"),
+        ("sftp://x/y", "no conditional create.*single_committer"),
+        ("ftp://x/y", "not safe on an FTP server. Use sftp"),
         ("file://relative/path", "absolute path"),
         ("s3://", "names no bucket"),
     ],

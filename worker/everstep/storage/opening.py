@@ -64,7 +64,7 @@ def _remote(
 ) -> FsspecStore:
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  only remote URLs pay for fsspec's import
 
-    from everstep.storage.backends import azure, gcs, generic, s3, web  # noqa: PLC0415  as above
+    from everstep.storage.backends import azure, gcs, generic, s3, sftp, web  # noqa: PLC0415  as above
 
     if not url.partition("://")[2].strip("/"):
         raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")
@@ -78,10 +78,15 @@ def _remote(
         return web.WebStore(url, options, part_size)
     if scheme not in known_implementations and scheme not in registry:
         raise StoreUnusable(f"{url}: unknown scheme {scheme!r}. Known: file, s3, gs, az and every other fsspec scheme")
+    if scheme == "ftp":
+        # fsspec's client takes a lost connection for a missing file, and mixes up the answers of two threads.
+        raise StoreUnusable(f"{url}: a checkpoint is not safe on an FTP server. Use sftp:// or an object store")
     if not single_committer:
         conditional = sorted({"file"} | s3.SCHEMES | gcs.SCHEMES | azure.SCHEMES)
         raise StoreUnusable(
             f"{url}: {scheme}:// has no conditional create, so two writers could both commit. Use one of "
             f"{', '.join(conditional)}, or single_committer=True if only one job ever writes there"
         )
+    if scheme in sftp.SCHEMES:
+        return sftp.SftpStore(url, options, part_size)
     return generic.GenericStore(url, options, part_size)

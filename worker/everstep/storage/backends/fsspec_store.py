@@ -90,12 +90,17 @@ class FsspecStore(ObjectStore):
         try:
             with self.translated("listing", folder):
                 fs, root = self.fs()
-                found = fs.find(f"{root}/{folder}".rstrip("/"), detail=True)
+                found = self.files(fs, f"{root}/{folder}".rstrip("/"))
         except NotFound:
             return []
         prefix = f"{root}/".lstrip("/")
         listed = ((path.lstrip("/").removeprefix(prefix), info) for path, info in found.items())
         return sorted(ObjectInfo(name, int(info["size"] or 0)) for name, info in listed if name.startswith(folder))
+
+    def files(self, fs: Any, top: str) -> Mapping[str, Mapping[str, Any]]:
+        """By its path, what the file system says of every file below `top`."""
+        found: Mapping[str, Mapping[str, Any]] = fs.find(top, detail=True)
+        return found
 
     def delete(self, name: str) -> None:
         check_name(name)

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -38,6 +39,25 @@ class GenericStore(FsspecStore):
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
         return [info for info in super().list(folder) if not _is_temporary(info.name)]
+
+    def files(self, fs: Any, top: str) -> Mapping[str, Mapping[str, Any]]:
+        """fsspec's own `find` leaves a folder out when the server does not answer."""
+        if type(fs).find is not AbstractFileSystem.find:
+            return super().files(fs, top)
+        found: dict[str, Mapping[str, Any]] = {}
+        stack = [top]
+        while stack:
+            folder = stack.pop()
+            try:
+                entries = fs.ls(folder, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            for info in entries:
+                if info["type"] != "directory":
+                    found[info["name"]] = info
+                elif info["name"].rstrip("/") != folder:
+                    stack.append(info["name"].rstrip("/"))
+        return found
 
     def sweep_uploads(self, older_than: float) -> int:
         swept = 0

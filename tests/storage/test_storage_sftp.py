@@ -1,0 +1,83 @@
+"""A folder on an SSH server, over real connections: saved to, read by many threads, and after a lost connection."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everstep
+from everstep.storage import NotFound, RetryableError, RetryingStore, StoreUnusable, open_store
+from everstep.storage.rate_limit import Pacer
+from support.network.sftp_server import PASSWORD, SftpServer, sftp_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SftpServer]:
+    with sftp_server() as server:
+        yield server
+
+
+def opened(server: SftpServer, folder: Path, password: str = PASSWORD) -> Any:
+    options = {"password": password, "look_for_keys": False, "allow_agent": False}
+    return open_store(f"sftp://me@127.0.0.1:{server.port}{folder}/run", options, single_committer=True)
+
+
+def test_run_saves_to_an_ssh_server_and_loads_from_it(server: SftpServer, tmp_path: Path) -> None:
+    with everstep.Checkpointer(store=opened(server, tmp_path), keep=1) as run:
+        run.restore({"w": torch.zeros(4), "step": 0})
+        for step in (1, 2):
+            run.save(step, {"w": torch.full((4,), float(step)), "step": step}).wait(60)
+    loaded = everstep.load(store=opened(server, tmp_path))
+    assert (loaded.step, loaded.state["w"].tolist()) == (2, [2.0] * 4)
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == [path.name for path in tmp_path.rglob("data/*/*")]
+    assert list(tmp_path.rglob(".tmp-*")) == []
+
+
+def test_threads_of_one_store_get_their_own_answers(server: SftpServer, tmp_path: Path) -> None:
+    store = opened(server, tmp_path)
+
+    def work(number: int) -> bytes:
+        name, data = f"a/{number}", bytes([number]) * 1000
+        store.put(name, data)
+        assert store.size(name) == 1000
+        assert store.get(name) == data
+        return bytes(store.get(name, 3, 5))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(24))) == [bytes([n]) * 2 for n in range(24)]
+
+
+def test_what_is_not_there_and_folders_are_no_objects(server: SftpServer, tmp_path: Path) -> None:
+    store = opened(server, tmp_path)
+    store.put("data/1/0", b"shard")
+    for name in ("data/1", "data/2", "none"):
+        assert store.size(name) is None
+        with pytest.raises(NotFound):
+            store.get(name)
+    assert [(info.name, info.size) for info in store.list()] == [("data/1/0", 5)]
+
+
+def test_lost_connection_is_made_again(server: SftpServer, tmp_path: Path) -> None:
+    once = opened(server, tmp_path)
+    once.put("a", b"first")
+    server.drop()
+    with pytest.raises(RetryableError, match="the connection to the SSH server"):
+        once.get("a")
+    assert once.get("a") == b"first"
+    store = RetryingStore(opened(server, tmp_path), pacer=Pacer(), sleep=lambda _: None)
+    logins = server.logins
+    for number in range(3):
+        store.put("a", bytes([number]))
+        server.drop()
+        assert store.get("a") == bytes([number])
+    assert server.logins == logins + 4
+
+
+def test_wrong_password_is_named_and_not_tried_again(server: SftpServer, tmp_path: Path) -> None:
+    logins = server.logins
+    with pytest.raises(StoreUnusable, match=r"refuses this user.*storage_options"):
+        RetryingStore(opened(server, tmp_path, "wrong"), pacer=Pacer()).get("a")
+    assert server.logins == logins + 1
