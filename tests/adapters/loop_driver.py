@@ -9,6 +9,7 @@ accelerator holds when the script has ended is written to FOLDER, by rank; the s
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -16,17 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep.train.coordination.group_shutdown import quiesce
 from support.adapters.dying import die_once
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "-"
 PRE_FORWARD = DistributedDataParallel._pre_forward
 NAMES = {"backward", "accumulate", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"}
 made: list[Any] = []
+held: list[
+    Any
+] = []  # process groups; torch alone may hang where a DDP object is the last to hold one (group_shutdown.py)
 
 
 def steps() -> int:
@@ -49,6 +55,7 @@ def watch() -> None:
     def starts(accelerator: Any, *arguments: Any, **named: Any) -> None:
         make(accelerator, *arguments, **named)
         made.append(accelerator)
+        held.append(dist.group.WORLD)
 
     def goes_forward(model: Any, *arguments: Any, **named: Any) -> Any:
         if model.training:
@@ -83,6 +90,8 @@ def as_before(accelerator: Any) -> bool:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if Path(SCRIPT).stem == "before":
+        atexit.register(quiesce)  # Everstep does it for its scripts; torch alone ends some with SIGABRT
     watch()
     runpy.run_path(SCRIPT, run_name="__main__")
     (accelerator,) = made

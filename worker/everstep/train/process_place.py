@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from everstep.contract import env
 from everstep.train.coordination.backends import backend_for
-from everstep.train.coordination.group_shutdown import quiesce
+from everstep.train.coordination.group_shutdown import hold_group, quiesce
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ def take_place(environ: Mapping[str, str] = os.environ) -> ProcessPlace:
         dist.init_process_group(backend)
         made = True
     if dist.is_available() and dist.is_initialized():
+        hold_group()
         size = dist.get_world_size()
         return ProcessPlace(dist.get_rank(), size, device, made, _sizes(size, environ))
     return ProcessPlace(0, 1, device, made, range(1, 2))

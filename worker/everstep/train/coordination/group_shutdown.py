@@ -19,16 +19,23 @@ THREAD = "pt_gloo_runloop"
 LOOK = 0.005  # seconds between two checks; meanwhile a waiting thread gets Python's lock
 LIMIT = 2.0  # seconds
 
-_left: list[Any] = []  # groups that were left, and are held until the process ends
+_held: list[Any] = []  # default groups of this process, until it ends
+
+
+def hold_group() -> None:
+    """Hold the default process group until the process ends, also where the script destroys it. If a DDP object were
+    the last to hold it, torch 2.13 would free gloo's group while it holds Python's lock. The group's threads may wait
+    for that lock, and the process would hang."""
+    group = dist.group.WORLD
+    if not _held:
+        atexit.register(_held.clear)
+    if all(group is not one for one in _held):
+        _held.append(group)
 
 
 def leave_group() -> None:
-    """Leave the default process group, but hold it until the process ends. If a DDP object were the last to hold it,
-    torch 2.13 would free gloo's group while it holds Python's lock. The group's threads may wait for that lock, and the
-    process would hang at its end."""
-    if not _left:
-        atexit.register(_left.clear)
-    _left.append(dist.group.WORLD)
+    """Leave the default process group, but hold it until the process ends."""
+    hold_group()
     dist.destroy_process_group()
 
 
