@@ -61,4 +61,7 @@ if __name__ == "__main__":
     parser.add_argument("--growth", type=int, default=100, help="steps without an overflow that double the scale")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.scale <= 0:
+        parser.error("--scale: a loss can be scaled by what is above 0")
+    main(args)

@@ -87,4 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("--bound", type=int, default=3, help="gradients that a worker may be ahead of the slowest")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.bound < 0:
+        parser.error("--bound: with less than 0 no worker may begin; with 0 all give as many gradients")
+    main(args)

@@ -59,4 +59,7 @@ if __name__ == "__main__":
     parser.add_argument("--average-every", type=int, default=24, help="steps between two averages of the rests")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.average_every < 1:
+        parser.error("--average-every: the rests are averaged in each step, with 1, or in fewer of them")
+    main(args)

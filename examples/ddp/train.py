@@ -103,4 +103,7 @@ if __name__ == "__main__":
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="gradients that travel together")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.static_graph and 0 < args.leave_out < 1:
+        parser.error("--static-graph: the graph changes with such a --leave-out; give 0 or 1 to that")
+    main(args)

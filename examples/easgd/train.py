@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import everstep
 
-TRAIN = 1440  # of 1,797 images; the others are the test set
+TRAIN, EACH_PERIOD = 1440, 288  # of 1,797 images, those that are not for training are the test set
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -63,9 +63,8 @@ def main(args: argparse.Namespace) -> None:
         centre = network().to(run.device)
         explorers: list[Tensor] = []  # by rank
         run.track(centre=centre, explorers=explorers)
-        data = run.loader(
-            TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=288, micro_batch=288 // 3 // args.period, seed=0
-        )
+        small = EACH_PERIOD // 3 // args.period
+        data = run.loader(TensorDataset(x[:TRAIN], y[:TRAIN]), global_batch=EACH_PERIOD, micro_batch=small, seed=0)
         for step in run.steps(data, until=args.periods):
             with step as batches:
                 model, middle = network().to(run.device), flat(centre)
@@ -89,7 +88,9 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--periods", type=int, default=100)
-    parser.add_argument("--period", type=int, default=12, help="local steps between two exchanges, with three ranks")
+    each = EACH_PERIOD // 3  # samples of one of three ranks, in equal batches
+    periods = [n for n in range(1, each + 1) if each % n == 0]
+    parser.add_argument("--period", type=int, choices=periods, default=12, help="local steps of a rank, of three ranks")
     parser.add_argument("--elasticity", type=float, default=0.9, help="the sum of all springs: beta in the paper")
     parser.add_argument("--every-periods", type=int, help="between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")

@@ -74,6 +74,8 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = pieces(args.text.read_text())
+    if len(data) < 10:
+        raise SystemExit(f"--text {args.text}: {10 * LENGTH + 1} characters or more are needed, a tenth to evaluate")
     training, kept = data[len(data) // 10 :], data[: len(data) // 10]
     with everstep.start(args.checkpoint, every_steps=args.every_steps) as run:
         network = Transformer().to(run.device)

@@ -67,4 +67,7 @@ if __name__ == "__main__":
     parser.add_argument("--piece", type=int, default=4, help="samples that a worker computes before it listens again")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.piece < 1:
+        parser.error("--piece: a piece has 1 sample or more")
+    main(args)

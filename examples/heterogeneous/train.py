@@ -78,4 +78,7 @@ if __name__ == "__main__":
     parser.add_argument("--adapt", type=int, default=10, help="steps between two changes of the shares")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.adapt < 1:
+        parser.error("--adapt: shares change after 1 step or more; with more than --steps they stay equal")
+    main(args)

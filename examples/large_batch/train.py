@@ -98,4 +98,9 @@ if __name__ == "__main__":
     parser.add_argument("--optimizer", choices=("lamb", "lars"), default="lamb")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
-    main(parser.parse_args())
+    args = parser.parse_args()
+    if args.batch < 1:
+        parser.error("--batch: a worker needs 1 sample or more in a step")
+    if args.warm_up < 1:
+        parser.error("--warm-up: the rate goes to a goal in 1 step or more")
+    main(args)

@@ -115,7 +115,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps in all")
     parser.add_argument("--stages", type=int, choices=(1, 2, 4), default=2, help="stages of a replica")
     parser.add_argument("--parts", type=int, choices=(1, 2, 4, 8), default=2, help="ranks that divide a layer")
-    parser.add_argument("--micro-batches", type=int, default=4)
+    parts = [n for n in range(1, BATCH + 1) if BATCH % n == 0]
+    parser.add_argument("--micro-batches", type=int, choices=parts, default=4, help="parts of a rank's batch")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")
     main(parser.parse_args())

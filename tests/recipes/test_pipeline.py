@@ -49,6 +49,18 @@ def test_the_loss_is_that_of_the_model_in_one_piece(tmp_path: Path, schedule: st
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_replica_of_one_rank_has_the_model_in_one_piece(tmp_path: Path, schedule: str) -> None:
+    whole = undisturbed(NAME, tmp_path / "whole", ("--steps", "20"), 1, [PROGRAMS / "whole_model.py"])
+    arguments = ("--steps", "20", "--stages", "1", "--schedule", schedule)
+    alone = undisturbed(NAME, tmp_path / "alone", arguments, 2)
+    pairs = list(zip(alone.state["model"].values(), whole.state["model"].values(), strict=True))
+    assert pairs
+    for found, expected in pairs:  # in the order of the layers
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
 def _in_whole(name: str, place: int, schedule: str) -> str:
     """`module.part.layer.weight` of a rank, in the model that has all parts in a row."""
     module, part, rest = name.split(".", 2)

@@ -45,6 +45,15 @@ def test_parameters_are_those_of_the_model_in_one_piece(tmp_path: Path, calm: En
     record(NAME, "largest difference of a parameter from the model in one piece", furthest, "")
 
 
+@pytest.mark.long
+def test_a_replica_of_one_rank_has_the_model_in_one_piece(tmp_path: Path) -> None:
+    whole = undisturbed(NAME, tmp_path / "whole", ("--steps", str(STEPS)), 1, [PROGRAMS / "whole_model.py"])
+    arguments = ("--steps", str(STEPS), "--stages", "1", "--parts", "1")
+    alone = undisturbed(NAME, tmp_path / "alone", arguments, 2)
+    for name, expected in whole.state["model"].items():
+        torch.testing.assert_close(alone.state["model"][name], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_a_part_of_a_replica_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeFailed, match=r"groupSize"):
         disturbed(NAME, tmp_path, ("--steps", "1"), processes=3)

@@ -34,6 +34,7 @@ class PipelineSchedule:
         """The schedule's `step`: all micro-batches of this rank's stages, forward and backward. Call it in a step."""
         schedule = self.schedule
         self._check_rows(args, kwargs)
+        _check_target(schedule, kwargs.get("target"))
         return schedule.step(*args, **kwargs)
 
     def eval(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +78,15 @@ class PipelineSchedule:
                     )
 
 
+def _check_target(schedule: Any, target: Any) -> None:
+    """A schedule's loss is the mean over its micro-batches, so a smaller one's rows would count more than others."""
+    parts = getattr(schedule, "_n_microbatches", 1)  # what torch divides the target into
+    if isinstance(target, torch.Tensor) and target.dim() and target.shape[0] % parts:
+        raise LoopError(
+            f"run.pipeline: its target has {len(target)} rows, which {parts} micro-batches do not divide. {_ONE_SHAPE}"
+        )
+
+
 def _check_outputs(made: MadeStage) -> None:
     """Let a stage compare each tensor that it sends on with its output_args=, before it is sent."""
     stage, torchs = made.stage, made.stage.forward_one_chunk
@@ -102,6 +112,7 @@ def _kinds(tensors: Any) -> str:
 
 
 _ONE_SHAPE = (
-    "All micro-batches of a pipeline have one shape, because the next stage has made room for it. An epoch's last "
-    "batch has the rows that are left: write `drop_last=True` in run.loader(…) or DataLoader(…)"
+    "All micro-batches of a pipeline have one shape, because the next stage has made room for it: a rank's "
+    "rows of a batch are a multiple of the micro-batches. An epoch's last batch has the rows that are left: write "
+    "`drop_last=True` in run.loader(…) or DataLoader(…)"
 )
