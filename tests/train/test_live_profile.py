@@ -63,7 +63,7 @@ def test_training_that_ends_before_the_profiles_steps_leaves_a_profile_of_fewer(
     live, asker = LiveProfile(Traces().put), Asker()
     live.ask("one", 100, asker)
     train(live, range(3))
-    live.close(3)
+    live.close()
     found = asker.wait()
     assert (found["first"], found["last"], found["steps"]) == (0, 3, 3)
 
@@ -71,7 +71,7 @@ def test_training_that_ends_before_the_profiles_steps_leaves_a_profile_of_fewer(
 def test_training_that_ends_before_the_next_step_answers_whoever_waits_and_whoever_asks_later() -> None:
     live, waits, late = LiveProfile(Traces().put), Asker(), Asker()
     live.ask("one", 100, waits)
-    live.close(7)
+    live.close()
     assert "the training was over before its next step began" in waits.wait()["error"]
     live.ask("two", 100, late)
     assert "the training in this process is over" in late.wait()["error"]

@@ -201,6 +201,8 @@ class Agent:
             case "hello":
                 process.speaks = True
                 self._post(e.Hello(slot, pid))
+            case "listens":
+                process.listens = True
             case "ready":
                 self._post(e.Ready(slot, pid))
             case "coming":

@@ -19,10 +19,6 @@ from everstep.contract import agent_requests, env
 
 log = logging.getLogger("everstep.agent")
 
-REQUEST_SECONDS = 5.0  # for the request's line to arrive
-PROFILE_SECONDS = 3600.0  # for a profile, at most
-MAX_STEPS = 1000
-
 Answer = dict[str, Any]
 
 
@@ -72,10 +68,14 @@ class Requests:
         try:
             if not agent_requests.is_of_this_user(writer.get_extra_info("socket")):
                 return
-            async with asyncio.timeout(REQUEST_SECONDS):
+            async with asyncio.timeout(agent_requests.REQUEST_SECONDS):
                 request = json.loads(await reader.readline())
             if request.get("job") is None or request["job"] in self._names:
                 processes = list(self._running.items())
+                if request.get("names"):
+                    known = {"answers": [self._known(pid, one) for pid, one in processes]}
+                    writer.write(json.dumps(known).encode() + b"\n")
+                    await writer.drain()
                 for answer in asyncio.as_completed([self._answer(request, pid, one) for pid, one in processes]):
                     writer.write(json.dumps(await answer).encode() + b"\n")
                     await writer.drain()
@@ -85,7 +85,7 @@ class Requests:
             writer.close()
 
     async def _answer(self, request: Mapping[str, Any], pid: int, process: Running) -> Answer:
-        known = {"rank": process.rank, "pid": pid, "pod": self._environ.get(env.POD_NAME, "")}
+        known = self._known(pid, process)
         match request.get("verb"):
             case agent_requests.STACKS:
                 return known | await self._watcher.stacks_of(pid, process)
@@ -94,19 +94,26 @@ class Requests:
             case verb:
                 return known | {"error": f"this agent does not know {verb!r}; its version is older"}
 
+    def _known(self, pid: int, process: Running) -> Answer:
+        return {"rank": process.rank, "pid": pid, "pod": self._environ.get(env.POD_NAME, "")}
+
     async def _profile(self, pid: int, process: Running, request: Mapping[str, Any]) -> Answer:
         steps = request.get("steps")
-        if type(steps) is not int or not 1 <= steps <= MAX_STEPS:
-            return {"error": f"steps: {steps!r} is not a number from 1 to {MAX_STEPS}"}
-        if not process.speaks:
-            return {"error": "the script does not use the session (everstep.start), so its steps are not known"}
+        if error := agent_requests.refused_steps(steps):
+            return {"error": error}
+        if not (process.speaks or process.listens):
+            return {
+                "error": "the steps of this process are not known: its script has not begun to train yet, or uses "
+                "neither everstep.start, nor an adapter, nor everstep.compat.horovod"
+            }
         self._next += 1
         key = str(request.get("id", self._next))[:100], pid
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._profiles[key] = waiting
         try:
             self._control_socket.tell(pid, kind="profile", id=key[0], steps=steps)
-            async with asyncio.timeout(min(PROFILE_SECONDS, float(request.get("seconds", PROFILE_SECONDS)))):
+            most = agent_requests.PROFILE_SECONDS
+            async with asyncio.timeout(min(most, float(request.get("seconds", most)))):
                 return await waiting
         except TimeoutError:
             return {"error": "the steps were not complete in time"}

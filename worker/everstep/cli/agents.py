@@ -54,7 +54,8 @@ def ask(where: Where, verb: str, seconds: float, command: list[str], **arguments
 
 
 def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, Any]) -> list[Answer]:
-    request = json.dumps({"verb": verb, "job": job, "seconds": seconds, **arguments}).encode() + b"\n"
+    said = {"verb": verb, "job": job, "seconds": seconds, "names": True, **arguments}
+    request = json.dumps(said).encode() + b"\n"
     try:
         addresses = agent_requests.addresses()
     except OSError as e:
@@ -65,13 +66,16 @@ def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, A
     if not found:
         of = f"no agent of a job {job!r}" if job is not None else "no agent"
         raise NoAgent(
-            f"{of} runs on this machine. For a job on a cluster: --namespace NAME. Agents are those of everstep-run; "
-            "under torchrun (rendezvous.backend c10d) there is none: use py-spy, or torchrun's own logs"
+            f"{of} runs on this machine, and no process of it that answers itself. For a job on a cluster: --namespace "
+            "NAME. Agents are those of everstep-run. Under another launcher a process answers from the time at which "
+            "it begins to train, by everstep.start or an adapter"
         )
     return found
 
 
 def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
+    """Each process that ends before it answers is named, with an `error`."""
+    expected: dict[int, Answer] = {}  # by pid
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(seconds)
@@ -81,11 +85,24 @@ def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
             connection.sendall(request)
             with connection.makefile("rb") as lines:
                 while line := lines.readline(agent_requests.MAX_ANSWER):
-                    yield json.loads(line)
+                    found = json.loads(line)
+                    if "answers" in found:
+                        expected = {one["pid"]: one for one in found["answers"]}
+                        continue
+                    last = expected.pop(found.get("pid"), None) is not None and not expected
+                    yield found
+                    if last:
+                        break
     except ConnectionRefusedError:
         pass  # it has just ended
+    except ConnectionResetError:
+        if not expected:
+            yield {"error": f"the agent at {address[1:]} ended before it answered"}
     except (OSError, ValueError) as e:
         yield {"error": f"the agent at {address[1:]} does not answer: {e}"}
+        return
+    for one in expected.values():
+        yield {**one, "error": "this process, or its agent, ended before it answered"}
 
 
 def _ask_pods(where: Where, seconds: float, command: list[str]) -> list[Answer]:

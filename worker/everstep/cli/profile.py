@@ -13,9 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
-from everstep.contract.agent_requests import PROFILE
-
-MAX_STEPS = 1000
+from everstep.contract.agent_requests import MAX_STEPS, PROFILE
 
 
 def profile(

@@ -1,7 +1,9 @@
 """What a person may ask the agents of a machine, and how their sockets are found. Standard library only; Linux.
 
 A request is one JSON line, `{"verb": "stacks", "job": "digits"}`. The agent answers with one JSON line for each of its
-training processes, and closes the connection. An agent of another job closes it without an answer.
+training processes, and closes the connection. An agent of another job closes it without an answer. If the request has
+`"names": true`, the first line is `{"answers": […]}`, with what identifies each process that will answer: so the person
+hears of those that end before. A training process that no agent supervises listens and answers like an agent.
 
 The sockets have names in the kernel, and no files: so a killed agent leaves nothing behind, and an agent is found
 whatever its temporary folder is. Anybody on the machine can connect to such a name. So both sides ask the kernel whose
@@ -16,6 +18,9 @@ import struct
 from pathlib import Path
 
 STACKS, PROFILE = "stacks", "profile"
+REQUEST_SECONDS = 5.0  # for the request's line to arrive
+PROFILE_SECONDS = 3600.0  # for a profile, at most
+MAX_STEPS = 1000  # of a profile
 MAX_REQUEST = 4096  # bytes of a line
 MAX_ANSWER = 1024 * 1024
 PREFIX = "everstep-agent-"
@@ -32,6 +37,13 @@ def addresses() -> list[str]:
     wanted = f"@{name_of('')[1:]}"
     names = {line.split()[-1] for line in SOCKETS.read_text().splitlines()[1:]}
     return sorted(f"\0{name[1:]}" for name in names if name.startswith(wanted))
+
+
+def refused_steps(steps: object) -> str:
+    """Why a profile cannot have so many steps; empty if it can."""
+    if type(steps) is int and 1 <= steps <= MAX_STEPS:
+        return ""
+    return f"steps: {steps!r} is not a number from 1 to {MAX_STEPS}"
 
 
 def is_of_this_user(connection: socket.socket) -> bool:

@@ -8,6 +8,8 @@ once, unless the process ends before.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gzip
 import json
 import logging
@@ -43,7 +45,7 @@ class LiveProfile:
         self._answer: Answer = _nobody
         self._profiler: profile | None = None
         self._step: Any = None
-        self._wanted = self._left = self._first = 0
+        self._wanted = self._left = self._first = self._at = 0  # at: the number of the present step
         self._who = ""  # in the trace's name
         self._rank: int | None = None
         self._busy = ""  # the id of the profile that is made or written
@@ -81,6 +83,7 @@ class LiveProfile:
             else:
                 self._step.__exit__(None, None, None)
                 self._left -= 1
+            self._at = step
             if self._left > 0:
                 self._step = record_function(STEP)
                 self._step.__enter__()
@@ -101,7 +104,7 @@ class LiveProfile:
         with record_function(INPUT):
             return fetch()
 
-    def close(self, step: int) -> None:
+    def close(self) -> None:
         """Training is over: what was profiled so far is the profile. A second call does nothing."""
         with self._asking:
             self._over = True
@@ -111,9 +114,17 @@ class LiveProfile:
             if self._profiler is None:
                 raise RuntimeError("the training was over before its next step began")
             self._step.__exit__(None, None, None)
-            self._end(step).join(CLOSE_SECONDS)
+            self._end(self._at + 1).join(CLOSE_SECONDS)
         except Exception as e:
             self._fail(e)
+
+    def _give_up(self) -> None:
+        """The process ends. An interpreter that ends under a profiler crashes, and its exit code would be lost."""
+        if (profiler := self._profiler) is not None:
+            with contextlib.suppress(Exception):
+                self._step.__exit__(None, None, None)
+                profiler.stop()
+            self._fail(RuntimeError("the process ended before its profile was complete"))
 
     def _begin(self, step: int, rank: int | None, who: str) -> None:
         if torch._C._autograd._profiler_enabled():  # torch would end that one, and say nothing
@@ -122,6 +133,7 @@ class LiveProfile:
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         profiler = profile(activities=kinds)
+        atexit.register(self._give_up)
         profiler.start()
         self._first, self._profiler = step, profiler
         # Those of the beginning: later another process may have this rank, if the world changes.
@@ -131,6 +143,7 @@ class LiveProfile:
         profiler, id_ = self._profiler, self._busy
         assert profiler is not None
         profiler.stop()
+        atexit.unregister(self._give_up)
         self._profiler = self.asked = None  # no step of the next ones is looked at while the trace is written
         arguments = (profiler, f"{FOLDER}/{id_}/{self._who}.json.gz", self._first, step)
         work = threading.Thread(target=self._keep, args=arguments, name="everstep-profile", daemon=True)

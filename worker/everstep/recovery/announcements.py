@@ -115,9 +115,10 @@ class Announcements(Protocol):
 
 
 class AgentAnnouncements:
-    """Announcements from the agent's socket."""
+    """Announcements from the agent's socket. `recovers`: without it the process hears requests alone, and the agent
+    starts it anew when a peer is lost."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, recovers: bool = True) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
         self._changed = threading.Condition()
@@ -129,7 +130,7 @@ class AgentAnnouncements:
         self._step_status: Callable[[], StepStatus] | None = None
         self._gone: Callable[[str], None] | None = None
         self._profile: Profile | None = None
-        self._tell(kind="hello", pid=os.getpid())
+        self._tell(kind="hello" if recovers else "listens", pid=os.getpid())
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
 
     @classmethod

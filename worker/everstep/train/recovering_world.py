@@ -296,7 +296,6 @@ class RecoveringWorld:
                 raise
             self.go_on(Phase.DONE)
             return False
-        self._profile.close(before)
         self._recovery.end()
         return True
 

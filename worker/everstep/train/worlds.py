@@ -103,6 +103,7 @@ class FixedWorld:
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
+        self._coordinator.listen()
         if self._size > 1:
             same_calls.meet("\n".join(self._asks), self._coordinator.gather)
         self._hooks: Hooks | None = None
@@ -154,6 +155,10 @@ class FixedWorld:
     def step_begins(self) -> None:
         """A step of this process itself begins: this kind of world has no shadow steps."""
         self._began = time.monotonic()
+        if (live := self._coordinator.live_profile).asked is not None:
+            live.step_begins(self._coordinator.step, dist.get_rank() if self._size > 1 else 0)
+            if self._feed is not None:
+                self._feed.fetched_by = live.batch if live.goes_on else None
         self._untracked_check.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))

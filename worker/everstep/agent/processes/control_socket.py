@@ -111,7 +111,7 @@ class ControlSocket:
             while line := await reader.readline():
                 message = json.loads(line)
                 kind = message["kind"]
-                if kind == "hello":
+                if kind in ("hello", "listens"):
                     pid = int(message["pid"])
                     self._writers[pid] = writer
                 elif kind == "stores":

@@ -12,13 +12,15 @@ from everstep.agent.processes.output import Files
 
 @dataclass(slots=True)
 class Running:
-    """`said`: its answer to the last question where it is. `stall`: the last finding, and its time."""
+    """`speaks`: it hears of rounds, and recovers. `listens`: it hears requests alone. `said`: its answer to the last
+    question where it is. `stall`: the last finding, and its time."""
 
     slot: int
     rank: int
     files: Files
     watch: Watch
     speaks: bool = False
+    listens: bool = False
     said: ProcessState | None = None
     stall: tuple[Found, float] = field(default=(Found.GOES_ON, 0.0))
 

@@ -29,6 +29,7 @@ from everstep.recovery.group.collectives import gather_over, reduce_into
 from everstep.recovery.state import places
 from everstep.reporting.report import Reporter, default_reporter
 from everstep.storage.errors import StoreUnusable
+from everstep.train.coordination import requests
 from everstep.train.coordination.group_shutdown import part
 from everstep.train.coordination.metrics import Metrics
 from everstep.train.coordination.save_schedule import SaveSchedule
@@ -151,9 +152,14 @@ class StepCoordinator:
         return -1 if found is None else found
 
     def begin(self, state: Mapping[str, Any]) -> int:
-        """`join` and `restore`."""
+        """`join` and `restore`, in a world that does not change."""
         self.join()
+        self.listen()
         return self.restore(state)
+
+    def listen(self) -> None:
+        """Let a person ask for a profile, in a world that does not change."""
+        requests.listen(self.live_profile, lambda: self.step)
 
     def watch(self) -> None:
         """Note SIGTERM from here on. Called after the framework has set its own handler, which this one replaces."""
@@ -191,9 +197,11 @@ class StepCoordinator:
             self._evaluates = False
 
     def completed(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
-        """`step` steps are complete, and the state is what it was after them: `count` and `agree`."""
+        """`step` steps are complete, and the state is what it was after them: `count` and `agree`. The next begins."""
         self.count(step, total=total, epoch=epoch)
         self.agree()
+        if self.live_profile.asked is not None:
+            self.live_profile.step_begins(step, self._rank)
 
     def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
         """`step` steps are complete: report it."""
@@ -267,6 +275,7 @@ class StepCoordinator:
             if self._schedule is not None and save and not self._save_now(lambda: None):
                 raise SaveFailed(f"the last step, {step}, could not be committed")
         self.close()
+        self.live_profile.close()
         self._reporter.done()
 
     def close(self) -> None:
