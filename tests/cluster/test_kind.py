@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
-from testcluster import docker, pybases
+from testcluster import docker, layers, load, pybases
 from testcluster.handle import Cluster
+from testcluster.layers import Image
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(300)]
 LIMIT = 90.0  # seconds
@@ -176,6 +177,33 @@ def test_image_built_here_starts_on_every_worker_without_a_registry(
     kind_cluster.kubectl("-n", namespace, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=50s")
     for node in kind_cluster.workers():
         assert kind_cluster.kubectl("-n", namespace, "exec", f"marked-{node}", "--", "cat", "/mark").stdout == mark
+
+
+def test_image_comes_although_a_node_loses_a_layer_meanwhile(
+    kind_cluster: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node says once that it has the lower one of two layers, which was collected before the image comes."""
+    files = ("lower", "upper")
+    for name in files:
+        (tmp_path / name).write_text(uuid.uuid4().hex)
+    copies = "".join(f"COPY {name} /{name}\n" for name in files)
+    (tmp_path / "Dockerfile").write_text(f"FROM {pybases.operator()}\n{copies}")
+    tag = f"everstep-test/marked:{namespace}"
+    docker.build(tmp_path, tag)
+    missing, asked = load._missing, set[str]()
+
+    def lower_is_there(image: Image, node: str) -> int | None:
+        lacks = missing(image, node)
+        first = node not in asked
+        asked.add(node)
+        assert lacks == len(files), "neither layer"
+        return 1 if first else lacks
+
+    monkeypatch.setattr(load, "_missing", lower_is_there)
+    kind_cluster.load(tag)
+    monkeypatch.undo()
+    image = layers.inspect(tag)
+    assert [missing(image, node) for node in kind_cluster.nodes()] == [None] * len(asked)
 
 
 @pytest.mark.alone

@@ -8,6 +8,7 @@ node that has them. What a node has is read from its snapshots, whose keys are t
 import hashlib
 import io
 import json
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -21,6 +22,16 @@ from testcluster.layers import Image
 from testcluster.proc import ClusterError, CommandError, run
 
 LIMIT = 600.0  # seconds for one image on one node
+ATTEMPTS = 3
+# As ctr says it: before the import has come to the layer, or just then.
+COLLECTED = re.compile(r"content digest \S+: not found|parent snapshot \S+ does not exist")
+
+
+class _LayerCollected(ClusterError):
+    """A node had a layer when it was asked, and no longer when the image came: that of an image whose tag has moved
+    is collected."""
+
+
 CTR = ("ctr", "-n", "k8s.io")
 
 
@@ -74,18 +85,30 @@ def _archive(image: Image, sizes: dict[str, int], blobs: Path, out: Path) -> Non
             tar.add(blob, f"blobs/sha256/{blob.name}")
 
 
-def _import(node: str, archive: Path) -> None:
+def _import(image: Image, node: str, archive: Path) -> None:
     with archive.open("rb") as data:
         done = subprocess.run(
             ["docker", "exec", "-i", node, *CTR, "images", "import", "--snapshotter", "overlayfs", "-"],
             stdin=data, capture_output=True, timeout=LIMIT, check=False,
         )  # fmt: skip
     if done.returncode != 0:
-        raise ClusterError(f"node {node} refused the image: {done.stderr.decode(errors='replace')[-2000:]}")
+        # The name comes before the layers: without this the node would count as having the image.
+        subprocess.run(["docker", "exec", node, *CTR, "images", "rm", image.name], capture_output=True, check=False)
+        said = done.stderr.decode(errors="replace")[-2000:]
+        raise (_LayerCollected if COLLECTED.search(said) else ClusterError)(f"node {node} refused the image: {said}")
 
 
 def load(tag: str, nodes: Sequence[str]) -> None:
     """Make docker's image `tag` startable on each of `nodes` (containers of kind nodes)."""
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return _load(tag, nodes)
+        except _LayerCollected:
+            if not left:
+                raise
+
+
+def _load(tag: str, nodes: Sequence[str]) -> None:
     began = time.monotonic()
     image = layers.inspect(tag)
     with ThreadPoolExecutor(8) as pool:
@@ -103,5 +126,5 @@ def load(tag: str, nodes: Sequence[str]) -> None:
             archive = Path(folder) / "image.tar"
             _archive(image, sizes, blobs, archive)
             size = archive.stat().st_size / 1e6
-            list(pool.map(lambda node: _import(node, archive), behind))
+            list(pool.map(lambda node: _import(image, node, archive), behind))
     cache.say(time.monotonic() - began, f"load {tag}", f"{count} layers, {size:.1f} MB to {len(behind)} nodes")
