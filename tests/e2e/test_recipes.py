@@ -1,8 +1,9 @@
-"""Five recipes of examples/ on a cluster with nodes: a pod is killed, and the run ends as an undisturbed one here."""
+"""Recipes of examples/ on a cluster with nodes: pods are killed, and the run ends as an undisturbed one here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,42 @@ import pytest
 import yaml
 
 import everstep
-from support.e2e.driver import Job
-from support.recipes.recipes import EXAMPLES, Ended, differences, undisturbed
+from support.e2e.driver import Job, newness
+from support.recipes.recipes import EXAMPLES, Ended, accuracy, differences, undisturbed
 from support.recipes.recorded import record
+from support.recipes.roles import played
 
-# By recipe: its arguments, long enough that the kill comes in the middle, and what is compared (all that is tracked).
-# The text that the Trainer learns is the script itself: other files differ between the image and this machine.
-RECIPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "ddp": (("--steps", "1500"), ()),
-    "zero": (("--steps", "800"), ()),
-    "pipeline": (("--steps", "800"), ()),
-    "moe": (("--steps", "800"), ()),
-    "hf_trainer": (("--steps", "300", "--text", "train.py"), ("model", "optimizer", "scheduler")),
-}
 EVERY = 100  # steps between commits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`arguments` make the run so long that the kill comes in the middle. `compared` is of the state; empty: all
+    that is tracked. The undisturbed run here also gets the arguments `here`, and `through` runs its script."""
+
+    arguments: tuple[str, ...]
+    compared: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
+    through: tuple[Path, ...] = ()
+
+
+RECIPES = {
+    "ddp": Recipe(("--steps", "1500")),
+    "zero": Recipe(("--steps", "800")),
+    "pipeline": Recipe(("--steps", "800")),
+    "moe": Recipe(("--steps", "800")),
+    # The text that the Trainer learns is the script itself: other files differ between the image and this machine.
+    "hf_trainer": Recipe(("--steps", "300", "--text", "train.py"), ("model", "optimizer", "scheduler")),
+}
+LONG = {
+    "accelerate": Recipe(("--epochs", "40"), here=("--cpu",)),
+    "lightning": Recipe(
+        ("--max_epochs", "40"),
+        ("model", "optimizer_0", "scheduler_0", "loops"),  # the callbacks' state names their own folder
+        here=("--accelerator", "cpu", "--devices", "3"),
+    ),
+    "horovod": Recipe(("--epochs", "80"), through=(Path("-m"), Path("everstep.compat.horovod"))),
+}
 
 
 def manifest(name: str, job: Job, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -41,16 +64,24 @@ def manifest(name: str, job: Job, arguments: tuple[str, ...]) -> dict[str, Any]:
     return made
 
 
+def ended(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """What the job's last commit holds."""
+    for variable, value in job.storage_environment().items():
+        monkeypatch.setenv(variable, value)
+    commit = everstep.load(job.url)
+    return Ended(commit.step, commit.state, "", folder)
+
+
 @pytest.mark.kind
 @pytest.mark.turns(4)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_recipe_with_a_killed_pod_ends_with_the_bits_of_an_undisturbed_run(
     name: str, new_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, compared = RECIPES[name]
+    recipe = (RECIPES | LONG)[name]
     job = new_job(name.replace("_", "-"))
-    made = manifest(name, job, arguments)
+    made = manifest(name, job, recipe.arguments)
     workers = job.workers = made["spec"]["replicas"]
     job.submit(made)
     job.until_step(EVERY, "checkpoint.lastCommittedStep")
@@ -59,11 +90,52 @@ def test_recipe_with_a_killed_pod_ends_with_the_bits_of_an_undisturbed_run(
     job.until_complete()
     job.expect_restarts("total", 1)
 
-    here = tuple(str(EXAMPLES / name / a) if a == "train.py" else a for a in arguments)
-    calm = undisturbed(name, tmp_path, (*here, "--every-steps", str(EVERY)), workers)
-    for variable, value in job.storage_environment().items():
-        monkeypatch.setenv(variable, value)
-    loaded = everstep.load(job.url)
-    changed = differences(calm, Ended(loaded.step, loaded.state, "", tmp_path), compared)
+    here = [str(EXAMPLES / name / part) if part == "train.py" else part for part in (*recipe.arguments, *recipe.here)]
+    every = {"EVERSTEP_CHECKPOINT_EVERY_STEPS": str(EVERY)}
+    calm = undisturbed(name, tmp_path, here, workers, recipe.through, **every)
+    changed = differences(calm, ended(job, tmp_path, monkeypatch), recipe.compared)
     record(name, "values that the kill of a pod changes, on kind", len(changed), "")
     assert changed == [], job.describe()
+
+
+def kill_both_roles(job: Job, made: Mapping[str, Any]) -> None:
+    """A worker is killed, and then the process that it works for: each after a new commit."""
+    job.workers = made["spec"]["replicas"]
+    job.submit(dict(made))
+    for index in (1, 0):
+        job.until_step(job.reached("checkpoint.lastCommittedStep") + 1, "checkpoint.lastCommittedStep")
+        job.kill_torchrun(index)
+    job.until_complete()
+    # Restarts cannot tell: two losses within a short time are charged once.
+    assert [newness(job.pod(index)) > [0, 0] for index in (1, 0)] == [True, True], job.describe()
+
+
+@pytest.mark.kind
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_rl_with_killed_pods_of_both_roles_ends_with_the_bits_of_an_undisturbed_run(
+    new_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, arguments = new_job("rl"), ("--steps", "2160")
+    kill_both_roles(job, manifest("rl", job, arguments))
+    calm, _ = played("rl", tmp_path, (*arguments, "--every-steps", str(EVERY)), 3)
+    changed = differences(calm, ended(job, tmp_path, monkeypatch))
+    record("rl", "values that the kill of a pod of each role changes, on kind", len(changed), "")
+    assert changed == [], job.describe()
+
+
+@pytest.mark.kind
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_async_ps_with_killed_pods_of_both_roles_loses_no_accuracy(
+    new_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits differ from run to run, because the order of gradients does."""
+    job, arguments = new_job("async-ps"), ("--steps", "5000")
+    kill_both_roles(job, manifest("async_ps", job, arguments))
+    calm, _ = played("async_ps", tmp_path, (*arguments, "--every-steps", str(EVERY)), 4)
+    hit = ended(job, tmp_path, monkeypatch)
+    assert hit.step == calm.step
+    undisturbed_one, reached = (accuracy("async_ps", one.state["model"]) for one in (calm, hit))
+    record("async_ps", "accuracy with killed pods of both roles, on kind", reached, "")
+    assert reached > undisturbed_one - 0.05 > 0.75

@@ -6,6 +6,7 @@ from testcluster.proc import run
 OPERATOR = "everstep/operator:dev"
 DIGITS = "everstep/digits:dev"
 EXAMPLES = "everstep/examples:dev"
+DEEPSPEED = "everstep/deepspeed:dev"
 SOURCES = ("operator", "worker", "examples", "requirements", "LICENSE", "Dockerfile", ".dockerignore")
 OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
 
@@ -21,11 +22,20 @@ def _build(name: str, tag: str, target: str, bases: tuple[str, ...]) -> str:
     return tag
 
 
+def _bases(worker: str) -> tuple[str, str]:
+    return f"OPERATOR_BASE={pybases.operator()}", f"WORKER_BASE={worker}"
+
+
 def build() -> list[str]:
     """Tags of the operator's image, of the digits example's (the worker's with the example in it), of all examples'."""
-    bases = (f"OPERATOR_BASE={pybases.operator()}", f"WORKER_BASE={pybases.worker()}")
+    bases = _bases(pybases.worker())
     return [
         _build("operator", OPERATOR, "operator", bases),
         _build("digits", DIGITS, "example", bases),
         _build("examples", EXAMPLES, "examples", bases),
     ]
+
+
+def deepspeed() -> str:
+    """The tag of the image of examples/deepspeed, which one long test needs."""
+    return _build("deepspeed", DEEPSPEED, "deepspeed", _bases(pybases.deepspeed()))

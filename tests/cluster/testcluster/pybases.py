@@ -42,12 +42,12 @@ def _requirements(distribution: str, *extras: str) -> list[str]:
     return sorted({line for line in lines if not line.startswith("everstep")})
 
 
-def _of_examples() -> list[str]:
-    """What the Dockerfile's stage `examples` installs: its build in the cluster has no network."""
-    stage = (cache.CHECKOUT / "Dockerfile").read_text().partition(" AS examples\n")[2].partition("\nFROM ")[0]
+def _of_stage(name: str) -> list[str]:
+    """What that stage of the Dockerfile installs: its build in the cluster has no network."""
+    stage = (cache.CHECKOUT / "Dockerfile").read_text().partition(f" AS {name}\n")[2].partition("\nFROM ")[0]
     found = re.findall(r"'([\w.-]+>=[\w.]+)'", stage)
     if not found:
-        raise ClusterError("Dockerfile: the stage `examples` names no requirement, as 'name>=version'")
+        raise ClusterError(f"Dockerfile: the stage `{name}` names no requirement, as 'name>=version'")
     return found
 
 
@@ -56,12 +56,11 @@ def _local_wheels() -> list[str]:
     return sorted("==".join(path.name.split("-")[:2]) for path in WHEELS.glob("*.whl")) if WHEELS.is_dir() else []
 
 
-def _installed(name: str, requirements: list[str], wheels: list[str]) -> str:
-    """An image of `python()` with `requirements`; done in a container, so that no wheel stays in a layer."""
-    base = python()
+def _installed(base: str, name: str, requirements: list[str], wheels: list[str], *settings_of_builds: str) -> str:
+    """An image of `base` with `requirements`; done in a container, so that no wheel stays in a layer."""
 
     def make(tag: str) -> None:
-        mounts, settings = [], []
+        mounts, settings = [], [part for setting in settings_of_builds for part in ("-e", setting)]
         if CERTIFICATES.exists():  # the machine may trust a certificate authority that the image does not know
             mounts += ["-v", f"{CERTIFICATES}:/run/ca.crt:ro"]
             settings += ["-e", "PIP_CERT=/run/ca.crt"]
@@ -88,11 +87,17 @@ def _installed(name: str, requirements: list[str], wheels: list[str]) -> str:
 
 def operator() -> str:
     """The tag of the base with the operator's dependencies."""
-    return _installed("operator-base", [*_requirements("worker"), *_requirements("operator"), *BUILD_BACKEND], [])
+    return _installed(
+        python(), "operator-base", [*_requirements("worker"), *_requirements("operator"), *BUILD_BACKEND], []
+    )
 
 
 def worker() -> str:
     """The tag of the base with torch, the worker's dependencies and what the examples import."""
-    return _installed(
-        "worker-base", [*_requirements("worker", "worker", "s3"), *BUILD_BACKEND, *_of_examples()], _local_wheels()
-    )
+    needed = [*_requirements("worker", "worker", "s3"), *BUILD_BACKEND, *_of_stage("examples")]
+    return _installed(python(), "worker-base", needed, _local_wheels())
+
+
+def deepspeed() -> str:
+    """The tag of the worker's base with DeepSpeed."""
+    return _installed(worker(), "deepspeed-base", _of_stage("deepspeed"), [], "DS_BUILD_OPS=0")

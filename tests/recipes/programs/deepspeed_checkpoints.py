@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from support.recipes.recipes import compare
+from support.recipes.compared import compare
 
 
 def newest(folder: Path) -> dict[str, Any]:

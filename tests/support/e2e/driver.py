@@ -148,11 +148,12 @@ class Job(Player):
         self.inject(lambda: killed_at(self.kubectl("exec", name, "-c", "worker", "--", "python3", "-c", KILL_PROCESS)))
 
     def kill_torchrun(self, index: int) -> None:
-        """A container cannot kill its own PID 1, so it is done from the node, as the kernel's OOM killer would."""
+        """The pod's first process, which is a role's script where there is no launcher. A container cannot kill its own
+        PID 1, so it is done from the node, as the kernel's OOM killer would."""
         pod = self.pod(index)
         script = (
             f"for p in /proc/[0-9]*; do grep -qs 'pod{pod['metadata']['uid']}' $p/cgroup "
-            "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|torch.distributed.run|everstep-run' "
+            "&& tr '\\0' ' ' <$p/cmdline | grep -qE 'torchrun|torch.distributed.run|everstep-run|^python train.py' "
             "&& kill -9 ${p#/proc/} && date '+killed %s.%N'; done; true"
         )
         done = ("docker", "exec", pod["spec"].get("nodeName", ""), "bash", "-c", script)

@@ -27,6 +27,7 @@ from everstep.checkpoint import NoCommit
 from support import ROOT
 from support.processes import warm_agent
 from support.processes.warm_python import warm
+from support.recipes.compared import compare
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "tests" / "recipes" / "programs"  # which run a recipe and note, change or disturb what it does
@@ -109,10 +110,7 @@ def disturbed(
     workers, else as many as there are."""
     folder.mkdir(parents=True, exist_ok=True)
     job = yaml.safe_load(_script(name).with_name("job.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    if any("persistentVolumeClaim" in volume for volume in pod.get("volumes", ())):
-        del pod["volumes"], container["volumeMounts"]  # local mode has no claims: the test says another folder
+    container = job["spec"]["template"]["spec"]["containers"][0]
     said = container["command"]
     script = said.index("train.py")
     given = [*said[:script], *through, _script(name), *said[script + 1 :], *arguments]
@@ -184,28 +182,6 @@ def accuracy(name: str, parameters: Mapping[str, Any]) -> float:
     with torch.no_grad():
         right: torch.Tensor = model(x[train.TRAIN :]).argmax(1) == y[train.TRAIN :]
     return right.float().mean().item()
-
-
-def compare(where: str, left: Any, right: Any, found: list[str]) -> None:
-    """Add to `found` the places at which two values differ. `where`: the place of these two."""
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        found.extend(f"{where}/{key}: in one only" for key in left.keys() ^ right.keys())
-        for key in left.keys() & right.keys():
-            compare(f"{where}/{key}", left[key], right[key], found)
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
-        for i, (one, other) in enumerate(zip(left, right, strict=True)):
-            compare(f"{where}/{i}", one, other, found)
-    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            found.append(f"{where}: {left.dtype} {tuple(left.shape)}, {right.dtype} {tuple(right.shape)}")
-        elif not torch.equal(_bytes(left), _bytes(right)):
-            found.append(f"{where}: differs by up to {(left.double() - right.double()).abs().max().item():.3g}")
-    elif left != right:
-        found.append(f"{where}: {left!r} and {right!r}")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _script(name: str) -> Path:
