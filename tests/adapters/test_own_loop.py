@@ -133,14 +133,15 @@ REFUSED = {
     "gather": (
         BACKWARD,
         BACKWARD + "            accelerator.gather(loss)\n",
-        "accelerator.gather(…) (changed.py:38) in the loop over the prepared loader, where nobody can catch the loss "
-        "of a peer: write `with accelerator.accumulate(model):`",
+        "accelerator.gather(…) (changed.py:38) is in the body of the loop over the prepared loader. If a peer is lost "
+        "in it, the body ends with an error that Everstep cannot catch there. Write `with "
+        "accelerator.accumulate(model):`",
     ),
     "collective": (
         BACKWARD,
         BACKWARD + "            torch.distributed.all_reduce(loss.detach())\n",
-        "all_reduce (changed.py:38) is in the body of the loop over the prepared loader, where nobody can catch the "
-        "loss of a peer: write `with accelerator.accumulate(model):`",
+        "all_reduce (changed.py:38) is in the body of the loop over the prepared loader. If a peer is lost in it, the "
+        "body ends with an error that Everstep cannot catch there. Write `with accelerator.accumulate(model):`",
     ),
     "loss.backward": (
         BACKWARD,

@@ -1,24 +1,24 @@
-"""Pins: durable objects that keep a commit's shards, whoever cleans up; and the deletion that gives way to them.
+"""Pins: durable objects that keep a commit's shards from being deleted, and the deletion that respects them.
 
-There are three kinds: a person's pin, a tag (a name for a commit), and the mark of a commit that retention keeps beyond
-the newest ones (`keep`). All hold alike, and each goes by itself.
+There are three kinds of hold: a person's pin, a tag (a name for a commit), and the mark of a commit that retention
+keeps beyond the newest ones (`keep`). Each of them alone prevents the deletion, and each is removed separately.
 
-A pin and a deletion may meet. Each first writes its own object, then looks for the other's: the pin one in the folder
-`pins/<save id>/`, the deletion `data/<save id>/deleting-<random>.json`. Whatever the interleaving, at least one sees
-the other and gives way: a deletion that sees a pin withdraws, a pin that sees a deletion is refused. So a pin that was
-granted holds until it is taken back. It rests on a store that lists its own writes.
+A pin and a deletion may run at the same time. Each first writes its own object, then looks for the other's: the pin
+writes into the folder `pins/<save id>/`, the deletion writes `data/<save id>/deleting-<random>.json`. In any order of
+these requests at least one of the two sees the other and stops: a deletion that sees a pin withdraws, a pin that sees a
+deletion is refused. So a pin that was granted holds until it is removed. This needs a store that lists its own writes.
 
-Several may do either at once, so each has an object of its own, with a random part in its name, and who gives way takes
-no other's away. A deletion's object stands until everything is deleted. A deletion that withdraws first writes
-`data/<save id>/withdrawn-<the same random part>.json`, which makes its object void: a request that was repeated may
-arrive late and bring the object back, and nobody would remove it. A hold that was granted replaces those of the same
-kind that were listed before its own was first written: of two at once not both can have come before the other, so one
-that was granted always stays.
+Several programs may pin or delete at once. So each writes an object of its own, with a random part in its name, and a
+program that stops removes only its own object. A deletion's object stays until everything is deleted. A deletion that
+withdraws first writes `data/<save id>/withdrawn-<the same random part>.json`, which makes its object void: a repeated
+request may arrive late and write the object again, and then no program would remove it. A hold that was granted removes
+the holds of the same kind that were listed before it was first written. Two holds cannot each have been listed before
+the other was written, so at least one that was granted stays.
 
-A deleter may die between its object and the end. So its object says when it was written, and a deleter that is not done
-after `LASTS` withdraws: it looks at its clocks before each object that it deletes. Whoever finds an object that is
-older than `DEAD` writes its withdrawal, and goes on. Only here clocks decide: those of two machines may differ by what
-lies between the two, less the time that one request takes.
+A program that deletes may die before it ends. So its object says when it was written, and a deletion that is not done
+after `LASTS` withdraws: the program looks at its clocks before it deletes each object. A program that finds a
+deletion's object older than `DEAD` writes the withdrawal for it, and goes on. Clocks matter only here: those of two
+machines may differ by `DEAD - LASTS`, less the time that one request takes.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from everstep.checkpoint.keep import Kept, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import NotFound, ObjectStore
 
-LASTS: Final = 600.0  # seconds after which a deletion gives way; the next clean-up goes on with it
-DEAD: Final = 3600.0  # and after which it has given way, or its program has died
+LASTS: Final = 600.0  # seconds after which a deletion withdraws; the next clean-up goes on with it
+DEAD: Final = 3600.0  # seconds after which it has withdrawn, or its program has died
 _TRIES: Final = 3
-_PAUSE: Final = 0.2  # seconds; a deletion that gives way does so within a few requests
+_PAUSE: Final = 0.2  # seconds; a deletion that withdraws does so within a few requests
 
 
 @dataclass(frozen=True)
 class Holds:
-    """The pins, marks and tags that hold saves. `objects`: names of the objects, by the save's id and what holds it."""
+    """The pins, marks and tags that hold saves. `objects`: their names, by the save's id and the kind of hold."""
 
     objects: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def pinned(self) -> frozenset[str]:
-        """The ids that somebody pinned."""
+        """The ids of the saves that a person pinned."""
         return frozenset(identifier for identifier, what in self.objects if what == PIN)
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The ids that retention marked."""
+        """The ids of the saves that retention marked."""
         return frozenset(identifier for identifier, what in self.objects if what == KEPT)
 
     @cached_property
@@ -97,20 +97,20 @@ class Holds:
         return tuple(sorted(tag for tag, saves in self.tags.items() if save_id in saves))
 
     def names(self, save_id: str, what: str) -> tuple[str, ...]:
-        """The objects that hold a save by this."""
+        """The names of the objects by which `what` (a pin, a mark or a tag) holds a save."""
         return self.objects.get((save_id, what), ())
 
     def all_names(self) -> list[str]:
-        """All objects that hold, sorted."""
+        """The names of all objects that hold a save, sorted."""
         return sorted(name for names in self.objects.values() for name in names)
 
     def of_tag(self, tag: str) -> Holds:
-        """Of all that is held, what this tag does."""
+        """The holds of this tag alone."""
         return Holds({by: names for by, names in self.objects.items() if tag_in(by[1]) == tag})
 
 
 def holds(store: ObjectStore) -> Holds:
-    """All that is held, by one listing."""
+    """All holds in the store, found by one listing."""
     objects = dict[tuple[str, str], list[str]]()
     for info in store.list(PINS):
         if (found := held_save(info.name)) is not None:
@@ -124,7 +124,7 @@ def held(store: ObjectStore) -> frozenset[str]:
 
 
 def is_held(store: ObjectStore, identifiers: Iterable[str]) -> bool:
-    """Whether one of these saves is."""
+    """Whether one of these saves is pinned, tagged, or marked by retention."""
     return any(store.size(pin_name(i)) is not None or store.list(holds_folder(i)) for i in identifiers)
 
 
@@ -143,14 +143,14 @@ def pin(
     store: ObjectStore, record: CommitRecord, at: str, sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.time,
 ) -> None:  # fmt: skip
-    """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are gone, or about to be."""
+    """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are deleted, or being deleted."""
     found = holds(store)
     older = [name for identifier in saves_of(record) for name in found.names(identifier, PIN)]
     _hold(store, record, PIN, _body(record, at), older, sleep, now)
 
 
 def unpin(store: ObjectStore, record: CommitRecord) -> None:
-    """Let a commit be deleted again when it is old enough: neither a pin nor retention's mark holds it then."""
+    """Remove the pins and retention's marks of a commit, so that it can be deleted when it is old enough."""
     found = holds(store)
     for identifier in saves_of(record):
         _delete(store, (*found.names(identifier, PIN), *found.names(identifier, KEPT)))
@@ -173,7 +173,7 @@ def tag(
 
 
 def untag(store: ObjectStore, name: str) -> bool:
-    """Take a name away; whether there was one."""
+    """Remove a tag. Returns whether there was one."""
     found = holds(store).of_tag(name).all_names()
     _delete(store, found)
     return bool(found)
@@ -206,8 +206,8 @@ def mark_kept(
 
 
 def read_kept(store: ObjectStore, identifier: str, names: Iterable[str]) -> Kept | None:
-    """Retention's mark of a save, of which `names` are the objects: more than one if replacing it was cut off, and then
-    what any says counts. None if it is gone, or damaged: it holds the save then, and says nothing."""
+    """Retention's mark of a save. `names` are its objects: more than one if the program died while it replaced one by
+    another, and then the reasons of all count. None if all are gone or damaged; a damaged one still holds it."""
     mark: Kept | None = None
     for name in names:
         try:
@@ -229,8 +229,8 @@ def _hold(
     store: ObjectStore, record: CommitRecord, what: str, body: dict[str, wire.Json], older: Iterable[str],
     sleep: Callable[[float], None], now: Callable[[], float],
 ) -> None:  # fmt: skip
-    """Write an object that holds each save of a commit, unless the deletion of one has begun or its shards are gone.
-    It replaces those in `older`, which were listed before."""
+    """Write an object that holds each save of a commit, and then remove those in `older`, which were listed before.
+    Raises `CheckpointError` if the deletion of one of the saves has begun, or if shards are gone."""
     own = [hold_name(identifier, what, _random()) for identifier in saves_of(record)]
     for attempt in range(_TRIES):
         for name in own:
@@ -242,8 +242,9 @@ def _hold(
             sleep(_PAUSE)
     else:
         raise CheckpointError(
-            f"{store.url}: the deletion of step {record.step} (record {record.n}) has begun; take a newer one. If the "
-            f"program that deletes has died, try again {DEAD / 60:.0f} minutes later: what is whole can be held then"
+            f"{store.url}: the deletion of step {record.step} (record {record.n}) has begun; choose a newer commit. "
+            f"If the program that deletes it has died, try again {DEAD / 60:.0f} minutes later: it can be kept then if "
+            "all its shards are left"
         )
     try:
         for shard in record.shards:
@@ -261,24 +262,24 @@ def delete_save(
     store: ObjectStore, identifier: str, names: Iterable[str], last: Callable[[], object] = lambda: None,
     now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic,
 ) -> bool:  # fmt: skip
-    """Delete a save's objects, `names`, unless something holds it, and then do `last`; whether that was done. What
-    would hold the save meanwhile is refused. It is not done either if it takes longer than `LASTS`. Repeating it is
-    harmless."""
+    """Delete the objects `names` of a save, then call `last`. Returns whether the save was deleted: it is not if a pin,
+    a tag or a mark holds it, or if that takes longer than `LASTS`. A pin that is written meanwhile is refused. The
+    call may be repeated."""
     mark = deletion_name(identifier, _random())
     at, started = now(), clock()
     body = wire.encode({"version": VERSION, "save_id": identifier, "at": int(at)})
 
-    def is_late() -> bool:  # a machine that slept has only the first clock's word for it
+    def is_late() -> bool:  # only the first clock goes on while a machine sleeps
         return now() - at > LASTS or clock() - started > LASTS
 
     store.put(mark, body)
     gives_way = is_held(store, [identifier])
-    for name in sorted(names, key=is_deletion):  # those of others, of which most have died, after what they stand for
+    for name in sorted(names, key=is_deletion):  # objects of other deletions last
         if gives_way := gives_way or is_late():
             break
         store.delete(name)
     if gives_way or is_late():
-        # The save stays, perhaps for good. A repeated `put` may still bring the mark back: this object says it is void.
+        # The save stays, perhaps for good. A repeated `put` may still write the mark again: this object makes it void.
         store.put(withdrawal_name(mark), body)
         store.delete(mark)
         return False
@@ -288,7 +289,7 @@ def delete_save(
 
 
 def _is_compacted(store: ObjectStore, n: int) -> bool:
-    """Of a commit without shards, which is deleted by compacting its record."""
+    """Whether the record of a commit is compacted: a commit without shards is deleted in this way."""
     record = CommitLog(store).read(n)
     return isinstance(record, CommitRecord) and is_compacted(record)
 
@@ -300,13 +301,13 @@ def _is_being_deleted(store: ObjectStore, identifier: str, now: float) -> bool:
 
 
 def _is_over(store: ObjectStore, identifier: str, mark: str, now: float) -> bool:
-    """Whether nobody deletes by this object any more. One whose program has died is made void."""
+    """Whether the deletion of this object is over. If its program has died, its withdrawal is written."""
     try:
         at = _fields(store, mark).integer("at")
     except NotFound:
-        return True  # since it was listed; what it has deleted is looked at next
+        return True  # it ended after the listing; the caller then checks which shards are left
     except FormatError:
-        return False  # of an earlier release, which does not say when
+        return False  # written by an earlier release, without the time
     if now - at <= DEAD:
         return False
     store.put(withdrawal_name(mark), wire.encode({"version": VERSION, "save_id": identifier, "at": at}))

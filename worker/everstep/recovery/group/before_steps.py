@@ -33,7 +33,7 @@ def refuse_training(alone: Callable[[], bool]) -> None:
         asked = script_call_site(sys._getframe(1))
         raise LoopError(
             f"optimizer.step(){asked.at if asked is not None else ''} of a model in DistributedDataParallel, before "
-            "run.steps(): this process is alone until then, and its gradients are averaged with nobody's. Let the loop "
+            "run.steps(): this process is alone until then, and its gradients are not averaged. Let the loop "
             "be `for step in run.steps(loader, until=STEPS):` and do its work inside `with step as batch:` "
             "(docs/how-to-convert.md)"
         )

@@ -85,8 +85,8 @@ class ScriptLocation:
         asked = script_call_site(sys._getframe(2))
         raise LoopError(
             f"{name} was begun in an earlier step and is waited for in this one"
-            f"{asked.at if asked is not None else ''}: if a peer is lost in between, nobody repeats it. Wait for it in "
-            "its own step, before its block ends"
+            f"{asked.at if asked is not None else ''}: it cannot be repeated if a peer is lost in between. Wait for "
+            "it in its own step, before the step's block ends"
         )
 
     def _check(self, name: str) -> None:
@@ -103,9 +103,9 @@ class ScriptLocation:
         match self.where:
             case ScriptPhase.STEP:
                 raise LoopError(
-                    f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: no order holds between it "
-                    "and the step's own collectives, and nobody repeats it when a peer is lost. Call it in the thread "
-                    "of the loop, inside `with step:`"
+                    f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: ranks may run it "
+                    "before or after the step's own collectives, and it is not repeated when a peer is lost. Call it "
+                    "in the thread of the loop, inside `with step:`"
                 )
             case ScriptPhase.BUILDING if asked.own:
                 raise LoopError(
@@ -115,15 +115,16 @@ class ScriptLocation:
                 )
             case ScriptPhase.BODY if asked.own:
                 raise LoopError(
-                    f"{name}{asked.at} is in the body of the loop over the prepared loader, where nobody can catch the "
-                    "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
+                    f"{name}{asked.at} is in the body of the loop over the prepared loader. If a peer is lost in it, "
+                    "the body ends with an error that Everstep cannot catch there. Write `with "
+                    "accelerator.accumulate(model):` around the body of the loop"
                 )
             case ScriptPhase.BETWEEN:
                 raise LoopError(
-                    f"{name}{asked.at} is between two steps, where nobody repeats it when a peer is lost. Move it into "
-                    "`with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is called "
-                    "after each N-th step, and again if a peer is lost in it. A forward pass that is each rank's own "
-                    "takes `model.module`, which is inside DistributedDataParallel"
+                    f"{name}{asked.at} is between two steps, where it is not repeated when a peer is lost. Move it "
+                    "into `with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is "
+                    "called after each N-th step, and again if a peer is lost in it. A forward pass that is each "
+                    "rank's own takes `model.module`, which is inside DistributedDataParallel"
                 )
             case _:
                 return
@@ -151,13 +152,14 @@ class ScriptLocation:
 
 
 UNKNOWN = (
-    "before steps() nobody knows: a process that comes later builds its objects alone, while the others train, and "
-    "ranks change when a peer is lost. Ask run.rank and run.world_size inside the loop. To prepare files, write "
-    "run.once(fn, each='machine'); to do something in one process of the job, run.once(fn)"
+    "before steps() a process has no rank yet, and the number of ranks is not known: a process that comes later builds "
+    "its objects alone, while the others train, and ranks change when a peer is lost. Ask run.rank and run.world_size "
+    "inside the loop. To prepare files, write run.once(fn, each='machine'); to do something in one process of the job, "
+    "run.once(fn)"
 )
 NO_PIPELINE = (
-    "torch's stages agree on their shapes once, in their first step, and a process that comes later would ask when "
-    "nobody answers. Have the stage and its schedule made anew in each round: write `run.mesh(model=N)`, and behind it "
+    "torch's stages exchange their shapes once, in their first step, and a process that comes later would get no "
+    "answer. Have the stage and its schedule made anew in each round: write `run.mesh(model=N)`, and behind it "
     "`schedule = run.pipeline(make)`, where make() returns the schedule, and `schedule.step(…)` in the step"
 )
 NO_SUBGROUPS = (

@@ -43,14 +43,14 @@ _NO_RPC = (
     "which starts all processes again from the last commit"
 )
 _NO_HANDMADE = (
-    "nobody makes a group that the script builds itself anew when a peer is lost, and its collectives would wait for "
-    "the lost one. Write dist.new_group(), a group of all ranks, after everstep.start(); for a group of some ranks "
+    "a group that the script builds itself is not built again when a peer is lost, and its collectives would wait for "
+    "that peer. Write dist.new_group(), a group of all ranks, after everstep.start(); for a group of some ranks "
     "`run.mesh(model=N)` before it"
 )
 _NO_INIT = "everstep.start() has made the process group: delete this line"
 _NO_JOIN = (
     "uneven inputs are taken by run.loader, whose batch.scale weights them: leave `join` out, because a rank that has "
-    "joined answers for others in collectives that nobody could repeat"
+    "joined takes part in the others' collectives, which could not be repeated when a peer is lost"
 )
 
 

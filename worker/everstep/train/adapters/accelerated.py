@@ -1,12 +1,12 @@
 """Keeps Accelerate's view of the world up to date while an agent announces rounds, and peers leave and join.
 
-Accelerate makes the process group when it is first asked for its rank, and keeps rank and world size for the life of
-the process. From `follow` on the group is Everstep's. Until the first round it has this process alone; `move` tells
-Accelerate of each round. Nothing changes under a launcher that announces no rounds, or if the script has made a process
-group itself: then a lost peer ends the processes, and they resume from a commit.
+Accelerate makes the process group when the script first asks it for the rank, and keeps rank and world size for the
+life of the process. After `follow` Everstep makes the group. Until the first round only this process is in it; `move`
+tells Accelerate the rank and world size of each round. Nothing changes under a launcher that announces no rounds, or
+if the script has made a process group itself: then a lost peer ends the processes, and they resume from a commit.
 
-Invariant: no optimizer steps in a process that was in no round yet. That is refused; with a Trainer it is refused
-before the model is prepared.
+Invariant: no optimizer steps in a process that was in no round yet. `optimizer.step()` raises an error there; with a
+Trainer, preparing the model does.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from everstep.train.process_place import most_processes
 
 
 class _Process:
-    """Of this process."""
+    """State that this process has once."""
 
     recovery: Recovery | None = None
     building = False
     following = False
-    loops = False  # the script has its own loop
+    loops = False  # the script has its own loop, without a Trainer
 
 
 # The loaders that were prepared for a script's own loop, with the arguments from which they were made.
@@ -66,10 +66,10 @@ def follow(*, loops: bool = False) -> None:
     ) -> Any:
         if not evaluation_mode and not _Process.building and not _Process.loops and _alone():
             raise LoopError(
-                "Accelerate is to prepare a model for training, and this process is still alone: each rank would train "
-                "its own. Begin the training by callback.train(trainer), of an EverstepCallback, instead of "
-                "trainer.train(); in a script without a Trainer import everstep.train.adapters.accelerate, and not "
-                "everstep.train.adapters.huggingface"
+                "Accelerate cannot prepare a model for training yet: this process is still alone, and each rank would "
+                "train a model of its own. Begin the training with callback.train(trainer), where callback is an "
+                "EverstepCallback, instead of trainer.train(). In a script without a Trainer, import "
+                "everstep.train.adapters.accelerate, and not everstep.train.adapters.huggingface"
             )
         return prepare(accelerator, model, device_placement, evaluation_mode)
 
@@ -91,8 +91,9 @@ def follow(*, loops: bool = False) -> None:
         if _alone():
             raise LoopError(
                 "optimizer.step(): this process is still alone, and each rank would train its own model. Make the body "
-                "of the loop a function of the batch, and call it by run = everstep.train.adapters.accelerate.start("
-                "accelerator, …), `for epoch in run.epochs(N): run.train(function)`"
+                "of the loop a function of the batch, and let Everstep call it: run = "
+                "everstep.train.adapters.accelerate.start(accelerator, …), `for epoch in run.epochs(N): "
+                "run.train(function)`"
             )
         return step(optimizer, closure)
 
@@ -104,7 +105,7 @@ def follow(*, loops: bool = False) -> None:
 
 
 def _alone() -> bool:
-    """Whether this process was in no round yet, and there will be other processes."""
+    """Whether this process was in no round yet, and the job may have other processes."""
     if _Process.recovery is None or most_processes() == 1:
         return False
     return _Process.recovery.program.scope.where is ScriptPhase.BUILDING
@@ -119,7 +120,7 @@ def recovery() -> Recovery | None:
 
 
 def prepared_loaders(accelerator: Any) -> list[tuple[Any, tuple[Any, Mapping[str, Any]]]]:
-    """The loaders that it prepared before the first round, each with its DataLoader and the other arguments."""
+    """The loaders that `accelerator` prepared before the first round, each with its DataLoader and other arguments."""
     return [(made, (loader, named)) for made, (by, loader, named) in _loaders.items() if by is accelerator]
 
 
@@ -134,12 +135,14 @@ def building() -> Iterator[None]:
 
 
 def move(rank: int, world_size: int) -> None:
-    """Tell Accelerate of a round that has formed. Raises `LoopError` if Accelerate does not train over several
-    processes."""
+    """Tell Accelerate the rank and world size of a round that has formed.
+
+    Raises `LoopError` if Accelerate does not train over several processes.
+    """
     if world_size > 1 and PartialState._shared_state.get("distributed_type") is DistributedType.NO:
         raise LoopError(
-            "Accelerate has found no device of its own for each process, and would train each rank alone: on machines "
-            "without an accelerator say TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
+            "Accelerate has not found a device for each process, and would train each rank alone: on machines without "
+            "a GPU write TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
         )
     place = {
         "num_processes": world_size,

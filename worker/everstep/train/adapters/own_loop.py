@@ -217,8 +217,9 @@ class OwnLoop:
                 frame = sys._getframe(1)
                 line = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
                 raise LoopError(
-                    f"accelerator.{name}(…) ({line}) in the loop over the prepared loader, where nobody can catch the "
-                    "loss of a peer: write `with accelerator.accumulate(model):` around the body of the loop"
+                    f"accelerator.{name}(…) ({line}) is in the body of the loop over the prepared loader. If a peer "
+                    "is lost in it, the body ends with an error that Everstep cannot catch there. Write `with "
+                    "accelerator.accumulate(model):` around the body of the loop"
                 )
             return call(*arguments, **named)
 
