@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -272,10 +271,10 @@ def test_shards_that_rest_on_the_cpu_are_accepted() -> None:
     assert not is_offloaded({"model": sharded(mesh)})
 
 
-def test_optimizer_that_divides_its_state_by_itself_is_refused_with_what_does_the_same() -> None:
-    optimizer = ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(NotRecoverable, match=r"ZeroRedundancyOptimizer.*shard=N.*set_requires_gradient_sync"):
-        check({"optimizer": optimizer}, None)
+def test_fsdp1_is_refused_with_what_does_the_same() -> None:
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
+    with pytest.raises(NotRecoverable, match=r"FullyShardedDataParallel.*shard=N.*set_requires_gradient_sync"):
+        check({"model": model}, None)
 
 
 def test_model_that_the_largest_world_cannot_be_divided_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

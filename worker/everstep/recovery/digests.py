@@ -15,6 +15,7 @@ import xxhash
 
 from everstep.checkpoint.state.alike import bytes_of_each, first_bytes, to_bytes
 from everstep.checkpoint.state.capture import capture
+from everstep.checkpoint.state.divided import hyperparameters, is_divided
 from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.state.randomness import STATE
@@ -27,7 +28,10 @@ OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's own entries, on which 
 def state_digest(state: Mapping[str, Any]) -> int:
     """A digest of 63 bits of the replicated state: parameters, optimizer state and values. It is the same on members
     that agree. Buffers are left out, because each rank's BatchNorm has its own until the next forward pass."""
-    captured = capture({k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}, 0)
+    compared = {k: t for k, t in state.items() if k not in OWN and not settles_itself(t)}
+    # Each rank has another part of a divided optimizer's state.
+    compared |= {k: hyperparameters(t) for k, t in compared.items() if is_divided(t)}
+    captured = capture(compared, 0)
     buffers = {
         name for key, t in state.items() if isinstance(t, torch.nn.Module)
         for name in captured.tensors if name.startswith(f"{key}/") and name not in captured.parameters

@@ -32,7 +32,8 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.sharding import fsdp
 from everstep.recovery.sharding.mesh import RecoverableMesh
-from everstep.recovery.transfer import replicated
+from everstep.recovery.transfer import divided_optimizers, replicated
+from everstep.recovery.transfer.divided_optimizers import NONE_DIVIDED, DividedOptimizers
 from everstep.recovery.transfer.replicated import Start
 from everstep.recovery.transfer.sharded import ShardedState
 from everstep.recovery.validity import Validity
@@ -55,6 +56,7 @@ class Recovery:
         self._reducers: Reducers | None = None
         self.rollback: Rollback | None = None
         self._state: Mapping[str, Any] = {}
+        self._divided = NONE_DIVIDED
         self._began: tuple[int, float] | None = None  # the present step, and when it began
         self._failures = 0  # how many of the program's collectives had failed when the step began
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the newest steps took
@@ -95,14 +97,16 @@ class Recovery:
         """Set the training state and the script's DDP objects. Called once, before the first `enter`. Raises
         `NotRecoverable`."""
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
+        divided_optimizers.check(state, meshed=self._sharded is not None)
         if self._sharded is not None:
             self._round.divide(self._sharded.mesh)
             self._sharded.track(state)
-        self._state = state
+        self._state, self._divided = state, DividedOptimizers(state)
         self._reducers = reducers
         checks.check(reducers.alive(), self.program.places, self.program.is_across, state.values())
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
-        self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None)
+        never = divided_optimizers.NO_UNDO if self._divided else ""
+        self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None, never=never)
         for group in self._round.programs:
             group.on_begin = self.rollback.collective
         self._round.listen(self.rollback.roll_back_again, self._step_status)
@@ -217,7 +221,7 @@ class Recovery:
             found, how = self._sharded.settle(step, validity, round_.number, start)
             self._round.open()
         else:
-            found, how = replicated.settle(self._state, self.members, step, validity, start)
+            found, how = replicated.settle(self._state, self.members, step, validity, start, self._divided)
         self.rollback.moved()
         # The new state has arrived. If a peer is lost from here on, this member must still return the new step number,
         # so the error is suppressed.

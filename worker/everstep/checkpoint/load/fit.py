@@ -18,6 +18,7 @@ from everstep.checkpoint.load.fit_values import misfits
 from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, Body, Fit
 from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.state.capture import Captured, asked_of, kind_of
+from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import crossed
 from everstep.checkpoint.state.modules import bare, migrated
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
@@ -204,6 +205,9 @@ class _Fitting:
                 if entry.shape == tuple(tensor.shape) and entry.dtype != DTYPES.get(tensor.dtype):
                     text = f"{entry.dtype} in the commit, {DTYPES.get(tensor.dtype)} in the state passed"
                     self.found.problems.append(f"{own}: {text}")
+        elif isinstance(target, DividedOptimizer) and (why := fit_optimizer.odd_division(target, body, live)):
+            self.found.problems.append(f"{key}: {why}")
+            return
         self.found.bodies[key] = {**body, "cast": self._selection.cast}
 
     def _value(self, key: str, target: Any, body: Body, own: Any) -> None:

@@ -17,6 +17,7 @@ from everstep.checkpoint.format.manifest import Entry
 from everstep.checkpoint.load.fitted import Body, Fit
 from everstep.checkpoint.load.selection import Selection, below
 from everstep.checkpoint.state import named
+from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.tree import references
 
 # The state of torch's optimizers that has the shape of the parameter.
@@ -82,6 +83,25 @@ def fit(
         )
         return None
     return body
+
+
+def odd_division(target: DividedOptimizer, body: Body, live: Mapping[str, Any]) -> str:
+    """Why the body is of another optimizer than this one, whose state is divided among the ranks; empty if it is not.
+    Values go to parameters by number, so these must be the same parameters in the same order."""
+    if body.get("class") not in (None, live.get("class")):
+        return (
+            f"the commit holds the state of {body['class']}, the state passed in {live.get('class')}: make it with "
+            f"optimizer_class=torch.optim.{body['class']}"
+        )
+    saved = [len(group["params"]) for group in body["tree"]["param_groups"]]
+    here = [len(group["params"]) for group in target.optimizer.param_groups]
+    names = (body.get("names"), live.get("names"))
+    if saved != here or (None not in names and names[0] != names[1]):
+        return (
+            f"the commit's groups have {saved} parameters, and those passed in {here}, or others, or in another order: "
+            "a ZeroRedundancyOptimizer reads a commit by their numbers. Give it the same ones in the same order"
+        )
+    return ""
 
 
 def _of_another_shape(

@@ -22,12 +22,20 @@ import torch
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state import named
+from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import shows_twice
 from everstep.checkpoint.state.modules import Answer, bare, fill
 from everstep.checkpoint.state.refilling import Taken, is_alike, is_array, refilled
 from everstep.checkpoint.state.sharding import local_of, placed_as
 from everstep.checkpoint.state.tree import Flattener, join, references, unflatten
-from everstep.checkpoint.state.union import Union, inside, levels_of, pruned, pruned_to_parameters
+from everstep.checkpoint.state.union import (
+    Union,
+    inside,
+    levels_of,
+    pruned,
+    pruned_to_numbers,
+    pruned_to_parameters,
+)
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -96,13 +104,15 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
 def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> None:
     """Say beside each optimizer's state of which class it is, and which parameter each of its numbers is."""
     paths: dict[int, str] | None = None
-    for key, target in state.items():
-        body = values.get(key)
+    for key, marked in state.items():
+        body, target, stepped = values.get(key), marked, marked
+        if isinstance(part := inside(marked), DividedOptimizer):
+            target, stepped = part.optimizer, part.of_own
         if not isinstance(target, torch.optim.Optimizer) or not isinstance(body, dict):
             continue
         if paths is None:
             paths = _parameter_paths(state)
-        body["class"] = type(target).__name__
+        body["class"] = type(stepped).__name__
         names = named.names_in(target, paths)
         if names is not None:
             body["names"] = list[Json](names)
@@ -171,6 +181,8 @@ def asked_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dic
     if body["kind"] == "optimizer" and isinstance(target, torch.optim.Optimizer):
         order = named.numbered(target, _names(state), key)
         return {**body, "tree": pruned_to_parameters(body["tree"], order, key)}
+    if isinstance(target, DividedOptimizer):
+        return {**body, "tree": pruned_to_numbers(body["tree"], target.numbers())}
     if not isinstance(state[key], Union):
         return dict(body)
     live = target if kind_of(target) == "value" else bare(target).state_dict()

@@ -7,7 +7,7 @@ named; what a rank gets of a commit are exactly the names that it holds; nothing
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from everstep.checkpoint.errors import StateMismatch
@@ -71,6 +71,8 @@ def merged(bodies: Sequence[tuple[int, Mapping[str, Any]]], key: str) -> Json:
         if odd := [(rank, b["class"]) for rank, b in others if b.get("class") != body["class"]]:
             raise StateMismatch(f"{key}: rank {first} has {body['class']}, rank {odd[0][0]} has {odd[0][1]}")
         found["class"] = body["class"]
+    if "names" in body:
+        found["names"] = _merged([(rank, b.get("names")) for rank, b in bodies], f"{key} (names)", 0)
     found["tree"] = _merged([(rank, b["tree"]) for rank, b in bodies], key, levels_of(body))
     metadata = [(rank, b["metadata"]) for rank, b in bodies if "metadata" in b]
     if metadata:
@@ -138,6 +140,12 @@ def pruned(tree: Json, live: Any, path: str, levels: int) -> Json:
         key, value = stored[name]
         found.append((key, pruned(value, live[name], join(path, name), levels - 1)))
     return _mapping(found)
+
+
+def pruned_to_numbers(tree: Any, numbers: Collection[int]) -> Json:
+    """Of an optimizer's tree by numbers the state of these parameters. One may have no state: it was never stepped."""
+    state = [(key, value) for _, key, value in _items(tree["state"]) or () if key in numbers]
+    return {**tree, "state": _mapping(state)}
 
 
 def pruned_to_parameters(tree: Any, order: Iterable[str], key: str) -> Json:

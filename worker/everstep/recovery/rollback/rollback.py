@@ -47,18 +47,18 @@ class Rollback:
 
     `refuse` is called before each optimizer step, and raises if the round is over by then. With `hears_skips` it is
     also called when a gradient scaler skips one. `collective` must be called when a collective of the program begins.
-    `agreed`: whether large objects may be copied.
+    `agreed`: whether large objects may be copied. `never`: why no copy can help after an optimizer's step.
     """
 
     def __init__(
         self, state: Mapping[str, Any], refuse: Callable[[], None], agreed: Callable[[], bool] = lambda: True,
-        *, hears_skips: bool = False,
+        *, hears_skips: bool = False, never: str = "",
     ) -> None:  # fmt: skip
         self._refuse = refuse
         self._tracked = tracked_objects(state)
         self.gradients = Gradients(state)
         self._agreed = agreed
-        self._undo_copy = UndoCopy()
+        self._undo_copy = UndoCopy(never)
         self._random = generators_to_put_back(state)
         self._generators: list[dict[str, Any]] = []
         self._count = 0  # steps of this world

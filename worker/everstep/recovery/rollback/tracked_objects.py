@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.checkpoint.state.divided import stepped
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.rollback import snapshots
@@ -364,7 +365,7 @@ def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
         if isinstance(target, torch.nn.Module):
             found.append(Module(name, target))
         elif isinstance(target, torch.optim.Optimizer):
-            found += [Optimizer(name, target, tracked), Hyperparameters(name, target)]
+            found += [Optimizer(name, stepped(target), tracked), Hyperparameters(name, target)]
         elif isinstance(target, LRScheduler):
             found.append(Schedule(name, target))
         elif (

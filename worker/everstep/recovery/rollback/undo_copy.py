@@ -25,18 +25,22 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class UndoCopy:
-    """`wanted`: a collective was seen after an optimizer step. `on`: there is also room for the copy."""
+    """`wanted`: a collective was seen after an optimizer step. `on`: there is also room for the copy. `never`: why a
+    copy can help nobody; then none is wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, never: str = "") -> None:
+        self._never = never
         self.wanted = self.on = False
         self.decided = False  # whether the room was checked in this world
         self._told: bool | None = None
-        self.why_not = "no step of this process had shown before that collectives follow its optimizer's step"
+        self.why_not = never or "no step of this process had shown before that collectives follow its optimizer's step"
         self._line = ""
         self._kept: list[torch.Tensor] = []
 
     def late(self, step: int, name: str) -> None:
         """A collective of step number `step` begins after an optimizer step, or after another change of parameters."""
+        if self._never:
+            return
         self.wanted = True
         asked = script_call_site(sys._getframe(2))
         self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"

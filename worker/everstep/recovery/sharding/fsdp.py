@@ -22,7 +22,7 @@ from everstep.recovery.state.shape import MODEL, TENSOR
 
 # Classes that shard without DTensors. A script builds its objects in a world of one: there they take their state for
 # whole, and later they reduce nothing.
-_REFUSED = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
+_REFUSED = ("FullyShardedDataParallel",)
 
 
 class NotRecoverable(LoopError):

@@ -1,4 +1,5 @@
-"""Brings the members of a new round to one state if each holds all of it; for shards see `sharded`.
+"""Brings the members of a new round to one state if each holds all of it; for shards see `sharded`. The state of a
+`ZeroRedundancyOptimizer` alone may be divided among them (`divided_optimizers`).
 
 Invariant: afterwards all members hold the same state, the newest that any of them has whole, or one from storage.
 """
@@ -12,7 +13,8 @@ from typing import Any
 from everstep.recovery.digests import state_digest
 from everstep.recovery.group.members import Members
 from everstep.recovery.transfer import broadcast
-from everstep.recovery.transfer.agreement import MemberState, NoState, agree
+from everstep.recovery.transfer.agreement import Agreement, MemberState, NoState, agree
+from everstep.recovery.transfer.divided_optimizers import NONE_DIVIDED, DividedOptimizers, Partition, sources
 from everstep.recovery.validity import Validity
 
 log = logging.getLogger("everstep.train")
@@ -22,17 +24,32 @@ log = logging.getLogger("everstep.train")
 Start = Callable[[], int | None]
 
 
-def settle(state: Mapping[str, Any], members: Members, step: int, validity: Validity, start: Start) -> tuple[int, str]:
+def settle(
+    state: Mapping[str, Any],
+    members: Members,
+    step: int,
+    validity: Validity,
+    start: Start,
+    divided: DividedOptimizers = NONE_DIVIDED,
+) -> tuple[int, str]:
     """Bring all members to the newest whole state. Returns the completed steps, and a text that says what was done.
     Collective. Raises `PeerLost`, `TransferFailed`, and `NoState` if there is no whole state in memory or storage."""
     digest = state_digest(state) if validity > Validity.NONE else 0
-    told = members.gather((step, int(validity), digest))
+    mine = divided.partition
+    worth = Validity.TORN if divided.spoiled else validity
+    told = members.gather((step, int(worth), digest, mine.parts, mine.part))
+    states = [MemberState(s, Validity(q), d) for s, q, d, _, _ in told]
+    partitions = [Partition(parts, part) for _, _, _, parts, part in told]
+    new = Partition(members.world_size, members.rank)
     try:
-        agreement = agree([MemberState(s, Validity(q), d) for s, q, d in told])
+        agreement = agree(states)
+        givers = _givers(agreement, states, partitions) if divided else []
     except NoState as e:
         log.error("%s; all members go back to the last commit", e)
+        divided.spoil(new)
         if (found := start()) is None:
             raise NoState(f"{e}, and nothing is committed") from e
+        divided.spoiled = False
         return found, "the last commit"
     holder, receivers = agreement.holder, agreement.receivers
     if agreement.diverged:
@@ -40,10 +57,25 @@ def settle(state: Mapping[str, Any], members: Members, step: int, validity: Vali
             "ranks %s hold another state than rank %s after the same step %d; they take its state",
             agreement.diverged, holder, agreement.step,
         )  # fmt: skip
-    found = agreement.step
-    if holder is None:
-        found = start() or 0
-        holder, receivers = 0, tuple(range(1, members.world_size))
-    if receivers:
-        broadcast.send(state, holder, receivers, members)
-    return found, f"state from rank {agreement.holder}" if agreement.receivers else ""
+    if holder is not None and not receivers and partitions == [Partition(len(told), r) for r in range(len(told))]:
+        return agreement.step, ""
+    # The replicated state goes last: a member that has it has its part of the divided state too.
+    with divided.divided(new) as held:
+        done: int | None = agreement.step
+        if holder is None:
+            done = start()
+            holder, receivers = 0, tuple(range(1, members.world_size))
+        if agreement.holder is not None or done is None:
+            divided.exchange(held, givers, members)
+        if receivers:
+            broadcast.send(divided.others(state), holder, receivers, members)
+    return done or 0, f"state from rank {agreement.holder}" if agreement.receivers else ""
+
+
+def _givers(agreement: Agreement, states: list[MemberState], partitions: list[Partition]) -> list[int]:
+    """The ranks that give the parts of the divided state: members with the agreed state, or rank 0 with what its script
+    made. Raises `NoState`."""
+    if agreement.holder is None:
+        return sources(partitions[:1])
+    best = states[agreement.holder]
+    return sources([p if s == best else None for s, p in zip(states, partitions, strict=True)])

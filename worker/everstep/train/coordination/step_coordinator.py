@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.state.divided import by_parts
 from everstep.contract import termination
 from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.errors import LoopError
@@ -122,7 +123,7 @@ class StepCoordinator:
         self._state = state
         if self._schedule is not None:
             with _exit_codes():
-                named = self.named(state)
+                named = self._as_saved(state)
                 try:
                     self.step = self._schedule.restore(named)
                 except StateMismatch as e:
@@ -246,7 +247,10 @@ class StepCoordinator:
                 self._begin_save(self._schedule)
 
     def _begin_save(self, schedule: SaveSchedule) -> None:
-        schedule.save(self.step, self.named(self._state), self._metrics.of_step() if self._rank == 0 else None)
+        schedule.save(self.step, self._as_saved(self._state), self._metrics.of_step() if self._rank == 0 else None)
+
+    def _as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.named(by_parts(state, self.places))
 
     def same(self, number: int) -> bool:
         """Whether all ranks give the same number, of at most 63 bits. Collective."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.state.divided import stepped
 from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES
@@ -46,6 +47,8 @@ class Covered:
         elif isinstance(target, torch.optim.Optimizer):
             self.optimizers[key] = target
             self._reach(key, target)
+            if (inner := stepped(target)) is not target:
+                self._add(f"{key}.optim", inner)
             for state in list(target.state.values()):  # a loaded checkpoint may share its memory
                 for value in state.values() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
