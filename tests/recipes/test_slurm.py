@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import everstep
 from support.recipes.recipes import EXAMPLES, PROGRAMS, differences, undisturbed
 from support.recipes.recorded import record
 from support.recipes.shared import SharedRuns
@@ -72,6 +73,20 @@ def test_a_job_whose_time_is_up_goes_on_after_the_same_step(slurm: Slurm, tmp_pa
     hit = slurm.ended(job)
     assert STOP <= resumed(hit.output) < calm.step
     assert differences(calm, hit) == []
+
+
+@pytest.mark.long
+def test_a_job_that_slurm_ends_at_its_limit_without_a_warning_saves_and_the_next_one_goes_on(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM when two minutes are over, and SIGKILL 30 seconds later, its default of `KillWait`."""
+    first = disturbed(slurm, tmp_path / "hit", "nothing", STEADY, "--time=2", "--signal=B:USR1@0")
+    slurm.until(first, "TIMEOUT")
+    stopped = everstep.load(tmp_path / "hit" / "commits").step
+    rest = ("--steps", str(stopped + 20), "--every-steps", "500")
+    hit = slurm.ended(slurm.submit(tmp_path / "hit", [str(TRAIN), *rest]))
+    assert resumed(hit.output) == stopped >= STOP
+    assert differences(undisturbed("ddp", tmp_path / "calm", rest, processes=2), hit) == []
 
 
 @pytest.mark.long
