@@ -28,6 +28,13 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     check_kill(NAME, tmp_path / "hit", calm, arguments, (15, 35), workers=4, figure=figure)
 
 
+@pytest.mark.turns(2)
+def test_a_killed_worker_of_torchs_own_stage_1_leaves_no_trace(tmp_path: Path) -> None:
+    arguments = ("--steps", "30", "--every-steps", "10", "--stage", "1", "--optimizer", "zero_redundancy")
+    calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=2)
+    check_kill(NAME, tmp_path / "hit", calm, arguments, (14, 18), workers=2, figure="")
+
+
 def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
     """Over the micro-batches of a step each stage leaves other things whole; between two steps none does."""
     stages = {"3": set[str](), "2": {"parameters"}, "1": {"parameters", "gradients"}}
