@@ -1,5 +1,5 @@
 """Data parallelism with what real scripts add to it: accumulated gradients, clipping, a warm-up, an evaluation; and
-options for layers that are left out, a hook on gradients, a static graph and the size of buckets.
+options for layers that are left out, a hook on gradients, a static graph, DDP's join and the size of buckets.
 
 python train.py                              one process
 everstep-run --nproc-per-node 3 train.py     three processes; kill one
@@ -77,15 +77,22 @@ def main(args: argparse.Namespace) -> None:
             with step as batches:
                 # All ranks leave the same layer out: with a static graph in each step, else in some of them.
                 deep = torch.rand((), generator=run.shared_rng).item() >= args.leave_out
-                for batch in batches:
-                    images, labels = batch.to(run.device).data
-                    # Gradients travel once a step, in the backward pass of its last part. torch's static graph cannot
-                    # be without them: it averages the sum so far in each pass, which comes to the same.
-                    sync = batch.last or args.static_graph or model is network
-                    quiet = contextlib.nullcontext() if sync else model.no_sync()
-                    with quiet:
-                        loss = batch.scale(cross_entropy(model(images, deep), labels))
-                        loss.backward()
+                # With --join a rank without samples makes no pass, and takes the others' gradients at the join's end.
+                joined = contextlib.nullcontext() if not args.join or model is network else model.join()
+                loss = torch.zeros((), device=run.device)
+                with joined:
+                    for batch in batches:
+                        if args.join and batch.weight == 0:
+                            continue
+                        images, labels = batch.to(run.device).data
+                        # Gradients travel once a step, in the backward pass of its last part. torch's static graph
+                        # cannot be without them: it averages the sum so far in each pass, which comes to the same. Nor
+                        # can a join whose ranks have different last parts.
+                        sync = batch.last or args.static_graph or args.join or model is network
+                        quiet = contextlib.nullcontext() if sync else model.no_sync()
+                        with quiet:
+                            loss = batch.scale(cross_entropy(model(images, deep), labels))
+                            loss.backward()
                 torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -100,6 +107,7 @@ if __name__ == "__main__":
     parser.add_argument("--leave-out", type=float, default=0.0, help="share of the steps without the middle layer")
     parser.add_argument("--first", type=float, default=1.0, help="factor of the first layer's gradients")
     parser.add_argument("--static-graph", action="store_true", help="the same parameters are used in all steps")
+    parser.add_argument("--join", action="store_true", help="ranks without samples make no pass: DDP's join")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="gradients that travel together")
     parser.add_argument("--every-steps", type=int, help="steps between commits (default: EVERSTEP_CHECKPOINT_EVERY_*)")
     parser.add_argument("--checkpoint", help="folder or URL (default: EVERSTEP_CHECKPOINT_URL)")

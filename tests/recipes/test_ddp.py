@@ -22,6 +22,7 @@ OPTIONS = {
     "static graph, a layer never used": ("--static-graph", "--leave-out", "1"),
     "a layer left out": ("--leave-out", "0.5"),
     "a hook on gradients": ("--first", "0.25"),
+    "join": ("--join",),
 }
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 

@@ -295,6 +295,7 @@ ROWS = (
     Row("fp16_hook", near=1e-3),
     # --- modules
     Row("static_graph"),
+    Row("static_graph_no_sync", refused=r"no_sync\(\) \(static_graph_no_sync.*nullcontext", torchrun=False),
     Row("weight_tying", long=True),
     Row("unused_parameters"),
     Row("batch_norm", apart=r"running_|num_batches"),
@@ -372,7 +373,10 @@ ROWS = (
         "losses_tracked_in_tail",
         kills=("5:optimizer",),
     ),
-    Row("join", refused=r"leave `join` out", torchrun_same=True),
+    # At step 5 rank 1 has one part, rank 2 two, rank 0 three: nobody has joined, one rank has, all others have.
+    Row("join", kills=("5:backward", "2@5:backward2", "0@5:backward3")),
+    Row("join_epoch", kills=("0@5:backward2",)),
+    Row("join_around", long=True),
     Row("second_collective_thread", long=True),
     # --- beside training
     Row("logging_thread", long=True),

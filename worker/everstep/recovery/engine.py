@@ -22,7 +22,7 @@ from typing import Any
 from everstep.contract.calls import in_group
 from everstep.recovery.announcements import AnnouncedRound, Announcements, StepStatus
 from everstep.recovery.current_round import CurrentRound
-from everstep.recovery.ddp import checks
+from everstep.recovery.ddp import checks, uneven_inputs
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
@@ -116,6 +116,7 @@ class Recovery:
         assert self.rollback is not None
         self.rollback.begin(step, keep=keep)
         self.program.scope.enter(ScriptPhase.STEP)
+        uneven_inputs.step_begins()
         self._failures = self._failed_by_now()
         self._began = (step, time.monotonic())
 

@@ -10,11 +10,13 @@ from typing import Any
 from everstep.checkpoint.errors import NewerCommit
 from everstep.contract import exit_codes
 from everstep.recovery.announcements import AnnouncedRound, Drained
+from everstep.recovery.ddp import uneven_inputs
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import is_of_lost_peer
+from everstep.recovery.group.members import Members
 from everstep.recovery.state.randomness import settle
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.transfer.agreement import NoState
@@ -33,6 +35,7 @@ from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.hooks import Hooks
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase
+from everstep.train.worlds import take_from
 
 log = logging.getLogger("everstep.train")
 
@@ -81,6 +84,8 @@ class RecoveringWorld:
         self._reducers.learn()  # from a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
         if (rollback := self._recovery.rollback) is not None:
+            ranks = Members(self._recovery.main)  # its collectives count as those of the step
+            uneven_inputs.gives(lambda source: take_from(self._state, source, ranks, rollback.gradients))
             rollback.listeners = [one for one in (self._shadow_step, self._check) if one is not None]
         self._enter(Validity.NONE)
 

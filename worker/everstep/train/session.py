@@ -32,29 +32,26 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
 from everstep.recovery.announcements import AgentAnnouncements
-from everstep.recovery.ddp.reducers import BUCKETS
+from everstep.recovery.ddp import static_graphs, uneven_inputs
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
-from everstep.recovery.state.randomness import STATE, Rng, source_of
+from everstep.recovery.state.randomness import Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
-from everstep.recovery.state.switches import SWITCHES
 from everstep.train import early_exit, evaluation, once
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards import call_mistakes, calls_before_steps
-from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.loops import Loops
 from everstep.train.pipelines import PipelineSchedule
 from everstep.train.process_place import most_processes, take_place
 from everstep.train.sync_check import SyncCheck
+from everstep.train.worlds import RESERVED
 
 log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
-
-RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 def start(
@@ -88,6 +85,8 @@ def start(
     if recovery is not None:
         recovery.start(most_processes())
     place = take_place()
+    uneven_inputs.put_up()
+    static_graphs.put_up()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step

@@ -6,6 +6,7 @@ There, a lost peer ends the process, and its launcher starts a new one. `recover
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from everstep.checkpoint.ranks import Alone, Ranks, join
-from everstep.recovery.ddp import checks
-from everstep.recovery.ddp.reducers import Reducers
+from everstep.recovery.ddp import checks, uneven_inputs
+from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.forming import same_calls
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.optimizers import before_step, has_closure
-from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.randomness import STATE, settle
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
-from everstep.train import early_exit
+from everstep.recovery.state.switches import SWITCHES
+from everstep.recovery.transfer import replicated
+from everstep.train import early_exit, once
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.messages import Messages
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -31,9 +34,13 @@ from everstep.train.feeding.feed import Feed
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.gradient_reduction import GradientReduction
 from everstep.train.guards.replicas import Replicas
+from everstep.train.guards.untracked.covered import OWN_NAMES
 from everstep.train.guards.untracked.hooks import Hooks
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase, StepScope
+
+# The names under which the session tracks objects of its own.
+RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, once.KEY)
 
 
 class World(StepScope, Protocol):
@@ -126,6 +133,8 @@ class FixedWorld:
         if self._feed is not None:
             self._feed.agree(None if self._coordinator.restored else self._coordinator.first, self._coordinator.same)
         self._gradients = Gradients(self._state)
+        ranks = functools.cache(self._ranks)  # a group is made for them where the default one has no CPU tensors
+        uneven_inputs.gives(lambda source: take_from(self._state, source, ranks(), self._gradients))
         for target in self._state.values() if self._check is not None else ():
             if isinstance(target, torch.optim.Optimizer):
                 before_step(target, self._before_update)
@@ -159,6 +168,7 @@ class FixedWorld:
             live.step_begins(self._coordinator.step, dist.get_rank() if self._size > 1 else 0)
             if self._feed is not None:
                 self._feed.fetched_by = live.batch if live.goes_on else None
+        uneven_inputs.step_begins()
         self._untracked_check.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))
@@ -225,6 +235,12 @@ class FixedWorld:
         self._messages.end()
         self._coordinator.finish(self._coordinator.step)
         return True
+
+
+def take_from(state: Mapping[str, Any], source: int, ranks: Any, gradients: Gradients) -> None:
+    """Bring all ranks to the script's state of one of them, in a step: see `uneven_inputs`. Collective."""
+    own = {name: value for name, value in state.items() if name not in RESERVED}
+    replicated.take_from(own, source, ranks, gradients)
 
 
 def _is_across(group: Any, places: int) -> bool:

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
@@ -48,10 +46,6 @@ _NO_HANDMADE = (
     "`run.mesh(model=N)` before it"
 )
 _NO_INIT = "everstep.start() has made the process group: delete this line"
-_NO_JOIN = (
-    "uneven inputs are taken by run.loader, whose batch.scale weights them: leave `join` out, because a rank that has "
-    "joined takes part in the others' collectives, which could not be repeated when a peer is lost"
-)
 
 
 @dataclass(frozen=True)
@@ -133,8 +127,6 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         (RecoverableGroup, "split_group", "split_group()", NO_SUBGROUPS),
         (RecoverableGroup, "merge_remote_group", "merge_remote_group()", NO_SUBGROUPS),
         (distributed_c10d, "init_process_group", "dist.init_process_group()", _NO_INIT),
-        (Join, "__init__", "Join()", _NO_JOIN),
-        (DistributedDataParallel, "join", "join()", _NO_JOIN),
         *((holder, name, "rpc.init_rpc()", _NO_RPC) for holder, name in _of_rpc()),
     ):
         _replace(holder, name, _refusing(getattr(holder, name), here, what, why))

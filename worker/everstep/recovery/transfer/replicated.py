@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from everstep.recovery.digests import state_digest
+from everstep.recovery.errors import LoopError
 from everstep.recovery.group.members import Members
+from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.transfer import broadcast
 from everstep.recovery.transfer.agreement import Agreement, MemberState, NoState, agree
 from everstep.recovery.transfer.divided_optimizers import NONE_DIVIDED, DividedOptimizers, Partition, sources
@@ -79,3 +81,17 @@ def _givers(agreement: Agreement, states: list[MemberState], partitions: list[Pa
         return sources(partitions[:1])
     best = states[agreement.holder]
     return sources([p if s == best else None for s, p in zip(states, partitions, strict=True)])
+
+
+def take_from(state: Mapping[str, Any], source: int, members: Any, gradients: Gradients) -> None:
+    """Bring all members to the state of the member `source`, which has made more optimizer steps in the present step.
+    Collective. Raises `PeerLost`, `TransferFailed` and `LoopError`."""
+    if DividedOptimizers(state):
+        raise LoopError(
+            "join(): a ZeroRedundancyOptimizer has stepped in it, of which each rank holds another part, and ranks had "
+            "different numbers of inputs. Write optimizer.step() behind the join"
+        )
+    receivers = tuple(rank for rank in range(members.world_size) if rank != source)
+    broadcast.send(state, source, receivers, members)
+    gradients.updates = int(members.from_rank(source, str(gradients.updates).encode()))
+    gradients.entered = True

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.recovery.ddp import uneven_inputs
 from everstep.recovery.group.script_location import script_call_site
 
 log = logging.getLogger("everstep.train")
@@ -159,7 +160,8 @@ def is_own(name: str) -> bool:
     process gets too. Call it from this package alone: `script_call_site` goes up to the first frame outside of it."""
     if torch._C._current_graph_task_id() >= 0:
         return name == "allreduce"
-    asked = script_call_site(sys._getframe(1)) if name == "broadcast" else None
+    looked_up = name == "broadcast" or (name == "allreduce" and uneven_inputs.is_entered())
+    asked = script_call_site(sys._getframe(1)) if looked_up else None
     return name == "barrier" or (asked is not None and not asked.own)
 
 
