@@ -56,7 +56,7 @@ FROM worker AS examples
 ARG PIP_OPTIONS=""
 USER 0
 RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7' 'transformers>=5.20' 'accelerate>=1.12' \
-    'lightning>=2.6' 'peft>=0.21' 'tensorboard>=2.20'
+    'lightning>=2.6' 'peft>=0.21' 'tensorboard>=2.20' 'webdataset>=1.0'
 COPY examples/ /workspace/
 USER 65532:65532
 
