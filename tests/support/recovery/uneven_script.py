@@ -6,6 +6,7 @@ has no inputs at all, and behind the join. Or if something that cannot be right 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.recovery.ddp import uneven_inputs
 from everstep.recovery.errors import LoopError
+from everstep.train.coordination.group_shutdown import hold_group, quiesce
 
 WAYS: tuple[dict[str, Any], ...] = (
     {}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": True},
@@ -91,6 +93,8 @@ def check_refusals(rank: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    hold_group()
+    atexit.register(quiesce)
     rank, everybody = dist.get_rank(), [1] * dist.get_world_size()
     uneven_inputs.put_up()
     for way in WAYS:
