@@ -69,7 +69,7 @@ def _remote(
     if not url.partition("://")[2].strip("/"):
         raise StoreUnusable(f"{url} names no bucket: {scheme}://BUCKET/FOLDER is expected")
     if scheme in s3.SCHEMES:
-        return s3.S3Store(url, options, part_size)
+        return s3.S3Store(url, options, part_size, whole=not single_committer)
     if scheme in gcs.SCHEMES:
         return gcs.GcsStore(url, options, part_size)
     if scheme in azure.SCHEMES:

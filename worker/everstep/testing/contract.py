@@ -40,12 +40,14 @@ class StoreContract:
     """Inherit it and give a `store` fixture.
 
     `conditional`: whether the server honours preconditions. `listed`: how many objects the listing test makes, more
-    than a page of the server's listing. `sweeps`: whether an abandoned upload can be found and removed.
+    than a page of the server's listing. `sweeps`: whether an abandoned upload can be found and removed. `whole`:
+    whether an object is replaced in one step; if not, `Capabilities.whole` has to say so.
     """
 
     conditional: ClassVar[bool] = True
     listed: ClassVar[int] = 1100
     sweeps: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     def test_created_object_reads_back_whole_and_by_range(self, store: ObjectStore) -> None:
         store.create("log/1.json", b"0123456789")
@@ -101,6 +103,34 @@ class StoreContract:
         store.put("a/b", bytearray(b"first, and longer"))
         store.put("a/b", memoryview(b"second"))
         assert store.get("a/b") == b"second"
+
+    def test_reader_beside_a_writer_meets_only_whole_objects(self, store: ObjectStore) -> None:
+        """The old bytes or the new ones: of objects in one piece, and of those in parts."""
+        if not self.whole:
+            assert not store.capabilities.whole
+            return
+        small, other, large = b"1" * 100, b"2" * 70_000, b"3" * (store.capabilities.part_size + 1)
+        store.put("a/b", small)
+        over = threading.Event()
+
+        def read() -> bool:
+            while True:
+                last = over.is_set()
+                assert store.get("a/b") in (small, other, large)
+                assert [info.size in map(len, (small, other, large)) for info in store.list("a/")] == [True]
+                if last:
+                    return True
+
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(read)
+            try:
+                for data in (other, small, other, small):
+                    store.put("a/b", data)
+                for data in (large, small):
+                    stream(store, "a/b", data, 2**22)
+            finally:
+                over.set()
+            assert reader.result(60)
 
     def test_missing_object_is_not_found_and_has_no_size(self, store: ObjectStore) -> None:
         with pytest.raises(NotFound):

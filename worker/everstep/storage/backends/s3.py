@@ -47,19 +47,23 @@ _MOST_PAGES: Final = 100_000
 
 
 class S3Store(FsspecStore):
-    """Objects below `s3://bucket/prefix`. `options` go to s3fs."""
+    """Objects below `s3://bucket/prefix`. `options` go to s3fs. `whole`: False for a look-alike that may write in
+    place."""
 
     bare_404_is_missing = False
 
-    def __init__(self, url: str, options: Options | None = None, part_size: int | None = None) -> None:
+    def __init__(
+        self, url: str, options: Options | None = None, part_size: int | None = None, *, whole: bool = True
+    ) -> None:
         super().__init__(url, options, part_size)
+        self._whole = whole
         self._wire_lock = ForkLock()
         self._wire: tuple[int, Wire | None] | None = None
         self._read_urls: dict[str, tuple[float, str]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities().with_part_size(self._part_size)
+        return Capabilities(whole=self._whole).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._put_object(check_name(name), data, {"IfNoneMatch": "*"})
