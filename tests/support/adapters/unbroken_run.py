@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ def play(folder: Path, script: Path, *arguments: object, preload: str, restarts:
     if agent == TORCHRUN:
         code = _under_torchrun(parent, folder, (script, *arguments), environ)
     else:
-        flags = (f"--nproc-per-node={SIZE}", "--standalone", f"--max-restarts={restarts}")
+        job = f"--rdzv-id={folder.name}-{os.getpid()}"  # of its own: a request reaches all jobs of its name
+        flags = (f"--nproc-per-node={SIZE}", "--standalone", job, f"--max-restarts={restarts}")
         with (folder / "log").open("w") as log:
             process = parent.popen(
                 warm_agent.__file__, *flags, script, *arguments, stdout=log, stderr=log, env=environ, cwd=folder

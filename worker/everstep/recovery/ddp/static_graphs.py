@@ -32,8 +32,10 @@ def put_up() -> None:
 
     @functools.wraps(no_sync)
     def checked(ddp: Any) -> Any:
-        anew = isinstance(ddp.process_group, RecoverableGroup) or not ddp._static_graph_delay_allreduce_enqueued
-        if ddp.static_graph and anew:
+        # A DDP object has the second attribute only with a static graph.
+        if ddp.static_graph and (
+            isinstance(ddp.process_group, RecoverableGroup) or not ddp._static_graph_delay_allreduce_enqueued
+        ):
             asked = script_call_site(sys._getframe(1))
             raise LoopError(
                 f"no_sync(){asked.at if asked is not None else ''} of DistributedDataParallel("
