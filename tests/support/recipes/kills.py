@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,22 @@ from support.recipes.recipes import Ended, differences, disturbed, kill
 from support.recipes.recorded import record
 
 CHANGED = "values that a kill changes"
+SOON = 2  # steps from a kill to the next one: it strikes the world in the first steps after its recovery
+ALL = "all"
+
+
+def several(seed: str, count: int, workers: int, apart: int) -> list[str]:
+    """`count` deaths for `disturbed`, of workers that `seed` chooses, about `apart` steps from each other. Of every
+    four, the second one is of another worker and comes right after the recovery from the first one, and the fourth one
+    is of all workers."""
+    chance, step, found = random.Random(seed), 0, list[str]()
+    whom = chance.randrange(workers)
+    for number in range(count):
+        turn = number % 4
+        whom = (whom + chance.randrange(1, workers)) % workers
+        step += SOON if turn == 1 else apart // 2 + chance.randrange(apart)
+        found.append(f"{step}:kill={ALL if turn == 3 else whom}")
+    return found
 
 
 def check_kill(
@@ -39,12 +56,12 @@ def check_kill(
 def check_library_kill(
     name: str, folder: Path, calm: Ended, arguments: Sequence[str], whom: str, only: Sequence[str] = ()
 ) -> int:
-    """Runs the job of a library's own script in `folder`, and kills `one` worker or `all` of three in one step. The job
+    """Runs the job of a library's own script in `folder`, and kills `one` worker or `all` of them in one step. The job
     ends at the step of `calm`, which its status shows with their number, and of its state `only` is compared. Returns
     the step; the number of values that differ is recorded."""
     one = kill(name, 25, 55)
-    at = [one] if whom == "one" else [f"{one.partition(':')[0]}:kill={worker}" for worker in range(3)]
-    hit = disturbed(name, folder, arguments, at=at)
+    at = one if whom == "one" else f"{one.partition(':')[0]}:kill={ALL}"
+    hit = disturbed(name, folder, arguments, at=[at])
     status = hit.status()
     assert status["restarts"] >= 1, hit.output
     assert status["step"] == status["total_steps"] == calm.step

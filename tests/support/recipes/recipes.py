@@ -104,10 +104,13 @@ def disturbed(
     at: Sequence[str] = (),
     through: Sequence[Path] = (),
     elastic: str = "",
+    every: int | None = None,
+    seconds: int = SECONDS,
 ) -> Ended:
     """The job of examples/NAME/job.yaml with `processes` workers; `at`: what happens in which step, as in `everstep
     run --at`. `through`: a script of the test that runs the recipe's, and its first arguments; `elastic`: MIN:MAX
-    workers, else as many as there are."""
+    workers, else as many as there are; `every`: steps between two commits, where the job says it; `seconds`:
+    that the run may take."""
     folder.mkdir(parents=True, exist_ok=True)
     job = yaml.safe_load(_script(name).with_name("job.yaml").read_text())
     container = job["spec"]["template"]["spec"]["containers"][0]
@@ -115,18 +118,24 @@ def disturbed(
     script = said.index("train.py")
     given = [*said[:script], *through, _script(name), *said[script + 1 :], *arguments]
     container["command"] = [str(part) for part in given]
+    if every is not None:
+        job["spec"]["checkpoint"]["everySteps"] = every
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     command: list[str | Path] = [BIN / "everstep", "run", folder / "job.yaml", "--plain", "--workers", str(processes)]
     command += ["--elastic", elastic or f"{processes}:{processes}", "--out", folder / "out"]
     for one in at:
         command += ["--at", one]
     command += ["--checkpoint", folder / "commits"]
-    done = subprocess.run(
-        [str(part) for part in command], cwd=folder, env=_environment(folder), stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+    shown = " ".join(str(part) for part in command)
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=folder, env=_environment(folder), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as e:
+        printed = (e.stdout or b"").decode() if isinstance(e.stdout, bytes | None) else e.stdout
+        raise RecipeFailed(f"{shown}\ndid not end in {seconds} s:\n{printed[-6000:]}") from None
     if done.returncode != 0:
-        shown = " ".join(str(part) for part in command)
         raise RecipeFailed(f"{shown}\nended with {done.returncode}:\n{done.stdout[-6000:]}")
     return loaded(folder, done.stdout)
 
