@@ -1,7 +1,8 @@
 """Gradients of ranks with different numbers of inputs, inside of DDP's join, beside those of one process.
 
 Ends with an error if one differs: for each way to make DDP, with both divisors, with passes in `no_sync`, where a rank
-has no inputs at all, and behind the join. Or if something that cannot be right is not refused.
+has no inputs at all, and behind the join; and the parameters where an optimizer steps in one join after the other. Or
+if something that cannot be right is not refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "leave no_sync() out"), ({"static_graph": True}, "Leave static_graph=True out"),
 )  # fmt: skip
+JOINED = ((3, 1, 2), (2, 0, 1))  # in two joins of a step
 COUNTS = ((0, 2, 1), (3, 1, 2), (1, 1, 0))  # inputs of each rank
 DATA = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -67,6 +69,62 @@ def check(model: torch.nn.Module, wanted: Sequence[Any], what: object) -> None:
         assert (p.grad is None) == (want is None), (what, name)
         if p.grad is not None:
             torch.testing.assert_close(p.grad, want, rtol=1e-9, atol=1e-12, msg=f"{what} {name}")
+
+
+class ThroughData(torch.optim.SGD):
+    """Changes parameters so that their versions do not tell of it, as many optimizers of other libraries do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(0 if p.grad is None else p.grad, alpha=-group["lr"])
+
+
+def check_steps(rank: int) -> None:
+    """An optimizer steps in two joins, of which a rank has no inputs in the second one, or behind each of them."""
+    for kind in (torch.optim.SGD, ThroughData):
+        for initial, way in ((True, "clears"), (True, "steps behind"), (True, "leaves out"), (False, "looks")):
+            torch.manual_seed(0)
+            bare, alone = Net().double(), Net().double()
+            alone.load_state_dict(bare.state_dict())
+            model = DistributedDataParallel(bare)
+            optimizer, single = kind(bare.parameters(), lr=0.05), torch.optim.SGD(alone.parameters(), lr=0.05)
+            uneven_inputs.step_begins()
+            for counts in JOINED:
+                with model.join(divide_by_initial_world_size=initial):
+                    for part in range(counts[rank]):
+                        if way != "steps behind" or part == 0:
+                            optimizer.zero_grad()
+                        loss(model, rank, part, True).backward()  # type: ignore[no-untyped-call]
+                        if way != "steps behind" and (way != "leaves out" or part != 0):
+                            optimizer.step()
+                        if way == "looks":
+                            with torch.no_grad():
+                                loss(model, rank, part, True)
+                if way == "steps behind":
+                    torch.nn.utils.clip_grad_norm_(bare.parameters(), 1e9)
+                    optimizer.step()
+                wanted = one_after_the_other(alone, counts, single, initial, way)
+                for (name, p), want in zip(bare.named_parameters(), wanted, strict=True):
+                    torch.testing.assert_close(p, want, rtol=1e-9, atol=1e-12, msg=f"{kind} {way} {counts} {name}")
+
+
+def one_after_the_other(
+    model: torch.nn.Module, counts: Sequence[int], optimizer: torch.optim.Optimizer, initial: bool, way: str
+) -> list[torch.Tensor]:
+    """The parameters of one process that makes the passes of a join."""
+    if way == "steps behind":
+        for p, gradient in zip(model.parameters(), expected(model, counts, True, initial=initial), strict=True):
+            p.grad = gradient
+        optimizer.step()
+    for part in range(max(counts) if way != "steps behind" else 0):
+        losses = [loss(model, rank, part, True) for rank, count in enumerate(counts) if part < count]
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / (len(counts) if initial else len(losses))).backward()  # type: ignore[no-untyped-call]
+        if way != "leaves out" or part != 0:
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
 
 
 def check_refusals(rank: int) -> None:
@@ -115,6 +173,7 @@ def main() -> None:
                 loss(model, rank, 0, deep).backward()  # type: ignore[no-untyped-call]
                 check(bare, expected(bare, everybody, deep, initial=True), f"behind {what}")
                 model.zero_grad()
+    check_steps(rank)
     check_refusals(rank)
     dist.destroy_process_group()
 

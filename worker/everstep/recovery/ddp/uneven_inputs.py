@@ -32,6 +32,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.algorithms import join as joins
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _DDPJoinHook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.errors import LoopError
@@ -65,8 +66,11 @@ _SOME_RANKS = (
 
 _entered: list[joins.Join] = []  # those that are not left yet
 _hooks: dict[int, JoinHook] = {}  # of the DDP objects in them, by identity
-# The gradients of each DDP object that was in a join, when the present step began; None before the next one begins.
+# The gradients of each DDP object that was in a join, as they were last used: when the present step began, or by an
+# optimizer since then; None before either.
 _there: weakref.WeakKeyDictionary[DistributedDataParallel, list[Any] | None] = weakref.WeakKeyDictionary()
+# How many steps optimizers of its parameters have made. A parameter's version does not tell of those through `.data`.
+_steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
 _give: list[Callable[[int], None]] = []
 
 
@@ -84,6 +88,7 @@ def put_up() -> None:
         (ddp, "_check_global_requires_backward_grad_sync", _tell),
     ):
         setattr(holder, name, ours)
+    register_optimizer_step_post_hook(_stepped)
 
 
 def gives(give: Callable[[int], None]) -> None:
@@ -118,7 +123,8 @@ class JoinHook(_DDPJoinHook):
         self._before = self._changes()
         self._known = 0  # changes of parameters before the newest pass
         self._quiet = False  # whether this rank's newest pass was in no_sync
-        # Gradients that nothing has changed since the step began are those of the step before, which has used them.
+        self._same = False  # whether this rank has the gradients of the others
+        # Gradients that nothing has changed since then were used by an optimizer.
         there = _there.setdefault(self.ddp, None)
         self._own = there is None or there != _marks(self.ddp)
 
@@ -128,11 +134,12 @@ class JoinHook(_DDPJoinHook):
         return self._changes() - self._before
 
     def _changes(self) -> int:
-        return sum(p._version for p in self._parameters)
+        versions: int = sum(p._version for p in self._parameters)
+        return versions + _steps.get(self.ddp, 0)
 
     def passes(self, *, synchronized: bool) -> None:
-        """A forward pass of this rank begins."""
-        self._known, self._quiet, self._own = self.moved, not synchronized, True
+        """A forward pass of this rank begins, whose backward pass may follow."""
+        self._known, self._quiet, self._own, self._same = self.moved, not synchronized, True, synchronized
 
     @property
     def lacks(self) -> bool:
@@ -146,14 +153,15 @@ class JoinHook(_DDPJoinHook):
         if ddp.reducer._rebuild_buckets():
             ddp._has_rebuilt_buckets = True
         ddp._check_and_sync_module_buffers()
-        synchronized, moved, _ = _agree(ddp, self, joined=True)
+        synchronized, moved, _, cleared = _agree(ddp, self, joined=True)
         ddp.require_forward_param_sync = synchronized
-        if moved != self._known:  # the others have made their optimizer's step, and begin with new gradients
+        # The others begin with new gradients: their optimizer has made its step, or they have left it out.
+        if moved != self._known or (cleared and self._same):
             self._own, self._known = False, moved
         if synchronized:
             self._average()
             ddp.reducer._push_all_rebuilt_params()
-            self._own = True
+            self._own = self._same = True
 
     def _average(self) -> None:
         ddp: Any = self.ddp
@@ -201,6 +209,8 @@ class JoinHook(_DDPJoinHook):
         )  # fmt: skip
         dist.all_reduce(told, dist.ReduceOp.MAX, group=ddp.process_group)
         source, uneven, moved = told.tolist()
+        if moved != self._known:  # the last rank's optimizer has used the gradients
+            _there[ddp] = _marks(ddp)
         if uneven and moved:
             if dist.get_world_size(ddp.process_group) != dist.get_world_size():
                 raise LoopError(f"join(){_at()}: {_SOME_RANKS}")
@@ -214,28 +224,30 @@ class JoinHook(_DDPJoinHook):
                 ddp._sync_module_buffers(source)
 
 
-def _agree(ddp: Any, hook: JoinHook, *, joined: bool, synchronized: bool = False) -> tuple[bool, int, int]:
+def _agree(ddp: Any, hook: JoinHook, *, joined: bool, synchronized: bool = False) -> tuple[bool, int, int, bool]:
     """Tell all ranks whether this one averages the gradients of the pass that begins. Returns whether they do, how
-    often their parameters have changed, and how many ranks have inputs. Raises `LoopError` on all ranks."""
-    told = [0, 0, 0, hook.lacks] if joined else [synchronized, 1, hook.moved, 0]
+    often their parameters have changed, how many ranks have inputs, and whether these begin without gradients. Raises
+    `LoopError` on all ranks."""
+    told = [0, 0, 0, hook.lacks, 0] if joined else [synchronized, 1, hook.moved, 0, _is_cleared(ddp)]
     if ddp.static_graph:
         raise LoopError(f"join(){_at()} of DistributedDataParallel({type(ddp.module).__name__}) with {_STATIC}")
     values = torch.tensor(told, dtype=torch.int64, device=ddp.device)
     dist.all_reduce(values, group=ddp.process_group)
-    averaging, active, moved, lacking = values.tolist()
+    averaging, active, moved, lacking, cleared = values.tolist()
     if lacking:
         raise LoopError(f"join(){_at()}: {_NOT_AVERAGED}")
     if 0 < averaging < active:
         raise LoopError(f"no_sync(){_at()}: {_NOT_ALIKE}")
-    return averaging > 0, moved // max(1, active), active
+    return averaging > 0, moved // max(1, active), active, 0 < active == cleared
 
 
 def _tell(ddp: Any, is_joined_rank: bool) -> None:
     """In place of DDP's method, which is called in a forward pass inside of a join."""
     hook = _hooks[id(ddp)]
     synchronized = ddp.require_backward_grad_sync and torch.is_grad_enabled()
-    hook.passes(synchronized=synchronized)
-    *_, active = _agree(ddp, hook, joined=is_joined_rank, synchronized=synchronized)
+    if torch.is_grad_enabled():
+        hook.passes(synchronized=synchronized)
+    _, _, active, _ = _agree(ddp, hook, joined=is_joined_rank, synchronized=synchronized)
     if not hook.initial:
         _divide_by(ddp, active)  # torch's own wait for this number never ends with a group that is made in Python
 
@@ -315,6 +327,23 @@ def _parts(bucket: Any) -> Any:
         dense = torch.ops.aten.is_non_overlapping_and_dense.default(p)
         yield p, part.as_strided(p.size(), p.stride()) if dense else part.view(p.size())
         at += p.numel()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer has used the gradients of its parameters."""
+    if not _there:
+        return
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for ddp in list(_there):
+        if any(id(p) in own for p in ddp.module.parameters()):
+            _steps[ddp] = _steps.get(ddp, 0) + 1
+            _there[ddp] = _marks(ddp)
+
+
+def _is_cleared(ddp: Any) -> bool:
+    """Whether it has no gradients, or zeros. Most often the first one that is looked at tells."""
+    gradients = (p.grad for p in ddp.module.parameters() if p.grad is not None)
+    return torch.is_grad_enabled() and not any(bool(gradient.any()) for gradient in gradients)
 
 
 def _marks(ddp: Any) -> list[Any]:
