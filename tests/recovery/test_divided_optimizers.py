@@ -244,6 +244,11 @@ def test_what_cannot_be_divided_anew_is_refused_by_name() -> None:
         check(early, meshed=False)
     with pytest.raises(StateMismatch, match="Leave overlap_with_ddp out"):
         by_parts(early)
+    joint = {"optimizer": ZeroRedundancyOptimizer(network().parameters(), torch.optim.LBFGS)}
+    with pytest.raises(NotRecoverable, match="LBFGS without ZeroRedundancyOptimizer"):
+        check(joint, meshed=False)
+    with pytest.raises(StateMismatch, match="LBFGS without ZeroRedundancyOptimizer"):
+        by_parts(joint)
     within = {"optimizer": divided(network(), process_group=dist.new_group([0]))}
     with pytest.raises(NotRecoverable, match="Leave process_group out"):
         check(within, meshed=False)

@@ -37,6 +37,11 @@ def undividable(key: str, optimizer: Any) -> str:
             f"{key}: {NAME}(overlap_with_ddp=True) leaves its first steps out, and steps in the backward pass, which "
             "cannot be repeated when a peer is lost. Leave overlap_with_ddp out, and call optimizer.step() in the step"
         )
+    if isinstance(optimizer.optim, torch.optim.LBFGS):
+        return (
+            f"{key}: {NAME} with LBFGS makes a line search of its own on each rank. Its state is of all parameters of "
+            "a rank together, so other ranks cannot take parts of it. Use LBFGS without ZeroRedundancyOptimizer"
+        )
     return ""
 
 
