@@ -5,13 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 import torch
+from fsspec.implementations.sftp import SFTPFileSystem
 
 import everstep
 from everstep.storage import NotFound, RetryableError, RetryingStore, StoreUnusable, open_store
 from everstep.storage.rate_limit import Pacer
-from support.network.sftp_server import PASSWORD, SftpServer, sftp_server
+from support.network.sftp_server import PASSWORD, Files, SftpServer, sftp_server
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,41 @@ def test_lost_connection_is_made_again(server: SftpServer, tmp_path: Path) -> No
         server.drop()
         assert store.get("a") == bytes([number])
     assert server.logins == logins + 4
+
+
+def test_ranks_that_make_the_folder_of_a_save_at_once_all_write_into_it(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank makes each folder after this one has looked; the server then says only that it failed."""
+    make = Files.mkdir
+
+    def second(self: Any, path: str, attr: Any) -> Any:
+        assert make(self, path, attr) == paramiko.SFTP_OK
+        return make(self, path, attr)
+
+    monkeypatch.setattr(Files, "mkdir", second)
+    store = opened(server, tmp_path)
+    store.put("data/1/0", b"shard")
+    assert store.get("data/1/0") == b"shard"
+
+
+def test_connection_lost_while_a_folder_is_made_is_no_missing_bucket(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = SFTPFileSystem.info
+
+    def lost(self: Any, path: str) -> Any:
+        if path == f"/{tmp_path.parts[1]}":
+            self.client.get_transport().close()
+        return look(self, path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SFTPFileSystem, "info", lost)
+        store = opened(server, tmp_path)
+        with pytest.raises(RetryableError):
+            store.put("data/1/0", b"shard")
+    store.put("data/1/0", b"shard")
+    assert store.get("data/1/0") == b"shard"
 
 
 def test_wrong_password_is_named_and_not_tried_again(server: SftpServer, tmp_path: Path) -> None:

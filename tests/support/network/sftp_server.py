@@ -36,7 +36,7 @@ def _answered(request: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-class _Files(paramiko.SFTPServerInterface):  # type: ignore[misc]
+class Files(paramiko.SFTPServerInterface):  # type: ignore[misc]
     @_answered
     def list_folder(self, path: str) -> Any:
         found = []
@@ -87,7 +87,7 @@ class SftpServer:
                 self.logins += 1
                 transport = paramiko.Transport(connection)
                 transport.add_server_key(self._key)
-                transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files)
+                transport.set_subsystem_handler("sftp", paramiko.SFTPServer, Files)
                 self._transports.append(transport)
                 transport.start_server(event=threading.Event(), server=_Login())
 

@@ -67,6 +67,23 @@ class GenericStore(FsspecStore):
                 swept += 1
         return swept
 
+    def _make_folder(self, name: str) -> bool:
+        """fsspec's way fails where the ranks of a save make its folder at the same time: each looks, then makes it. It
+        also takes a lost connection for a missing folder."""
+        with self.translated("making the folder of", name):
+            fs, root = self.fs()
+            if not _is_there(fs, root[: root.find("/", 1)] if "/" in root[1:] else root):
+                return False
+            folder = f"{root}/{name}".rpartition("/")[0]
+            for left in range(folder.count("/"), -1, -1):  # another rank may be faster at each level
+                try:
+                    fs.makedirs(folder, exist_ok=True)
+                    break
+                except Exception:
+                    if not left and not _is_there(fs, folder):
+                        raise
+            return True
+
     def _pipe(self, name: str, data: bytes | bytearray, mode: str) -> None:
         with self.translated("writing", name):
             fs, root = self.fs()
@@ -114,7 +131,7 @@ def _check_free(fs: Any, final: str, mode: str) -> None:
 
 
 def _is_there(fs: Any, path: str) -> bool:
-    """Whether there is such a file. fsspec's `exists` says no, too, when the server does not answer."""
+    """Whether there is such a file or folder. fsspec's `exists` says no, too, when the server does not answer."""
     try:
         fs.info(path)
     except FileNotFoundError:
