@@ -1,5 +1,7 @@
 """A folder on an SSH server, over real connections: saved to, read by many threads, and after a lost connection."""
 
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from fsspec.implementations.sftp import SFTPFileSystem
 
 import everstep
-from everstep.storage import NotFound, RetryableError, RetryingStore, StoreUnusable, open_store
+from everstep.storage import AlreadyExists, NotFound, RetryableError, RetryingStore, StoreUnusable, open_store
 from everstep.storage.rate_limit import Pacer
 from support.network.sftp_server import PASSWORD, Files, SftpServer, sftp_server
 
@@ -111,6 +113,109 @@ def test_connection_lost_while_a_folder_is_made_is_no_missing_bucket(
             store.put("data/1/0", b"shard")
     store.put("data/1/0", b"shard")
     assert store.get("data/1/0") == b"shard"
+
+
+def test_small_object_does_not_wait_for_a_large_one(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sign of life that waited for a shard would come too late, and the run that lives would be fenced."""
+    store, begun, go_on = opened(server, tmp_path), threading.Event(), threading.Event()
+    store.put("data/0", b"")
+    open_file = Files.open
+
+    def slow(self: Any, path: str, flags: int, attr: Any) -> Any:
+        if path.startswith(str(tmp_path / "run/data")):
+            begun.set()
+            go_on.wait(60)
+        return open_file(self, path, flags, attr)
+
+    monkeypatch.setattr(Files, "open", slow)
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            shard = pool.submit(store.put, "data/1", bytes(2**20 + 1))
+            assert begun.wait(30)
+            pool.submit(store.put, "alive/0", b"1").result(30)
+            assert pool.submit(store.get, "alive/0").result(30) == b"1"
+            begun.clear()
+            part = pool.submit(store.get, "data/0", 0, 1)
+            assert not shard.done()
+            pool.submit(store.put, "alive/0", b"2").result(30)
+        finally:
+            go_on.set()
+        shard.result(60)
+        assert part.result(60) == b""
+    assert store.size("data/1") == 2**20 + 1
+
+
+def test_folder_goes_with_its_last_object(server: SftpServer, tmp_path: Path) -> None:
+    store = opened(server, tmp_path)
+    for name in ("data/1/0", "data/1/1", "data/2/0"):
+        store.put(name, b"shard")
+    store.delete("data/1/0")
+    assert [info.name for info in store.list()] == ["data/1/1", "data/2/0"]
+    store.delete("data/1/1")
+    store.delete("data/1/1")
+    assert sorted(path.name for path in (tmp_path / "run/data").iterdir()) == ["2"]
+    store.put("data/1/0", b"again")
+    assert store.get("data/1/0") == b"again"
+
+
+def test_folder_that_another_removes_meanwhile_is_made_again(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, left = SFTPFileSystem.makedirs, [1]
+
+    def taken(self: Any, path: str, **options: Any) -> None:
+        make(self, path, **options)
+        if left:
+            left.pop()
+            Path(path).rmdir()
+
+    monkeypatch.setattr(SFTPFileSystem, "makedirs", taken)
+    store = opened(server, tmp_path)
+    store.put("a/0", b"1")
+    assert store.get("a/0") == b"1"
+
+
+def test_creator_that_looked_before_another_created_is_refused(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = opened(server, tmp_path), opened(server, tmp_path)
+    store.put("log/0", b"")
+    look = SFTPFileSystem.info
+
+    def late(self: Any, path: str) -> Any:
+        try:
+            return look(self, path)
+        finally:
+            if path.endswith("log/1") and self is store._made[1] and not (tmp_path / "run/log/1").exists():
+                other.create("log/1", b"of the other")
+
+    monkeypatch.setattr(SFTPFileSystem, "info", late)
+    with pytest.raises(AlreadyExists):
+        store.create("log/1", b"of this one")
+    assert other.get("log/1") == b"of the other"
+    assert [path.name for path in sorted((tmp_path / "run/log").iterdir())] == ["0", "1"]
+
+
+def test_server_without_the_replacing_rename_takes_new_objects_and_old_names(
+    server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Files, "posix_rename")
+    store = opened(server, tmp_path)
+    store.put("a", b"first")
+    store.put("a", b"second")
+    assert store.get("a") == b"second"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["a"]
+
+
+def test_name_service_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(RetryableError, match="name resolution"):
+        open_store("sftp://me@storage.example/run", {"password": PASSWORD}, single_committer=True).get("a")
 
 
 def test_wrong_password_is_named_and_not_tried_again(server: SftpServer, tmp_path: Path) -> None:

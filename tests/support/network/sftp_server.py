@@ -65,6 +65,15 @@ class Files(paramiko.SFTPServerInterface):  # type: ignore[misc]
         os.replace(oldpath, newpath)
 
     @_answered
+    def rename(self, oldpath: str, newpath: str) -> None:
+        os.link(oldpath, newpath)  # as OpenSSH, which refuses a name that is taken
+        os.remove(oldpath)
+
+    @_answered
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    @_answered
     def mkdir(self, path: str, attr: Any) -> None:
         os.mkdir(path)
 

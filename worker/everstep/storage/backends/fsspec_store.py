@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import fsspec
 import fsspec.asyn
@@ -30,6 +30,8 @@ from everstep.storage.upload import Data
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 T = TypeVar("T")
+
+_FOLDERS: Final = 3  # made for one object: a folder goes when another writer deletes the last object in it
 
 
 class FsspecStore(ObjectStore):
@@ -116,13 +118,14 @@ class FsspecStore(ObjectStore):
         check_name(name)
         self.check_writable()
         body = bytes(data) if isinstance(data, memoryview) else data
-        try:
-            self._pipe(name, body, mode)
-        except NotFound as e:
-            # Behind some schemes (sftp, smb) are real folders, which have to be made.
-            if not self._make_folder(name):
-                raise bucket_missing(e) from e
-            self._pipe(name, body, mode)
+        for _ in range(_FOLDERS):
+            try:
+                return self._pipe(name, body, mode)
+            except NotFound as e:
+                # Behind some schemes (sftp, smb) are real folders, which have to be made.
+                if not self._make_folder(name):
+                    raise bucket_missing(e) from e
+        return self._pipe(name, body, mode)
 
     def _pipe(self, name: str, data: bytes | bytearray, mode: str) -> None:
         with self.translated("writing", name):

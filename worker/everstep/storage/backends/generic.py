@@ -96,11 +96,29 @@ class GenericStore(FsspecStore):
             try:
                 fs.pipe_file(temporary, data)
                 _check_free(fs, final, mode)
-                _rename(fs, temporary, final, mode)
+                self._rename(fs, temporary, final, mode)
             except BaseException:
                 with contextlib.suppress(Exception):
                     fs.rm_file(temporary)
                 raise
+
+    def move(self, fs: Any, temporary: str, final: str, mode: str) -> None:
+        """Rename the file. For `mode` "create" it should fail if the name is taken, where the server can tell."""
+        fs.mv(temporary, final)
+
+    def _rename(self, fs: Any, temporary: str, final: str, mode: str) -> None:
+        error: Exception | None = None
+        try:
+            self.move(fs, temporary, final, mode)
+        except Exception as e:
+            error = e
+        if error is None and not _is_there(fs, temporary):
+            return
+        if not _is_there(fs, temporary) or not _is_there(fs, final):
+            raise error or OSError(errno.EIO, "the file system did not rename the file, and gave no reason", temporary)
+        _check_free(fs, final, mode)
+        fs.rm_file(final)
+        self.move(fs, temporary, final, mode)
 
 
 def _renames(fs: Any) -> bool:
@@ -108,21 +126,6 @@ def _renames(fs: Any) -> bool:
     while isinstance(fs, DirFileSystem):
         fs = fs.fs
     return type(fs).mv is not AbstractFileSystem.mv
-
-
-def _rename(fs: Any, temporary: str, final: str, mode: str) -> None:
-    error: Exception | None = None
-    try:
-        fs.mv(temporary, final)
-    except Exception as e:
-        error = e
-    if error is None and not _is_there(fs, temporary):
-        return
-    if not _is_there(fs, temporary) or not _is_there(fs, final):
-        raise error or OSError(errno.EIO, "the file system did not rename the file, and gave no reason", temporary)
-    _check_free(fs, final, mode)
-    fs.rm_file(final)
-    fs.mv(temporary, final)
 
 
 def _check_free(fs: Any, final: str, mode: str) -> None:
