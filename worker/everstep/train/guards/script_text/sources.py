@@ -16,6 +16,8 @@ from everstep.train.guards.script_objects import is_script
 
 LARGEST = 2**20  # bytes of the largest file that is read
 DECORATORS = 20  # most lines of decorators
+# Where they are installed from a checkout, their files do not look like those of a library.
+OURS = {"everstep", "everstep_local", "everstep_operator"}
 
 
 def tree_of(path: str) -> ast.Module | None:
@@ -31,7 +33,8 @@ def tree_of(path: str) -> ast.Module | None:
 
 def loaded_files() -> set[str]:
     """The files of the script that this process has loaded."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    loaded = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in OURS]
+    files = {getattr(module, "__file__", None) or "" for module in loaded}
     return {file for file in files if file and is_script(file, named=True)}
 
 
