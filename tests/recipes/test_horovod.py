@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import everstep
+from support.adapters import profiled
 from support.recipes.kills import check_kill
 from support.recipes.recipes import (
     EXAMPLES,
@@ -68,6 +69,15 @@ def test_survivors_keep_their_processes_and_all_go_on_from_the_last_commit(
     assert differences(calm, hit) == []
 
 
+@pytest.mark.turns(3)
+def test_a_profile_measures_the_steps_of_each_rank_and_changes_none(tmp_path: Path, calm: Ended) -> None:
+    seen = undisturbed(
+        NAME, tmp_path, ARGUMENTS, through=(KILLED, Path("profile:6:0")), EVERSTEP_CHECKPOINT_EVERY_STEPS="5"
+    )
+    profiled.check(tmp_path, tmp_path / "commits", [0, 1, 2])
+    assert differences(calm, seen) == []
+
+
 @pytest.mark.long
 def test_all_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = undisturbed(
@@ -119,8 +129,9 @@ def processes(output: str) -> int:
 
 
 def plain(folder: Path, *through: str | Path) -> dict[str, object]:
-    """What the script that is not elastic has in its last file."""
-    printed = launched(folder, 3, [*through, EXAMPLES / NAME / "plain.py", "--epochs", "3"])
+    """What the script that is not elastic has in its last file. The program around it names what is elastic."""
+    script = [*through, EXAMPLES / NAME / "plain.py", "--epochs", "3"]
+    printed = launched(folder, 3, script, EVERSTEP_HOROVOD_ELASTIC="0")
     assert "accuracy" in printed
     found: dict[str, object] = torch.load(folder / "checkpoint-2.pt")
     return found
@@ -130,7 +141,8 @@ def plain(folder: Path, *through: str | Path) -> dict[str, object]:
 def test_a_script_that_is_not_elastic_begins_again_from_its_own_file(tmp_path: Path) -> None:
     chance = random.Random(NAME)
     at, victim = chance.randint(20, 40), chance.randrange(3)
-    expected = flat(plain(tmp_path / "calm", *THROUGH))
+    expected = flat(plain(tmp_path / "calm", KILLED, "profile:6:0"))
+    profiled.check(tmp_path / "calm", tmp_path / "calm" / "commits", [0, 1, 2])
     found = flat(plain(tmp_path / "hit", KILLED, f"step:{at}:{victim}"))
     assert (tmp_path / "hit" / f"killed-step-{at}-{victim}").exists()
     assert expected.keys() == found.keys()

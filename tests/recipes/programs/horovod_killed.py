@@ -4,7 +4,8 @@
 WHEN is a moment in the NUMBERth step or commit of a process, or in its NUMBERth agreement on one state. RANK may be
 `all`. A file of that name says that it has happened. `term` is a commit with SIGTERM in the place of SIGKILL.
 `small:NUMBER:SIZE` makes commits from the NUMBERth on slow while the world has fewer processes than SIZE, so that a new
-one comes while the others train. Each process prints that it has begun, and what it ends with.
+one comes while the others train. `profile:NUMBER:0` asks for a profile behind that step. Each process prints that it
+has begun, and what it ends with.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from everstep.compat.horovod.__main__ import main
 from everstep.compat.horovod.optimizer import Distributed
 from everstep.compat.horovod.state import TorchState
 from everstep.compat.horovod.training import Training
+from everstep.compat.horovod.world import current
 
 asked = [tuple(one.split(":")) for one in sys.argv[1].split(",")]
 counted: dict[str, int] = {}
@@ -28,6 +30,10 @@ counted: dict[str, int] = {}
 def moment(when: str) -> None:
     counted[when] = counted.get(when, 0) + 1
     for name, number, rank in asked:
+        if name == "profile" and when == "stepped" and int(number) == counted[when]:
+            from support.adapters.profiled import ask_once  # noqa: PLC0415  hvd.init reads what is loaded
+
+            ask_once(current().live_profile, Path.cwd())
         mark = Path(f"killed-{name}-{number}-{rank}" + (f"-{hvd.rank()}" if rank == "all" else ""))
         if name == when and int(number) == counted[when] and rank in ("all", str(hvd.rank())) and not mark.exists():
             mark.touch()

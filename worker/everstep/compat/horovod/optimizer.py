@@ -12,9 +12,27 @@ import torch
 from everstep.compat.horovod.collectives import Op, checked, chosen
 from everstep.compat.horovod.compression import Compression
 from everstep.compat.horovod.gradients import Gradients, Reduction
+from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Counted:
+    """The steps of one optimizer of this process: the first that has stepped, of several that take turns. Profiles
+    count them: a script may commit once in many, or never."""
+
+    optimizer: weakref.ref[Any] | None = None
+    steps = 0
+
+
+def _stepped(optimizer: Any) -> None:
+    if _Counted.optimizer is None or _Counted.optimizer() is None:
+        _Counted.optimizer = weakref.ref(optimizer)
+    if _Counted.optimizer() is optimizer:
+        _Counted.steps += 1
+        if (live := current().live_profile).asked is not None:
+            live.step_begins(_Counted.steps, current().rank)
 
 
 def made_here() -> list[Any]:
@@ -73,7 +91,9 @@ class Distributed:
         if self._synchronizes and not self._synchronized:
             self.synchronize()
         self._synchronized = False
-        return super().step()  # type: ignore[misc]
+        found = super().step()  # type: ignore[misc]
+        _stepped(self)
+        return found
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would call its hooks twice, here and in the class's own
 

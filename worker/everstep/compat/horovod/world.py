@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from everstep.compat.horovod.script import uses_elastic
 from everstep.contract import env
 from everstep.contract.calls import in_group
+from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.announcements import AgentAnnouncements, AnnouncedRound, Announcements, Drained, StepStatus
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.errors import LoopError
@@ -30,6 +31,8 @@ from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import PeerLost, is_of_lost_peer
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
+from everstep.storage import RetryingStore, open_store
+from everstep.train.coordination import requests
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.process_place import most_processes, take_place
@@ -45,6 +48,8 @@ class World(Protocol):
     # Of gradients alone: a rank that has none for some parameter sends its bucket later than others, in `step`. In the
     # group of the script's collectives it would meet one of those.
     gradients: Any
+
+    live_profile: LiveProfile
 
     @property
     def coordinator(self) -> StepCoordinator: ...
@@ -109,6 +114,9 @@ class Fixed:
             atexit.register(_leave)
         self.device = place.device
         self.gradients: Any = dist.new_group()
+        self.live_profile = LiveProfile(_put if os.environ.get(env.CHECKPOINT_URL) else None)
+        requests.listen(self.live_profile, lambda: None)
+        atexit.register(self.live_profile.close)
         self._members: Members | None = None
         self._coordinator: StepCoordinator | None = None
         self.draw_again: Callable[[], None] = _nothing
@@ -175,6 +183,8 @@ class Rounds:
         self.device = take_place().device
         self.coordinator = StepCoordinator.find(None, None, None, {})
         self.coordinator.join()
+        self.live_profile = self.coordinator.live_profile
+        announcements.on_profile(self.live_profile.ask)
         self.draw_again: Callable[[], None] = _nothing
         self._began = False
         self._step: int | None = None
@@ -236,6 +246,7 @@ class Rounds:
     def enter(self, step: int, settle: Settle, *, newer: bool) -> None:
         def work(round_: AnnouncedRound) -> None:
             self._place(round_)
+            self.live_profile.moved()
             met_at = time.monotonic()
             how = settle(round_)
             self._round.settled(self.coordinator.step, met_at, how)
@@ -295,6 +306,13 @@ def current() -> Fixed | Rounds:
 
 
 def _nothing() -> None: ...
+
+
+def _put(name: str, data: bytes) -> str:
+    """Write an object below the job's URL; where it is. The script may have no commits there."""
+    store = RetryingStore(open_store(os.environ[env.CHECKPOINT_URL]))
+    store.put(name, data)
+    return f"{store.url.rstrip('/')}/{name}"
 
 
 def _leave() -> None:
