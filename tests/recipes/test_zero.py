@@ -10,7 +10,7 @@ import pytest
 
 import everstep
 from support.recipes.kills import check_kill
-from support.recipes.recipes import PROGRAMS, differences, launched, undisturbed
+from support.recipes.recipes import PROGRAMS, differences, launched, script, undisturbed
 from support.recipes.recorded import record
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,8 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_killed_worker_of_torchs_own_stage_1_leaves_no_trace(tmp_path: Path) -> None:
     arguments = ("--steps", "30", "--every-steps", "10", "--stage", "1", "--optimizer", "zero_redundancy")
     calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=2)
-    check_kill(NAME, tmp_path / "hit", calm, arguments, (14, 18), workers=2, figure="")
+    figure = "values that a kill changes (ZeroRedundancyOptimizer)"
+    check_kill(NAME, tmp_path / "hit", calm, arguments, (14, 18), workers=2, figure=figure)
 
 
 def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
     stages = {"3": set[str](), "2": {"parameters"}, "1": {"parameters", "gradients"}}
     whole: dict[str, int] = {}
     for ranks in (1, 2, 4):
-        launched(tmp_path, ranks, [SCRIPT, tmp_path / "held", ",".join([*stages, "1+offload"])])
+        launched(tmp_path, ranks, [SCRIPT, tmp_path / "held", ",".join([*stages, "1+offload", "torch"])])
         told = [json.loads((tmp_path / f"held-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
         assert all(found["furthest"] < 1e-5 for rank in told for found in rank.values()), told
         whole = whole or told[0]["3"]["between"]
@@ -58,6 +59,22 @@ def test_a_rank_holds_what_its_stage_says(tmp_path: Path) -> None:
                 theory = sum(size / (1 if what in left_whole else ranks) for what, size in whole.items())
                 figure = f"share of the whole state on a rank of {ranks}, within a step (stage {stage})"
                 record(NAME, figure, most / sum(whole.values()), "", expected=theory / sum(whole.values()))
+        check_torchs_own([rank["torch"] for rank in told], whole)
+
+
+def check_torchs_own(sizes: list[dict[str, dict[str, int]]], whole: dict[str, int]) -> None:
+    """ZeroRedundancyOptimizer divides by whole parameters, so its parts are not equal: the largest one has at most one
+    parameter's state more than its share."""
+    largest = max(p.nbytes for p in script(NAME).network().parameters())
+    ranks, states = len(sizes), [found["between"]["optimizer"] for found in sizes]
+    assert sum(states) == whole["optimizer"], "each state is on one rank"
+    assert max(states) <= whole["optimizer"] / ranks + 2 * largest, states
+    for found in sizes:
+        assert found["within"] == {what: whole[what] for what in ("parameters", "gradients")}
+    if ranks > 1:
+        most = (whole["parameters"] + whole["gradients"] + max(states)) / sum(whole.values())
+        figure = f"share of the whole state on a rank of {ranks}, within a step (ZeroRedundancyOptimizer)"
+        record(NAME, figure, most, "", expected=(2 + 2 / ranks) / 4)
 
 
 @pytest.mark.turns(2)

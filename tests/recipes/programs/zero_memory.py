@@ -3,10 +3,11 @@ micro-batches of a step, and between two steps; and by how much its parameters d
 
     everstep-run … zero_memory.py FILE STAGES URL
 
-STAGES: such as 3,2,1,1+offload. With a URL it loads that commit before, saves what it has loaded in URL-N for N ranks,
-and says nothing.
+STAGES: such as 3,2,1,1+offload,torch; `torch` is torch's own stage 1 (ZeroRedundancyOptimizer). With a URL it loads
+that commit before, saves what it has loaded in URL-N for N ranks, and says nothing.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import everstep
 from everstep.recovery.sharding.fsdp import shards_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "zero"))
-from train import build, divide
+from train import build, build_replicated, divide
 
 
 def held(tensors: list[torch.Tensor]) -> int:
@@ -52,6 +53,23 @@ def measured(stage: int, offload: bool) -> tuple[dict[str, dict[str, int]], list
     return told, [p.full_tensor() for p in model.parameters()]
 
 
+def replicated() -> tuple[dict[str, dict[str, int]], list[torch.Tensor]]:
+    """As `measured`, of torch's own stage 1."""
+    torch.manual_seed(0)
+    model, optimizer = build_replicated(torch.device("cpu"))
+    for step in range(2):
+        torch.manual_seed(100 * step + dist.get_rank())
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                model(torch.randn(8, 64)).square().mean().backward()
+        parameters = [p.detach() for p in model.parameters()]
+        whole = {"parameters": held(parameters), "gradients": held([p.grad for p in model.parameters()])}
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [t for s in optimizer.optim.state.values() for k, t in s.items() if k != "step"]
+    return {"within": whole, "between": whole | {"optimizer": held(state)}}, parameters
+
+
 def made(stage: int, offload: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -74,7 +92,7 @@ else:
     first: list[torch.Tensor] = []
     for name in stages.split(","):
         stage, _, offload = name.partition("+")
-        sizes, parameters = measured(int(stage), bool(offload))
+        sizes, parameters = replicated() if stage == "torch" else measured(int(stage), bool(offload))
         first = first or parameters
         furthest = max(float((p - q).abs().max()) for p, q in zip(parameters, first, strict=True))
         told[name] = {**sizes, "furthest": furthest}
