@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch
+from everstep.checkpoint.errors import NoCommit
 from everstep.data import ElasticLoader
 from support.adapters.adapter_script import Net, Options, Points
 
@@ -238,6 +241,44 @@ def test_lightning_run_that_ended_shows_its_metrics_to_what_follows_when_it_is_s
         shown.append({name: value.item() for name, value in trainer.callback_metrics.items()})
     assert list(shown[0]) == ["val_loss"]
     assert shown[1] == shown[0]
+
+
+@pytest.mark.parametrize("kept", [5, 10])
+def test_lightning_run_that_goes_on_where_a_validation_was_due_counts_its_steps_once(kept: int, tmp_path: Path) -> None:
+    """Lightning's loggers have their own count of steps."""
+    from lightning.pytorch import Callback, Trainer
+
+    from everstep.train.adapters.lightning import EverstepCallback
+    from support.adapters.lightning_module import Module
+
+    class Dies(Callback):  # type: ignore[misc]  # mypy does not read Lightning
+        def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+            if trainer.global_step == kept + 2:
+                while newest() != kept:  # the save goes on beside the training
+                    time.sleep(0.01)
+                raise ZeroDivisionError
+
+    def newest() -> int:
+        try:
+            return everstep.load(tmp_path / "commits").step
+        except NoCommit:
+            return 0
+
+    def fit(*callbacks: object) -> Any:
+        ours = EverstepCallback(str(tmp_path / "commits"), every_steps=5)
+        trainer = Trainer(
+            accelerator="cpu", devices=1, callbacks=[*callbacks, ours], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, default_root_dir=str(tmp_path), limit_val_batches=2, val_check_interval=5,
+            max_epochs=2,
+        )  # fmt: skip
+        loader = DataLoader(Points(), batch_size=4)
+        trainer.fit(Module(net()), loader, loader)
+        return trainer
+
+    with pytest.raises(ZeroDivisionError):
+        fit(Dies())
+    trainer = fit()
+    assert (trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped) == (20, 20)
 
 
 def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: Path) -> None:

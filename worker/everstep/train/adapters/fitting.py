@@ -114,6 +114,22 @@ def total_steps(trainer: Any) -> int | None:
     return min(limits, default=None)
 
 
+def begin_with_a_batch(loop: Any) -> None:
+    """Let the next epoch of Lightning's fit loop, which goes on between two batches, begin with its batch. Where a
+    validation is due between these two, Lightning would first make a turn without a batch, to end the validation, and
+    count it as a step for its loggers. Ours has ended: the progress is kept when the next batch is there."""
+    epoch_loop = loop.epoch_loop
+    epoch_loop.__dict__.pop("on_run_start", None)
+    on_run_start = epoch_loop.on_run_start
+
+    def started(data_fetcher: Any) -> None:
+        del epoch_loop.on_run_start
+        on_run_start(data_fetcher)
+        epoch_loop._restarting = False  # not by the property, which would change the loops in it too
+
+    epoch_loop.on_run_start = started
+
+
 class Progress:
     """The loops' progress at the newest boundary between steps. `read` gives the present progress. `trainer.fit_loop`
     takes the kept one when a pass begins."""
@@ -164,8 +180,11 @@ class Progress:
         if self.kept is None:
             return 0
         epoch = self.kept["loops"]["epoch_progress"]["current"]
-        begun = epoch["started"] > epoch["processed"]
-        return self.kept["loops"]["epoch_loop.batch_progress"]["current"]["completed"] if begun else 0
+        if epoch["started"] == epoch["processed"]:
+            return 0
+        begin_with_a_batch(loop)
+        batches: int = self.kept["loops"]["epoch_loop.batch_progress"]["current"]["completed"]
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         return self.kept or {}

@@ -140,6 +140,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             )
         if progress.batches is not None:
             self._skip = progress.batches
+            fitting.begin_with_a_batch(trainer.fit_loop)
             self._epoch_rng.apply()  # the epoch's order is drawn again
         else:  # between two epochs
             self._rng.apply()
