@@ -17,22 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.train.coordination.group_shutdown import quiesce
+from everstep.train.coordination.group_shutdown import hold_group, quiesce
 from support.adapters.dying import die_once
 
 FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "-"
 PRE_FORWARD = DistributedDataParallel._pre_forward
 NAMES = {"backward", "accumulate", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"}
 made: list[Any] = []
-held: list[
-    Any
-] = []  # process groups; torch alone may hang where a DDP object is the last to hold one (group_shutdown.py)
 
 
 def steps() -> int:
@@ -55,7 +51,8 @@ def watch() -> None:
     def starts(accelerator: Any, *arguments: Any, **named: Any) -> None:
         make(accelerator, *arguments, **named)
         made.append(accelerator)
-        held.append(dist.group.WORLD)
+        if Path(SCRIPT).stem == "before":
+            hold_group()  # as Everstep does it for its scripts; torch alone may hang at the end
 
     def goes_forward(model: Any, *arguments: Any, **named: Any) -> Any:
         if model.training:

@@ -90,7 +90,7 @@ def test_killed_pod_leaves_no_trace_in_the_last_checkpoint(
 
 
 def in_image(image: str, runs: Path, *command: str) -> str:
-    """What a command prints in the example's folder of the image, without a network."""
+    """The output of a command in the example's folder of the image, without a network."""
     mounts = ("-v", f"{runs}:/runs", "-v", f"{TESTS}:/tests:ro")
     settings = ("-e", "OMP_NUM_THREADS=1", "-e", "PYTHONPATH=/tests", "-e", "PYTHONDONTWRITEBYTECODE=1")
     where = ("--rm", "--user", "0", "--network", "none", "-w", "/workspace/deepspeed")

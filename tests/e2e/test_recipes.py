@@ -65,7 +65,7 @@ def manifest(name: str, job: Job, arguments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def ended(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """What the job's last commit holds."""
+    """The state in the job's last commit."""
     for variable, value in job.storage_environment().items():
         monkeypatch.setenv(variable, value)
     commit = everstep.load(job.url)

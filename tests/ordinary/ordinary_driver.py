@@ -34,6 +34,7 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep.train import early_exit, session
 from everstep.train import step as steps
+from everstep.train.coordination.group_shutdown import hold_group
 from everstep.train.guards.comparison.restart_check import NEXT
 
 # Where in its step a rank dies; "backward2" is in the step's second backward pass, and so on.
@@ -198,7 +199,7 @@ def install(findings: Findings, killer: Killer) -> None:
     track, loop, close = session.Run.track, session.Run.steps, session.Run.close
     enter, leave, backward = steps.Step.__enter__, steps.Step.__exit__, torch.Tensor.backward
     once, evaluate = session.Run.once, session.Run.evaluate
-    destroy, groups = dist.destroy_process_group, list[Any]()
+    destroy = dist.destroy_process_group
 
     def tracked(run: session.Run, **objects: Any) -> None:
         track(run, **objects)
@@ -252,9 +253,7 @@ def install(findings: Findings, killer: Killer) -> None:
         backward(loss, *arguments, **options)
 
     def left_group(*arguments: Any, **options: Any) -> None:
-        groups.append(
-            dist.group.WORLD
-        )  # as `everstep.train.process_place.leave_group` says; here for plain scripts, too
+        hold_group()  # for plain scripts, too
         destroy(*arguments, **options)
 
     session.Run.track, session.Run.steps, session.Run.close = tracked, stepping, closed  # type: ignore[method-assign]

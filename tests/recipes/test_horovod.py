@@ -129,7 +129,7 @@ def processes(output: str) -> int:
 
 
 def plain(folder: Path, *through: str | Path) -> dict[str, object]:
-    """What the script that is not elastic has in its last file. The program around it names what is elastic."""
+    """The content of the last file of the script that is not elastic. The program around it names what is elastic."""
     script = [*through, EXAMPLES / NAME / "plain.py", "--epochs", "3"]
     printed = launched(folder, 3, script, EVERSTEP_HOROVOD_ELASTIC="0")
     assert "accuracy" in printed

@@ -45,7 +45,7 @@ def output(folder: Path) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """What the recipe's script is given beside its length, its workers, and what is compared (all that is tracked).
+    """Arguments of the recipe's script beside its length, its workers, and what is compared (all that is tracked).
 
     `length`: the option for it, and how many steps one of it has; `ranks`: of a worker; `made`: makes files in a
     folder, and says the arguments for them; `through`: as for `disturbed`; `alone`: arguments without a job; `module`:

@@ -42,7 +42,7 @@ WRONG = {  # what is said of options
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """What a script of a recipe says to options that it refuses."""
+    """The words with which a script of a recipe refuses its options."""
 
     def say(command: str) -> str:
         script, *options = command.split()

@@ -43,7 +43,7 @@ def _requirements(distribution: str, *extras: str) -> list[str]:
 
 
 def _of_stage(name: str) -> list[str]:
-    """What that stage of the Dockerfile installs: its build in the cluster has no network."""
+    """The requirements that this stage of the Dockerfile installs: its build in the cluster has no network."""
     stage = (cache.CHECKOUT / "Dockerfile").read_text().partition(f" AS {name}\n")[2].partition("\nFROM ")[0]
     found = re.findall(r"'([\w.-]+>=[\w.]+)'", stage)
     if not found:

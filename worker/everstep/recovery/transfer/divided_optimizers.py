@@ -147,6 +147,6 @@ def _divide(optimizer: Any, new: Partition) -> None:
     optimizer._all_state_dicts = []  # what the script has consolidated is of another partition
     inner = optimizer.optim
     for group, mine in zip(inner.param_groups, optimizer._partition_parameters()[new.part], strict=True):
-        group["params"][:] = mine["params"]  # in place: schedules, hooks and LBFGS refer to the groups
+        group["params"][:] = mine["params"]  # in place: schedules and hooks refer to the groups
     inner.state.clear()
     optimizer._build_param_buckets()
