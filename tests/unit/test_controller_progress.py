@@ -114,6 +114,17 @@ def test_operator_that_restarts_goes_on_from_what_the_status_remembers() -> None
     assert progress.snapshot().step == 40
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [
+        {"startTime": at(-40), "earlierActiveSeconds": 60},  # resumed 40 s ago
+        {"earlierActiveSeconds": 100},  # suspended
+    ],
+)
+def test_operator_that_restarts_counts_no_productive_time_of_a_suspension(begun: dict[str, Any]) -> None:
+    assert fresh(**begun, goodputPercent=90).snapshot().productive_seconds == pytest.approx(90.0)
+
+
 def test_failed_save_is_remembered_until_one_succeeds_and_each_change_is_acted_on() -> None:
     progress = fresh()
     assert progress.accept(report(Phase.SAVE_FAILED, checkpoint_error="503"), at(1))

@@ -7,6 +7,7 @@ commands. A field derived from another is computed here and never read back.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
@@ -232,7 +233,14 @@ class Status(StatusModel):
         default="", description="Label selector of the worker pods, as text (scale subresource)."
     )
     start_time: Timestamp | None = Field(
-        default=None, description="When the job was first acted on; spec.activeDeadlineSeconds runs from it."
+        default=None,
+        description="Since when the job wants workers; spec.activeDeadlineSeconds runs from it. Absent while the job "
+        "is suspended, and set anew when it is resumed.",
+    )
+    earlier_active_seconds: Count = Field(
+        default=0,
+        description="Seconds for which the job wanted workers before startTime, without those for which it was "
+        "suspended. goodputPercent counts them.",
     )
     completion_time: Timestamp | None = Field(
         default=None, description="When it became Complete or Failed; spec.ttlSecondsAfterFinished runs from it."
@@ -249,7 +257,8 @@ class Status(StatusModel):
         default=(), max_length=MAX_RECOVERIES, description="The last recoveries, newest first."
     )
     goodput_percent: Annotated[int, Field(ge=0, le=100)] | None = Field(
-        default=None, description="Productive step time as a share of wall time since the start, in percent."
+        default=None,
+        description="Productive step time as a share of the time that the job was not suspended, in percent.",
     )
     goodput: Annotated[str, StringConstraints(max_length=5)] | None = Field(
         default=None,
@@ -274,6 +283,11 @@ class Status(StatusModel):
             return data
         percent = _either(data, "goodputPercent", "goodput_percent")
         return {**data, "goodput": None if percent is None else f"{percent}%"}
+
+    def active_seconds(self, now: datetime) -> float:
+        """Seconds for which the job has wanted workers until `now`."""
+        present = 0.0 if self.start_time is None else max(0.0, (now - self.start_time).total_seconds())
+        return self.earlier_active_seconds + present
 
     def condition(self, type_: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""

@@ -236,7 +236,9 @@ class TrainingJobSpec(ApiModel):
     recovery: Recovery = section(Recovery, "What happens after a loss.")
     suspend: Bool = Field(default=False, description="True: no pods. False: continue from the last commit.")
     active_deadline_seconds: Annotated[Int32, Field(ge=1, le=YEAR)] | None = Field(
-        default=None, description="Seconds after its start at which the job fails, even while it trains."
+        default=None,
+        description="Seconds after its start at which the job fails, even while it trains. As in batch/v1, suspending "
+        "the job stops this clock, and resuming it begins the whole time again.",
     )
     ttl_seconds_after_finished: Annotated[Int32, Field(ge=0, le=YEAR)] | None = Field(
         default=None, description="Seconds after its end at which the job is deleted; absent: never."

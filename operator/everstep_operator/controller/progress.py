@@ -29,8 +29,8 @@ class JobProgress:
         self._step = status.progress.step
         self._skipped = status.checkpoint.skipped_saves
         self._productive = 0.0
-        if status.goodput_percent and status.start_time is not None:
-            self._productive = status.goodput_percent / 100 * max(0.0, (now - status.start_time).total_seconds())
+        if status.goodput_percent:
+            self._productive = status.goodput_percent / 100 * status.active_seconds(now)
         self._last: Report | None = None
         self._updated_at: datetime | None = None
         self._committed_step: int | None = None

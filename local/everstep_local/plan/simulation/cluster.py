@@ -306,5 +306,11 @@ class World:
     def do_deleting(self) -> None:
         self.deleting = True
 
+    def do_started(self) -> str:
+        """Since when the job is active, and how long it was before."""
+        start, earlier = self.status.start_time, self.status.earlier_active_seconds
+        since = "not active" if start is None else f"active for {(self.now - start).total_seconds():g}s"
+        return f"{since}, and for {earlier}s before"
+
     def do_pods(self) -> str:
         return " ".join(sorted(self.pods)) or "none"

@@ -71,14 +71,15 @@ def build(
     job, old = snapshot.job, snapshot.job.status
     if roster is None and job.spec.rendezvous.backend is not RendezvousBackend.C10D:
         roster = old.roster
-    begun = world.round > 0 or (roster is not None and roster.wanted > 0)
+    wanted = world.size if roster is None else roster.wanted
+    start, earlier = _activity(snapshot, wanted > 0, finished_at is not None)
     return Status(
         observed_generation=job.generation,
         replicas=existing,
         ready_replicas=ready,
         selector=names.selector(job.name),
-        # A job that has never had workers waits, perhaps for a queue: its deadline has not begun.
-        start_time=old.start_time or (snapshot.now if begun else None),
+        start_time=start,
+        earlier_active_seconds=earlier,
         completion_time=old.completion_time or finished_at,
         world=world,
         roster=roster,
@@ -90,6 +91,21 @@ def build(
         failure=old.failure or failure,
         conditions=_conditions(snapshot, verdict, world, ready),
     )
+
+
+def _activity(snapshot: Snapshot, active: bool, finished: bool) -> tuple[datetime | None, int]:
+    """Since when the job has wanted workers, and for how many seconds before that. While it wants none, perhaps because
+    it waits for a queue, no time counts."""
+    now, old = snapshot.now, snapshot.job.status
+    if active and not finished:
+        return old.start_time or now, old.earlier_active_seconds
+    if finished or old.start_time is None:
+        return old.start_time, old.earlier_active_seconds
+    # An older operator left the start in the status of a suspended job.
+    suspended = old.condition(ConditionType.SUSPENDED)
+    already = suspended is not None and suspended.status is ConditionStatus.TRUE
+    ended = suspended.last_transition_time if suspended is not None and already else now
+    return None, min(SAFE_INT_MAX, round(old.active_seconds(ended)))
 
 
 def _progress(snapshot: Snapshot) -> Progress:
@@ -138,11 +154,11 @@ def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:
 
 
 def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
-    """Productive step time as a share of the wall time since the start."""
+    """Productive step time as a share of the time for which the job has wanted workers."""
     old = snapshot.job.status
-    if snapshot.progress.productive_seconds <= 0 or old.start_time is None or old.completion_time is not None:
+    if snapshot.progress.productive_seconds <= 0 or old.completion_time is not None:
         return old.goodput_percent
-    wall = ((finished_at or snapshot.now) - old.start_time).total_seconds()
+    wall = old.active_seconds(finished_at or snapshot.now)
     return min(100, round(100 * snapshot.progress.productive_seconds / wall)) if wall > 0 else old.goodput_percent
 
 

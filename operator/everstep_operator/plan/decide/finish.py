@@ -23,7 +23,8 @@ def is_finished(seen: Status) -> bool:
 
 
 def deadline(snapshot: Snapshot) -> datetime | None:
-    """The moment when `activeDeadlineSeconds` is over, counted from the first pass over the job."""
+    """The moment when `activeDeadlineSeconds` is over. As in batch/v1 it is counted from the last resume of a job that
+    was suspended."""
     seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
     return None if seconds is None or start is None else start + timedelta(seconds=seconds)
 

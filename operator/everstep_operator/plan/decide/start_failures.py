@@ -41,9 +41,10 @@ def may_have_run_unseen(snapshot: Snapshot) -> bool:
     if status.world.formed_at is not None and now - status.world.formed_at > STOOD:
         return True
     began = status.start_time
-    if began is None:
-        return False
-    # The job was suspended or resized since it began. Both begin a new world, and the time for which it is complete.
+    if status.earlier_active_seconds > 0 or began is None:
+        # A suspension begins a new world, and the time for which it is complete.
+        return status.earlier_active_seconds > 0
+    # So does a change of the size. (An older operator kept the start of a job that was suspended since.)
     changed = (status.condition(type_) for type_ in (ConditionType.SUSPENDED, ConditionType.RESIZING))
     return now - began > YOUNG or any(
         c is not None and (c.status is ConditionStatus.TRUE or c.last_transition_time > began) for c in changed
