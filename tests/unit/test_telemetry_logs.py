@@ -120,3 +120,8 @@ def test_field_whose_value_a_plan_would_hide_is_hidden_in_a_log_too(name: str, s
     logging.getLogger("t").info("said", extra={name: "hunter2", "key": "team-a/digits", "keys": 3})
     (line,) = lines(stream)
     assert (line[name], line["key"], line["keys"]) == ("[redacted]", "team-a/digits", 3)
+
+
+def test_switch_whose_name_sounds_secret_hides_no_word_of_a_message() -> None:
+    env = [{"name": "TOKENIZERS_PARALLELISM", "value": "false"}, {"name": "HF_TOKEN", "value": "hunter2"}]
+    assert sanitize._secrets({"spec": {"containers": [{"env": env}]}}) == ("hunter2",)

@@ -23,6 +23,8 @@ MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything lon
 MAX_SECONDS = 1e9
 # A shorter value occurs inside ordinary words: hiding it would cost more text than it protects.
 MIN_SECRET = 4
+# Values of settings whose names only sound secret, such as TOKENIZERS_PARALLELISM: each is a word of many messages.
+_SWITCHES = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 Number = TypeVar("Number", int, float)
 
@@ -55,7 +57,8 @@ def _secrets(template: Mapping[str, Any]) -> tuple[str, ...]:
     found = {
         str(e["value"]) for e in variables if e.get("value") is not None and redact.secret_name(str(e.get("name")))
     }
-    return tuple(sorted((v for v in found if len(v) >= MIN_SECRET), key=lambda v: (-len(v), v)))
+    hidden = (v for v in found if len(v) >= MIN_SECRET and v.lower() not in _SWITCHES)
+    return tuple(sorted(hidden, key=lambda v: (-len(v), v)))
 
 
 def _text(text: str | None, secrets: Iterable[str]) -> str | None:

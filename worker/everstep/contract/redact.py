@@ -21,7 +21,7 @@ MARGIN = 4096
 CUT = " … "  # in place of the middle of a text
 
 _NAMES = (
-    r"secret|passw(?:or)?d|passphrase|pwd|credentials?|api[-_]?key|access[-_]?key(?![-_]?id)|account[-_]?key"
+    r"secret(?!s=[0-9]{1,9}(?![a-z0-9]))|passw(?:or)?d|passphrase|pwd|api[-_]?key|access[-_]?key(?![-_]?id)|account[-_]?key"
     r"|private[-_]?key|shared[-_]?access[-_]?signature|cookie"
 )
 _QUOTE = r"""\\{0,3}["']?"""
@@ -29,6 +29,24 @@ _VALUE = (
     r"""(?!\[redacted)(?:"(?:[^"\\\n]|\\.){1,4096}"?|'(?:[^'\\\n]|\\.){1,4096}'?"""
     r"""|\\{1,3}"[^"\\\n]{1,4096}|[^\s"'\\,;&<>}\])]{1,4096})"""
 )
+# What follows a name and a colon in the sentence of an error: "secret: not found", "credentials: MFA token required".
+# Such a word is no credential. Where the first one is any word, the second or third has to be one of these.
+_SENTENCE = (
+    r"(?:not|no|unable|could|couldn't|can|cannot|can't|failed|fails|failure|missing|invalid|required|requires"
+    r"|must|may|is|isn't|are|was|wasn't|were|be|been|has|have|had|does|doesn't|did|didn't|the|an?|this|that"
+    r"|these|it|its|you|your|we|to|of|for|from|in|on|at|by|with|without|and|or|if|when|while|because|but"
+    r"|neither|either|both|expected|unexpected|unknown|unsupported|wrong|bad|access|permission|denied|forbidden"
+    r"|unauthorized|refused|rejected|expired|expires|please|use|only|too|error|exception|exceeded|found|empty"
+    r"|set|unset|none|null|true|false)(?![\w/+=@$#%^&*-])"
+)
+_PROSE = r"(?!" + _SENTENCE + r")"
+_PROSE_LATER = r"(?![a-z]{1,20}(?::[ \t]|,?[ \t](?:[a-z]{1,20},?[ \t])?" + _SENTENCE + r"))"
+# `token=True` in a message about an argument.
+_NO_VALUE = r"(?!(?:true|false|none|null)(?![\w/+=@$#%^&*.-]))"
+# An exception's name before its message: "NoCredentialsError: …".
+_NO_CLASS = r"(?<!(?-i:Error))(?<!(?-i:Exception))(?<!(?-i:Warning))(?<!(?-i:Args))(?<!(?-i:Fault))"
+_SEPARATOR = r"(?:\s{0,3}[=>]\s{0,3}" + _NO_VALUE + r"|\s{0,3}:(?!\s)|\s{0,3}:\s{1,3}(?!\s)" + _PROSE + ")"
+_OF_WORDS = _SEPARATOR[:-1] + _PROSE_LATER + ")"  # of names that sentences are about
 _NUMBER = r"(?![\"']?-?[0-9][0-9.,_e+-]{0,15}(?![A-Za-z0-9/_-]))"
 
 # Each keeps its first group, so that the reader still sees what was hidden. In each, a place in the text is looked at a
@@ -43,7 +61,9 @@ _SHAPES = tuple(
         + r"\s{0,3}[:=]\s{0,3}"
         + _QUOTE
         + r"(?:(?:bearer|basic|token|digest|negotiate|apikey|key|aws4-hmac-sha256)\s{1,3})?)"
-        r"(?!\[redacted)[^\s\"',;]{4,}",
+        + _PROSE
+        + _PROSE_LATER
+        + r"(?!\[redacted)[^\s\"',;]{4,}",
         r"(\b(?:bearer|basic|negotiate)\s{1,4})(?=[a-z]{0,60}[0-9._~+/=-]|(?-i:[A-Za-z][a-z]{0,60}[A-Z])|[a-z]{20})"
         r"[a-z0-9._~+/=-]{6,}",
         r"(://[^/\s:@\"']{0,100}:)[^/\s\"']{1,512}(?=@)",  # scheme://user:password@host
@@ -54,11 +74,19 @@ _SHAPES = tuple(
         r"((?:"
         + _NAMES
         + r")[a-z0-9]{0,8}(?:[-_][a-z0-9]{1,12}){0,2}"
+        + _NO_CLASS
         + _QUOTE
-        + r"\s{0,3}[=:>]\s{0,3})(?!//)"
+        + _SEPARATOR
+        + r")(?!//)"
         + _VALUE,
-        r"(token(?:[-_][a-z0-9]{1,12}){0,2}" + _QUOTE + r"\s{0,3}[=:>]\s{0,3})" + _NUMBER + _VALUE,
-        r"((?<![a-z-])--?[a-z-]{0,30}(?:token|" + _NAMES + r")\s{1,3})(?!-)" + _NUMBER + r"[^\s\"']{4,}",
+        r"(credentials?[a-z0-9]{0,8}(?:[-_][a-z0-9]{1,12}){0,2}" + _NO_CLASS + _QUOTE + _OF_WORDS + r")(?!//)" + _VALUE,
+        r"(token(?:[-_][a-z0-9]{1,12}){0,2}" + _QUOTE + _OF_WORDS + ")" + _NUMBER + _VALUE,
+        r"((?<![a-z-])--?[a-z-]{0,30}(?:token|credentials?|"
+        + _NAMES
+        + r")\s{1,3}(?!\s))(?!-)"
+        + _PROSE
+        + _NUMBER
+        + r"[^\s\"']{4,}",
     )
 )
 _PREFIXES = re.compile(
