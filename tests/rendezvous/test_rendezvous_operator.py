@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -254,6 +254,22 @@ BODIES: list[tuple[str, str, bytes, dict[str, str], int]] = [
     ("PUT", PRESENCE_PATH + "/b", join_request("b"), {}, 400),
     ("PUT", PRESENCE_PATH + "/b", join_request("b"), {TTL_HEADER: "nan"}, 400),
     ("PUT", PRESENCE_PATH + "/b", join_request("b"), {TTL_HEADER: "1e9"}, 400),
+    *(
+        ("PUT", PRESENCE_PATH + "/b", join_request("b"), {TTL_HEADER: text}, 400)
+        for text in ("inf", "1e999", "-inf", "9" * 5000, "1e1" + "0" * 40)
+    ),
+    *(
+        (method, DOCUMENT_PATH + query, encode(EMPTY) if method == "PUT" else b"", headers, 400)
+        for text in (str(2**63), str(10**19), str(10**400), "9" * 5000, "1e999", "inf", "nan", "٣")
+        for method, query, headers in (
+            ("GET", f"?version={quote(text)}", {}),
+            ("GET", f"?version=1&lapses={quote(text)}", {}),
+            ("GET", f"?version=1&lapses={quote(text)}&wait=1", {}),
+            ("PUT", "", {VERSION_HEADER: text}),
+        )
+        if method == "GET" or text.isascii()
+    ),
+    *(("GET", f"{DOCUMENT_PATH}?version=1&lapses=1&wait={text}", b"", {}, 400) for text in ("inf", "nan", "1e999")),
     ("PUT", PRESENCE_PATH + "/" + "b" * 65, join_request("b"), TTL, 400),
     ("PUT", PRESENCE_PATH + "/b%2Fc", join_request("b"), TTL, 400),
     ("PUT", PRESENCE_PATH + "/../report", join_request("b"), TTL, 404),

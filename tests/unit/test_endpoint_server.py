@@ -1,6 +1,7 @@
 """The report server over real sockets: who may report, what is refused and with which reason."""
 
 import asyncio
+import base64
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from everstep_operator.endpoint.auth import (
 )
 from everstep_operator.endpoint.reports import ReportRefused
 from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.kube.errors import ConnectionFailed
 from everstep_operator.telemetry.metrics import Metrics
 from support.operator.report_server import report_server
 from support.operator.tokens import POD, Authority, Reviewer, pod
@@ -133,6 +135,9 @@ async def test_pod_that_may_not_report_gets_403_with_the_reason() -> None:
         (b'{"phase":"nap","rank":0}', "phase"),
         (b'{"phase":"train","rank":-1}', "rank"),
         (b'{"phase":"train","metrics":{"a":"b"}}', "metrics.a"),
+        (b'{"phase":"train","rank":0,"world_size":1,"at":1' + b"0" * 400 + b"}", "at: "),
+        (b'{"phase":"train","rank":0,"world_size":1,"at":1e999}', "at: "),
+        (b'{"phase":"train","metrics":{"a":1' + b"0" * 400 + b"}}", "metrics.a"),
     ],
 )
 async def test_malformed_body_gets_400_naming_the_field(body: bytes, reason: str) -> None:
@@ -141,6 +146,50 @@ async def test_malformed_body_gets_400_naming_the_field(body: bytes, reason: str
         assert (status, world.accepted) == (400, [])
         assert reason in text
         assert (await post(session))[0] == 204  # the server goes on
+
+
+def _token(header: bytes, payload: bytes, signature: bytes = b"c2ln") -> bytes:
+    return b".".join((base64.urlsafe_b64encode(header).rstrip(b"="), base64.urlsafe_b64encode(payload), signature))
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        _token(b'{"alg":"ES256","kid":"k1"}', b"[" * 5000),
+        _token(b'{"alg":"ES256","kid":"k1"}', b'{"x":' + b"[" * 5000),
+        _token(b'{"alg":"ES256","kid":"k1"}', b'{"exp":' + b"9" * 5000 + b"}"),
+        TOKEN.encode()[:-4] + "ü".encode(),
+        TOKEN.encode()[:-4] + b"\xff\xfe",
+        TOKEN.encode().replace(b".", b"\xff.", 1),
+    ],
+    ids=["deep", "deep field", "long number", "not ASCII", "not UTF-8", "not UTF-8 in the head"],
+)
+async def test_token_that_nobody_can_read_is_401_and_no_error_of_ours(
+    token: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(world := World()):
+        host, port = world.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n" % (REPORT_PATH.encode(), token))
+        writer.write(b"Content-Length: 0\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).split()[1] in (b"400", b"401")
+        writer.close()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.parametrize("length", ["9" * 19, "9" * 20, "9" * 5000, "-1", "1e3", "+1", "1_0", "0x10", "1, 2", "٣"])
+async def test_length_that_nobody_sends_is_refused(length: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(world := World()):
+        host, port = world.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST {REPORT_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {length}"
+        writer.write(head.encode() + b"\r\n\r\n{}")
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).split()[1] in (b"400", b"413")
+        writer.close()
+    assert world.accepted == []
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 async def test_oversized_body_gets_413_declared_or_streamed() -> None:
@@ -184,8 +233,19 @@ async def test_no_leader_gets_503_with_retry_after() -> None:
 
 
 async def test_token_check_that_fails_gets_503_and_is_repeated() -> None:
-    async with serving(world := World(broken=ConnectionError("apiserver away"))) as session:
+    async with serving(world := World(broken=ConnectionFailed("apiserver away"))) as session:
         assert (await post(session))[0] == 503
+        world.broken = None
+        assert (await post(session))[0] == 204
+
+
+async def test_mistake_of_ours_in_a_token_check_is_500_and_logged_with_its_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(world := World(broken=KeyError("bug"))) as session:
+        assert (await post(session))[0] == 500
+        assert (await post(session))[0] == 500
+        assert [r.exc_info is not None for r in caplog.records if r.name == "everstep.auth"] == [True]  # once
         world.broken = None
         assert (await post(session))[0] == 204
 

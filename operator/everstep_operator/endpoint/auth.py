@@ -22,6 +22,7 @@ from everstep_operator.endpoint.connection_limits import connection_of
 from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
+from everstep_operator.kube.errors import KubeError
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 from everstep_operator.telemetry.metrics import ReportResult
 
@@ -175,16 +176,23 @@ class RequestAuth:
                 identity = await self._identities.identify(token.strip())
         except TooManyChecks as e:
             return later(str(e), ReportResult.BUSY)
-        except Exception as e:
-            reason = f"{type(e).__name__}: {e}"
-            if reason != self._unchecked:  # every worker of every job meets this, so it is logged when it changes
-                self._unchecked = reason
-                log.warning("cannot check the tokens of workers", extra={"reason": reason})
+        except (KubeError, TimeoutError) as e:
+            if self._is_news(e):
+                log.warning("cannot check the tokens of workers", extra={"reason": self._unchecked})
             return later("the token cannot be checked at the moment", ReportResult.UNAVAILABLE)
+        except Exception as e:  # a mistake of ours: nobody is admitted, and the trace shows where
+            if self._is_news(e):
+                log.exception("the check of a worker's token failed in the operator")
+            return Answer(500, "the operator failed on this token; see its log", ReportResult.UNAVAILABLE)
         if isinstance(identity, Refusal):
             return unauthorized(identity.reason)
         self._unchecked = None
         return identity
+
+    def _is_news(self, error: Exception) -> bool:
+        """Whether this is not the present reason already: every worker of every job meets it."""
+        before, self._unchecked = self._unchecked, f"{type(error).__name__}: {error}"
+        return before != self._unchecked
 
     async def body(self, request: web.Request, limit: int, caller: Caller) -> bytes | Answer:
         """The request's body of at most `limit` bytes. If it is larger, does not arrive, or exceeds the sender's share,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from everstep_operator.endpoint.auth import LEGITIMATE
@@ -21,6 +22,9 @@ from everstep_operator.endpoint.listener import Listener
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("everstep.endpoint")
+_http = logging.getLogger("everstep.endpoint.http")
+# Anybody can send what is no HTTP, and each time aiohttp logs an error with a trace: it is the sender's, and answered.
+_http.addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], HttpProcessingError)))
 
 SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
 
@@ -70,6 +74,7 @@ class EndpointServer:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_http,
             keepalive_timeout=s.keepalive_seconds,
             shutdown_timeout=s.stop_seconds,
             lingering_time=1.0,  # seconds for which the rest of an unwanted body is read and discarded

@@ -80,7 +80,7 @@ def read_claims(token: str, audience: str) -> Claims:
         raise ClaimsRefused("this is no service account's token")
     try:
         header, payload = _HEADER.decode(_bytes(parts[0])), _PAYLOAD.decode(_bytes(parts[1]))
-    except (binascii.Error, ValueError) as e:
+    except (binascii.Error, ValueError, RecursionError) as e:
         raise ClaimsRefused("this is no token of a service account that is bound to a pod") from e
     audiences = (payload.aud,) if isinstance(payload.aud, str) else payload.aud
     if audience not in audiences:

@@ -77,8 +77,8 @@ class SigningKeys:
             await asyncio.wait([self._reading])
 
     def _verifies(self, token: str, key_id: str) -> bool:
-        signed, _, text = token.encode().rpartition(b".")
         try:
+            signed, _, text = token.encode("ascii").rpartition(b".")
             signature = base64.urlsafe_b64decode(text + b"==")
         except ValueError:
             return False

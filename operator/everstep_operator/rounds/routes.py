@@ -14,7 +14,8 @@ from typing import TypeAlias
 from aiohttp import web
 
 from everstep.contract.document import MAX_BYTES, DocumentInvalid
-from everstep.contract.fields import agent_name
+from everstep.contract.fields import agent_name, short
+from everstep.contract.messages import WIDEST
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
     EXPIRATIONS_HEADER,
@@ -183,16 +184,16 @@ def _agent(request: web.Request) -> str:
 
 def _number(text: str, name: str, low: int = 0) -> int:
     digits = text.removeprefix("-") if low < 0 else text
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20) or int(text) < low:
-        raise DocumentInvalid(f"{name}: {text[:40]!r} is no whole number of at least {low}")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 19) or not low <= int(text) < WIDEST:
+        raise DocumentInvalid(f"{name}: {short(text)} is no whole number from {low} to {WIDEST - 1}")
     return int(text)
 
 
 def _seconds(text: str, name: str, most: float) -> float:
     try:
-        seconds = float(text[:20])
+        seconds = float(text) if text.isascii() and len(text) <= 20 else float("nan")
     except ValueError:
         seconds = float("nan")
-    if not seconds >= 0:
-        raise DocumentInvalid(f"{name}: {text[:40]!r} is no number of seconds")
+    if not 0 <= seconds < float("inf"):
+        raise DocumentInvalid(f"{name}: {short(text)} is no finite number of seconds of at most 20 characters")
     return min(seconds, most)

@@ -203,9 +203,9 @@ def decode(data: bytes) -> Document:
 def decoding(data: bytes) -> Generator[None, None, Document]:
     """`decode` in pieces: other work may be done whenever it yields. JSON is one piece, then `PIECE` rows."""
     body = parse_object(data, MAX_BYTES)
-    if body.get("version") != VERSION:
+    if (version := body.get("version")) != VERSION:
         raise DocumentInvalid(
-            f"version: {body.get('version')!r} is not {VERSION}: agents of different releases share one job; use one"
+            f"version: {short(version)} is not {VERSION}: agents of different releases share one job; use one"
         )
     yield
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +17,9 @@ PIECE = 256  # rows that are read at a time: 0.5 ms
 
 T = TypeVar("T")
 _AGENT = re.compile(r"[A-Za-z0-9._-]+")
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxdict = 10
+_REPR.maxstring = _REPR.maxlong = 80
 
 
 class RendezvousFailed(Exception):
@@ -84,5 +88,6 @@ def whole(steps: Generator[None, None, T]) -> T:
 
 
 def short(value: object) -> str:
-    shown = repr(value)
+    """The value in at most 80 characters. Its cost is bounded too: a value from outside may be long or deep."""
+    shown = _REPR.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

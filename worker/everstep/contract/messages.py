@@ -10,13 +10,14 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
-from everstep.contract.fields import MAX_NUMBER
+from everstep.contract.fields import MAX_NUMBER, short
 
 MAX_REPORT_BYTES = 16 * 1024
 MAX_METRICS = 8
 MAX_METRIC_NAME = 40
+WIDEST = 2**63  # above every whole number of 64 bits
 REPORT_PATH = "/v1/report"
 
 
@@ -81,9 +82,9 @@ class Report:
         if not isinstance(body, dict):
             raise MessageError("report is not a JSON object")
         try:
-            phase = Phase(str(body.get("phase")))
+            phase = Phase(named if isinstance(named := body.get("phase"), str) else "")
         except ValueError as e:
-            raise MessageError(f"phase: {body.get('phase')!r} is not one of {[p.value for p in Phase]}") from e
+            raise MessageError(f"phase: {short(named)} is not one of {[p.value for p in Phase]}") from e
         return cls(
             phase=phase,
             rank=_int(body, "rank", 0) or 0,
@@ -106,12 +107,12 @@ class Report:
         )
 
 
-def _int(body: dict[str, Any], name: str, low: int = 0, below: int = 2**63) -> int | None:
+def _int(body: dict[str, Any], name: str, low: int = 0, below: int = WIDEST) -> int | None:
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < below:
-        raise MessageError(f"{name}: {value!r} is not an integer from {low} to {below - 1}")
+        raise MessageError(f"{name}: {short(value)} is not an integer from {low} to {below - 1}")
     return value
 
 
@@ -119,9 +120,14 @@ def _float(body: dict[str, Any], name: str) -> float | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise MessageError(f"{name}: {value!r} is not a finite number of at least 0")
+    if not _is_number(value) or not math.isfinite(value) or value < 0:
+        raise MessageError(f"{name}: {short(value)} is not a finite number of 64 bits and at least 0")
     return float(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it fits into 64 bits: no float can be made of a longer integer, and nothing counts so far."""
+    return type(value) is float or (type(value) is int and -WIDEST <= value < WIDEST)
 
 
 def _text(body: dict[str, Any], name: str, limit: int = 500) -> str | None:
@@ -129,7 +135,7 @@ def _text(body: dict[str, Any], name: str, limit: int = 500) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise MessageError(f"{name}: {value!r} is not a string")
+        raise MessageError(f"{name}: {short(value)} is not a string")
     return value[:limit]
 
 
@@ -138,7 +144,7 @@ def _metrics(value: object) -> dict[str, float]:
         raise MessageError(f"metrics: an object of at most {MAX_METRICS} numbers is expected")
     for name, number in value.items():
         if not isinstance(name, str) or len(name) > MAX_METRIC_NAME:
-            raise MessageError(f"metrics: the name {name!r} is longer than {MAX_METRIC_NAME} characters")
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise MessageError(f"metrics.{name}: {number!r} is not a number")
+            raise MessageError(f"metrics: the name {short(name)} is longer than {MAX_METRIC_NAME} characters")
+        if not _is_number(number):
+            raise MessageError(f"metrics.{name}: {short(number)} is not a number of 64 bits")
     return {name: float(number) for name, number in value.items()}
