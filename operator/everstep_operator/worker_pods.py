@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from everstep.contract import labels
-from everstep_operator.kube.wire import ContainerTerminated, Pod, PodDisruptionBudget, Service
+from everstep_operator.kube.wire import ContainerStatus, ContainerTerminated, Pod, PodDisruptionBudget, Service
 
 Key: TypeAlias = tuple[str, str]
 
@@ -39,14 +39,19 @@ def worker_labels(pod: Pod) -> WorkerLabels | None:
         return None
 
 
+def worker_container(pod: Pod) -> ContainerStatus | None:
+    """The status of the container that decides what becomes of the pod's worker; None if the kubelet gave none."""
+    return next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
+
+
 def worker_exit(pod: Pod) -> ContainerTerminated | None:
     """How the worker's container ended; None while it runs."""
-    status = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
+    status = worker_container(pod)
     return status.state.terminated if status is not None else None
 
 
 def has_ended(pod: Pod) -> bool:
-    """Whether the worker's containers have ended."""
+    """Whether the worker has ended; side-cars of its pod may still run."""
     if pod.status.phase in ("Succeeded", "Failed"):
         return True
     return worker_labels(pod) is not None and worker_exit(pod) is not None

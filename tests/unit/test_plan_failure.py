@@ -128,13 +128,16 @@ def test_every_cause_has_somebody_who_pays() -> None:
     assert set(CHARGES) == set(Cause)
 
 
+ENDED = Exit(0, finished_at=NOW - timedelta(seconds=1))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         RUNNING,
         {"phase": PodPhase.PENDING, "node": None},
         {"phase": PodPhase.SUCCEEDED, "exit": Exit(0)},
-        {"phase": PodPhase.SUCCEEDED, "deleted_at": NOW, "node": "gone"},
+        {"phase": PodPhase.SUCCEEDED, "exit": ENDED, "deleted_at": NOW, "node": "gone"},
         {"phase": PodPhase.UNKNOWN},
         {"phase": PodPhase.RUNNING, "node": "new", "created_at": NOW - timedelta(seconds=5)},
     ],

@@ -70,7 +70,7 @@ def _seen(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _pod(pod: WorkerPod) -> str:
-    parts = [f"pod {pod.name}: {pod.phase}" + (", ready" if pod.ready else "")]
+    parts = [f"pod {pod.name}: {pod.state}" + (", ready" if pod.ready else "")]
     parts += [f"on node {pod.node}"] if pod.node else []
     parts += ["being deleted"] if pod.deleted_at is not None else []
     if pod.exit is not None:

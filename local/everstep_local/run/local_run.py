@@ -207,7 +207,7 @@ class LocalRun:
 
     def _pid(self, pod: Pod) -> int | None:
         with contextlib.suppress(KeyError):
-            return next(iter(self.nodes.pids(pod.metadata.namespace, pod.metadata.name).values()), None)
+            return self.nodes.pids(pod.metadata.namespace, pod.metadata.name).get(labels.WORKER_CONTAINER)
         return None
 
     # What is seen.
@@ -264,7 +264,7 @@ class LocalRun:
         worker = observe.worker_pod(pod)
         if worker is None:
             return
-        phase = "Deleted" if isinstance(delta, Deleted) else str(worker.phase)
+        phase = "Deleted" if isinstance(delta, Deleted) else str(worker.state)
         self.history.add(
             PodSeen(self.seconds, worker.name, worker.index, worker.round or 0, worker.node or "", phase)
         )  # fmt: skip
@@ -287,7 +287,7 @@ class LocalRun:
             contextlib.suppress(KeyError),
             (self.options.out / "logs" / f"{pod}.log").open("w", encoding="utf-8") as file,
         ):
-            async for line in self.nodes.logs(namespace, pod, follow_=True):
+            async for line in self.nodes.logs(namespace, pod, container=labels.WORKER_CONTAINER, follow_=True):
                 file.write(f"{line.time} {line.text}\n")
                 file.flush()
 

@@ -107,12 +107,12 @@ def _row(
     if worker is None:
         return None
     seen = steps.get(worker.name)
-    state = str(worker.phase)
+    state = str(worker.state)
     if worker.deleted_at is not None:
         state = "Terminating"
     elif worker.waiting is not None:
         state = worker.waiting
-    elif worker.phase == "Running":
+    elif worker.running:
         state = "training" if seen is not None else "starting"
     return WorkerRow(
         worker.index,

@@ -253,7 +253,9 @@ class TrainingJobSpec(ApiModel):
         | None
     ) = Field(default=None, description="Another controller (domain/name) that acts on this job instead. Immutable.")
     pod_cleanup: PodCleanup = Field(
-        default=PodCleanup.RUNNING, description="Pods that a finished job deletes: those still running, all, or none."
+        default=PodCleanup.RUNNING,
+        description="Pods that a finished job deletes: those still running, all, or none. A pod in which only "
+        "side-cars run is deleted anyway, after its grace period.",
     )
     pod_disruption_budget: Bool = Field(
         default=True,

@@ -6,6 +6,7 @@ not part of the snapshot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from everstep_operator.api.allowlist import checkpoint_url_refusal
@@ -13,7 +14,7 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
 from everstep_operator.plan.snapshot import DisruptionBudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
-from everstep_operator.worker_pods import worker_exit, worker_labels
+from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels
 
 # Reasons for which a container waits until a person changes something.
 _STUCK = frozenset(
@@ -60,7 +61,8 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
     if found is None:
         return None
     conditions = {c.type: c for c in pod.status.conditions}
-    ready = conditions.get("Ready")
+    ready, since = _ready(pod, conditions)
+    disruption = conditions.get("DisruptionTarget")
     return WorkerPod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
@@ -68,18 +70,34 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         incarnation=found.incarnation,
         round=found.round,
         phase=PodPhase(pod.status.phase) if pod.status.phase in _PHASES else PodPhase.PENDING,
-        ready=_is_true(ready),
+        ready=ready,
         node=pod.spec.node_name or None,
         deleted_at=_deleted_at(pod),
         reason=pod.status.reason or None,
-        disruption=_disruption(conditions.get("DisruptionTarget")),
+        disruption=_disruption(disruption),
         waiting=_waiting(pod),
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
         created_at=pod.metadata.creation_timestamp,
         exit=_exit(pod),
-        ready_at=ready.last_transition_time if ready is not None else None,
+        ready_at=since,
         message=pod.status.message or None,
+        disrupted_at=disruption.last_transition_time if disruption is not None and _is_true(disruption) else None,
     )
+
+
+def _ready(pod: Pod, conditions: Mapping[str, Condition]) -> tuple[bool, datetime | None]:
+    """Whether the worker container is ready, and since when. A side-car that is not ready makes its pod not Ready. The
+    condition counts if it is false for another reason: a readiness gate, or a node that is not ready."""
+    condition = conditions.get("Ready")
+    since = condition.last_transition_time if condition is not None else None
+    worker = worker_container(pod)
+    if worker is None or worker.ready == _is_true(condition):
+        return _is_true(condition), since
+    all_ready = conditions.get("ContainersReady")
+    if worker.ready and (all_ready is None or _is_true(all_ready)):
+        return False, since
+    running = worker.state.running
+    return worker.ready, running.started_at if running is not None else since
 
 
 _PHASES = frozenset(PodPhase)

@@ -73,10 +73,15 @@ class ContainerTerminated(Wire, frozen=True, kw_only=True):
     finished_at: datetime | None = None
 
 
+class ContainerRunning(Wire, frozen=True, kw_only=True):
+    started_at: datetime | None = None
+
+
 class ContainerState(Wire, frozen=True, kw_only=True):
-    """Neither is set while the container runs."""
+    """At most one is set."""
 
     waiting: ContainerWaiting | None = None
+    running: ContainerRunning | None = None
     terminated: ContainerTerminated | None = None
 
 

@@ -35,15 +35,20 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPod:
-    """One pod of the job, current or left over from an earlier round."""
+    """One pod of the job, current or left over from an earlier round.
+
+    The worker container decides what became of the worker (`state`). The pod's phase sums all
+    of its containers up: a side-car that never ends keeps it Running, and one that fails makes it Failed. So the phase
+    counts only where the kubelet gives no end of the worker container, as for a pod that was rejected by its node.
+    """
 
     name: str
     uid: str
     index: int
     incarnation: int
     round: int | None  # of the pod, under c10d; None: its agent joins rounds
-    phase: PodPhase
-    ready: bool = False
+    phase: PodPhase  # of the whole pod
+    ready: bool = False  # the worker container, whatever its side-cars are
     node: str | None = None
     deleted_at: datetime | None = None  # metadata.deletionTimestamp minus the grace period
     reason: str | None = None  # status.reason: "Evicted", "NodeLost", "UnexpectedAdmissionError", …
@@ -54,10 +59,64 @@ class WorkerPod:
     exit: Exit | None = None
     ready_at: datetime | None = None  # when `ready` became what it is
     message: str | None = None  # status.message: what the kubelet says of `reason`
+    disrupted_at: datetime | None = None  # when `disruption` became true
+
+    @property
+    def over(self) -> bool:
+        """Whether all containers have ended."""
+        return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
     @property
     def finished(self) -> bool:
-        return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+        """Whether the worker has ended; side-cars of its pod may still run."""
+        return self.exit is not None or self.over
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the worker has ended its work. A program that ends with 0 because its pod was told to end has not."""
+        if self.exit is None:
+            return self.phase is PodPhase.SUCCEEDED and not self._is_told_to_end
+        return self.exit.code == 0 and self.ended_by_itself
+
+    @property
+    def state(self) -> PodPhase:
+        """What became of the worker, in the words of a pod's phase."""
+        if not self.finished:
+            return self.phase
+        return PodPhase.SUCCEEDED if self.succeeded else PodPhase.FAILED
+
+    @property
+    def running(self) -> bool:
+        return self.phase is PodPhase.RUNNING and not self.finished
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Whether the worker ended before its pod was told to end. The times are whole seconds, and in the same second
+        the pod counts as told."""
+        if self.exit is None:
+            return False
+        if not self._is_told_to_end:
+            return True
+        ended, told = self.exit.finished_at, self._told_to_end_at
+        return ended is not None and told is not None and ended < told
+
+    @property
+    def ended_by_kubelet(self) -> bool:
+        """Whether the kubelet ended the pod, or rejected it. It gives a reason to no pod that ended otherwise."""
+        return self.phase is PodPhase.FAILED and self.reason not in (None, "NodeLost")
+
+    @property
+    def _is_told_to_end(self) -> bool:
+        return self.deleted_at is not None or self.disruption is not None or self.ended_by_kubelet
+
+    @property
+    def _told_to_end_at(self) -> datetime | None:
+        """The first time that is known; None if one is missing."""
+        disrupted = self.disruption is not None or self.ended_by_kubelet
+        if disrupted and self.disrupted_at is None:
+            return None
+        times = [at for at in (self.deleted_at, self.disrupted_at if disrupted else None) if at is not None]
+        return min(times, default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:
     lost = _is_lost(snapshot, pod)
     if pod.deleted_at is not None and not lost:
         return None
-    grace = 0 if lost or pod.finished else superseded.grace_seconds
+    grace = 0 if lost or pod.over else superseded.grace_seconds
     return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else superseded.why)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
@@ -10,7 +10,7 @@ from everstep_operator.api.status import Failure
 from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
-from everstep_operator.plan.build import disruption_budget, status
+from everstep_operator.plan.build import disruption_budget, pods, status
 from everstep_operator.plan.build.status import Verdict
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, Plan, Requeue
@@ -33,7 +33,7 @@ def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
         finished_at=snapshot.now,
     )
     event = Event(EventReason.JOB_COMPLETED, message)
-    return Plan(done, clean_up(snapshot), (event,), publish=True, reason=message)
+    return Plan(done, clean_up(snapshot), (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
 
 
 def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
@@ -63,25 +63,46 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
     )
     # An event shows its reason beside its message, so the message does not repeat it.
     event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else message)
-    return Plan(ended, clean_up(snapshot), (event,), publish=True, reason=message)
+    return Plan(ended, clean_up(snapshot), (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
 
 
 def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
-    """Delete the pods of a finished job that `podCleanup` names."""
+    """Delete the pods of a finished job that `podCleanup` names, and pods in which only side-cars run."""
     return staged({StageName.CLEAN: _left_over(snapshot)})
 
 
 def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
     policy = snapshot.job.spec.pod_cleanup
-    if policy is PodCleanup.NONE:
-        return disruption_budget.gone(snapshot)
-    doomed = (p for p in snapshot.pods if p.deleted_at is None and (policy is PodCleanup.ALL or not p.finished))
-    actions: list[Action] = [_delete(p, f"the job is finished, podCleanup {policy}") for p in doomed]
-    if snapshot.service_uid is not None:
+    actions: list[Action] = []
+    for pod in snapshot.pods:
+        if pod.deleted_at is not None or (pod.over and policy is not PodCleanup.ALL):
+            continue
+        if policy is not PodCleanup.ALL and pod.finished:
+            if _side_cars_end_by(snapshot, pod) <= snapshot.now:
+                actions.append(_delete(pod, "the job is finished, and only side-cars still run"))
+        elif policy is not PodCleanup.NONE:
+            actions.append(_delete(pod, f"the job is finished, podCleanup {policy}"))
+    if policy is not PodCleanup.NONE and snapshot.service_uid is not None:
         actions.append(
             DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
     return (*actions, *disruption_budget.gone(snapshot))
+
+
+def _side_cars_end_by(snapshot: Snapshot, pod: WorkerPod) -> datetime:
+    """Until when the side-cars of an ended worker may end by themselves, which keeps the pod and its logs. The kubelet
+    gives native side-cars the pod's grace period; other containers may watch the worker."""
+    ended = pod.exit.finished_at if pod.exit is not None else None
+    return snapshot.now if ended is None else ended + timedelta(seconds=pods.grace_seconds(snapshot.job))
+
+
+def _side_cars_may_end(snapshot: Snapshot) -> Requeue | None:
+    """When to look for side-cars that have not ended. No change would be observed then."""
+    if snapshot.job.spec.pod_cleanup is PodCleanup.ALL:
+        return None
+    ends = (_side_cars_end_by(snapshot, p) for p in snapshot.pods if p.finished and not p.over and p.deleted_at is None)
+    due = min((at for at in ends if at > snapshot.now), default=None)
+    return None if due is None else Requeue(due - snapshot.now, "side-cars may end by themselves")
 
 
 def after_finish(snapshot: Snapshot) -> Plan:
@@ -95,8 +116,10 @@ def after_finish(snapshot: Snapshot) -> Plan:
             end = staged({StageName.END: (DeleteJob(job.uid, f"finished {ttl} s ago"),)})
             return Plan(job.status, end, reason="time to live is over")
         left = Requeue(due - snapshot.now, "time to live")
+        sooner = _side_cars_may_end(snapshot)
+        left = sooner if sooner is not None and sooner.after < left.after else left
         return Plan(job.status, clean_up(snapshot), requeue=left, reason="finished; waits for its time to live")
-    return Plan(job.status, clean_up(snapshot), reason="finished; nothing to do")
+    return Plan(job.status, clean_up(snapshot), requeue=_side_cars_may_end(snapshot), reason="finished; nothing to do")
 
 
 def _delete(pod: WorkerPod, why: str) -> DeletePod:

@@ -9,7 +9,7 @@ from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionTy
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
-from everstep_operator.plan.snapshot import PodPhase, RoundView, Snapshot
+from everstep_operator.plan.snapshot import RoundView, Snapshot
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import losses_among
 from everstep_operator.plan.state.world_state import is_awaited
@@ -85,4 +85,4 @@ def _still_ending(snapshot: Snapshot, view: RoundView) -> bool:
     named = {i: names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
     there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
     lost = {loss.index for loss in losses_among(snapshot, there, dict.fromkeys(there, True))}
-    return any(p.phase is not PodPhase.SUCCEEDED and i not in lost for i, p in there.items())
+    return any(not p.succeeded and i not in lost for i, p in there.items())

@@ -15,7 +15,7 @@ from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Loss
@@ -85,7 +85,7 @@ def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
     ending = bool(facts.succeeded)
     if is_awaited(facts.snapshot):
         return () if ending else lost
-    others_run = any(p.phase is PodPhase.RUNNING and p.deleted_at is None for p in facts.current.values())
+    others_run = any(p.running and p.deleted_at is None for p in facts.current.values())
     if not (ending and others_run):
         return lost
     return tuple(loss for loss in lost if loss.cause is not Cause.PEER_LOST)

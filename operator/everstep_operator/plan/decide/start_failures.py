@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 
 # A world that has been complete for this long has started, whether its script reports or not.
 STOOD = timedelta(minutes=2)
@@ -60,12 +60,12 @@ def runs_elsewhere(snapshot: Snapshot, index: int, pod: str | None) -> bool:
     ended = failed.exit.finished_at if failed.exit is not None else None
     took = max(timedelta(0), (ended or snapshot.now) - failed.created_at)
     others = (p for p in snapshot.pods if p.index != index)
-    return any(p.phase is PodPhase.SUCCEEDED or _ready_for(snapshot, p) > took + SKEW for p in others)
+    return any(p.succeeded or _ready_for(snapshot, p) > took + SKEW for p in others)
 
 
 def _ready_for(snapshot: Snapshot, pod: WorkerPod) -> timedelta:
     node = snapshot.nodes.get(pod.node or "")
-    alive = pod.phase is PodPhase.RUNNING and pod.ready and pod.deleted_at is None and (node is None or node.ready)
+    alive = pod.running and pod.ready and pod.deleted_at is None and (node is None or node.ready)
     since = pod.ready_at or pod.created_at
     return snapshot.now - since if alive and since is not None else timedelta(0)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
-from everstep_operator.plan.snapshot import JobView, PodPhase, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import JobView, RoundView, Snapshot, WorkerPod
 from everstep_operator.plan.state import losses, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.roster import Roster
@@ -44,7 +44,7 @@ class Facts:
 
     @property
     def succeeded(self) -> frozenset[int]:
-        return frozenset(i for i, p in self.current.items() if p.phase is PodPhase.SUCCEEDED)
+        return frozenset(i for i, p in self.current.items() if p.succeeded)
 
     @property
     def regrows(self) -> bool:

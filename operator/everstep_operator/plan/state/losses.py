@@ -20,7 +20,7 @@ from enum import StrEnum
 from everstep.contract import exit_codes, redact, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan import sanitize
-from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, NodeView, Snapshot, WorkerPod
 from everstep_operator.plan.state import exit_text
 
 MAX_MESSAGE = sanitize.MAX_TEXT
@@ -32,6 +32,16 @@ SIGKILL, SIGTERM = 9, 15
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 # The kubelet's reason for a container whose end it did not see, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
+
+# The kubelet's reasons for a pod that it ended. (It gives `Evicted` too.)
+_BY_KUBELET = {
+    "NodeLost": Cause.NODE_LOST,
+    "NodeShutdown": Cause.NODE_LOST,
+    "Shutdown": Cause.NODE_LOST,
+    "Terminated": Cause.NODE_LOST,
+    "Preempting": Cause.DISRUPTION_TARGET,
+    "Preempted": Cause.DISRUPTION_TARGET,
+}
 
 # The kubelet's reasons for a container that the runtime could not start.
 _NEVER_RAN = ("ContainerCannotRun", "StartError", "CreateContainerError")
@@ -146,9 +156,11 @@ def on_lost_node(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> b
 
 def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss | None:
     """Why this pod no longer trains; None while it may still."""
-    if pod.phase is PodPhase.SUCCEEDED:
+    if pod.succeeded:
         return None
-    if pod.phase is not PodPhase.FAILED and on_lost_node(pod, nodes, now):
+    if pod.ended_by_itself:
+        return _loss_of_exit(pod)
+    if not pod.finished and on_lost_node(pod, nodes, now):
         node = nodes.get(pod.node or "")
         detail = f"node {pod.node} " + ("is gone" if node is None else "is not ready")
         return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
@@ -158,9 +170,13 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
     if pod.disruption is not None:
         detail = f"disrupted: {pod.disruption}"
         return Loss(pod.index, Cause.DISRUPTION_TARGET, detail, pod.name, pod.node, at=pod.deleted_at)
-    if pod.deleted_at is not None and not _ended_before(pod, pod.deleted_at):
+    if pod.deleted_at is not None:
         return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
-    return _loss_of_exit(pod) if pod.phase is PodPhase.FAILED else None
+    if pod.ended_by_kubelet and pod.exit is not None:
+        cause = _BY_KUBELET.get(pod.reason or "", Cause.SIGNALED)
+        detail = f"ended by the kubelet: {pod.reason}{_said(pod)}"
+        return Loss(pod.index, cause, detail, pod.name, pod.node, pod.exit.code, pod.exit.finished_at)
+    return _loss_of_exit(pod) if pod.finished else None
 
 
 def _said(pod: WorkerPod) -> str:
@@ -168,17 +184,10 @@ def _said(pod: WorkerPod) -> str:
     return f": {' '.join(pod.message.split()).rstrip('.')}" if pod.message else ""
 
 
-def _ended_before(pod: WorkerPod, deleted_at: datetime) -> bool:
-    """Whether the program had failed before the pod was deleted. If it failed afterwards, its exit code is the answer
-    to the kubelet's SIGTERM (torchrun's is 1), and the program is not to blame."""
-    ended = pod.exit.finished_at if pod.exit is not None else None
-    return pod.phase is PodPhase.FAILED and ended is not None and ended < deleted_at
-
-
 def _loss_of_exit(pod: WorkerPod) -> Loss:
     exit_ = pod.exit
     if exit_ is None:
-        cause = Cause.NODE_LOST if pod.reason in ("NodeLost", "NodeShutdown", "Terminated") else Cause.START_FAILED
+        cause = _BY_KUBELET.get(pod.reason or "", Cause.START_FAILED)
         detail = f"failed without running: {pod.reason or 'no reason given'}{_said(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node)
     record = _record(exit_.message)

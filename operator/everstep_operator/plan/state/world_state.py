@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from everstep.contract.document import Sizes
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan.snapshot import PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.state.roster import Roster
 
 
@@ -73,4 +73,4 @@ def _by_pods(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod
 
 
 def _running_or_done(current: Mapping[int, WorkerPod]) -> frozenset[int]:
-    return frozenset(i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED or (p.ready and not p.finished))
+    return frozenset(i for i, p in current.items() if p.succeeded or (p.ready and not p.finished))

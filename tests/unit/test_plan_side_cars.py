@@ -1,0 +1,295 @@
+"""A worker is judged by its own container and by why that ended, whatever its side-cars do."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from everstep.contract import labels
+from everstep_local.plan.simulation.agents import ElasticWorld
+from everstep_local.plan.simulation.cluster import World
+from everstep_operator.controller.observe import worker_pod
+from everstep_operator.kube.wire import Pod, rfc3339
+from everstep_operator.plan.actions import DeletePod
+from everstep_operator.plan.planner import plan
+
+BACKENDS = ["everstep", "etcd", "c10d"]
+Json = dict[str, Any]
+
+
+def a_world(backend: str) -> Any:
+    """Two workers, both needed, that have trained for a minute."""
+    world: Any = World() if backend == "c10d" else ElasticWorld()
+    if backend != "c10d":
+        world.do_job("replicas=2")
+        world.do_fixed()
+    if backend == "etcd":
+        world.do_etcd()
+    act(world)
+    world.do_ready("0", "1")
+    if world.view is not None:
+        world.do_form()
+    world.do_step("5")
+    act(world)
+    world.do_advance("60")
+    return world
+
+
+def act(world: Any, passes: int = 3) -> str:
+    return "\n".join(world.reconcile() for _ in range(passes))
+
+
+def running() -> Json:
+    return {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+
+
+def ended(code: int, at: datetime, reason: str = "") -> Json:
+    reason = reason or ("Completed" if code == 0 else "Error")
+    return {"terminated": {"exitCode": code, "reason": reason, "finishedAt": rfc3339(at)}}
+
+
+def container(name: str, state: Json) -> Json:
+    return {"name": name, "state": state, "ready": "running" in state}
+
+
+def tell(
+    world: Any,
+    index: int,
+    worker: Json,
+    side_cars: dict[str, Json] | None = None,
+    *,
+    native: dict[str, Json] | None = None,
+    ephemeral: dict[str, Json] | None = None,
+    deleted_at: datetime | None = None,
+    **status: Any,
+) -> None:
+    """The pod of a worker becomes what the operator reads from this status, as a kubelet writes it."""
+    old = world.pods[world.current(index)]
+    containers = [container("worker", worker), *(container(n, s) for n, s in (side_cars or {}).items())]
+    states = [c["state"] for c in containers]
+    codes = [s["terminated"]["exitCode"] for s in states if "terminated" in s]
+    phase = "Running" if len(codes) < len(states) else "Failed" if any(codes) else "Succeeded"
+    all_ready = "True" if all(c["ready"] for c in containers) else "False"
+    found = {labels.WORKER_INDEX: str(old.index), labels.INCARNATION: str(old.incarnation)}
+    if old.round is not None:
+        found[labels.ROUND] = str(old.round)
+    metadata: Json = {"name": old.name, "uid": old.uid, "labels": found, "creationTimestamp": rfc3339(old.created_at)}
+    if deleted_at is not None:
+        stamp = rfc3339(deleted_at + timedelta(seconds=30))
+        metadata |= {"deletionTimestamp": stamp, "deletionGracePeriodSeconds": 30}
+    conditions = [{"type": t, "status": all_ready} for t in ("Ready", "ContainersReady")]
+    told = {
+        "phase": phase,
+        "containerStatuses": containers,
+        "initContainerStatuses": [container(n, s) for n, s in (native or {}).items()],
+        "ephemeralContainerStatuses": [container(n, s) for n, s in (ephemeral or {}).items()],
+        **status,
+        "conditions": [*conditions, *status.get("conditions", ())],
+    }
+    body = {"metadata": metadata, "spec": {"nodeName": old.node}, "status": told}
+    pod = worker_pod(msgspec.convert(body, Pod))
+    assert pod is not None
+    world.pods[old.name] = pod
+
+
+# What else is in the pod while or after its worker ends; `None` in place of a code: it runs.
+BESIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a side-car that runs": {"side_cars": {"mesh": None}},
+    "a side-car that ended well": {"side_cars": {"mesh": 0}},
+    "a side-car that failed": {"side_cars": {"mesh": 1}},
+    "a side-car that was killed": {"side_cars": {"mesh": 137}},
+    "two side-cars": {"side_cars": {"mesh": None, "logs": 137}},
+    "a native side-car": {"native": {"mesh": None}},
+    "a native side-car that was killed": {"native": {"mesh": 137}},
+    "an ephemeral container": {"ephemeral": {"debugger": None}},
+}
+
+
+def beside(world: Any, which: str) -> dict[str, Any]:
+    return {
+        kind: {n: running() if code is None else ended(code, world.now) for n, code in found.items()}
+        for kind, found in BESIDE[which].items()
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", BESIDE)
+def test_job_whose_workers_ended_with_0_is_complete(backend: str, which: str) -> None:
+    world = a_world(backend)
+    for index in (0, 1):
+        tell(world, index, ended(0, world.now), **beside(world, which))
+    told = act(world)
+    assert world.status.condition("Complete").status == "True", told
+    assert (world.status.restarts.total, "WorkerLost" in told) == (0, False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", BESIDE)
+@pytest.mark.parametrize(
+    ("code", "reason", "cause", "charged"),
+    [(1, "Error", "Error", 1), (137, "OOMKilled", "OOMKilled", 1), (137, "Error", "Signaled", 0)],
+)
+def test_worker_that_failed_is_replaced_at_once(
+    backend: str, which: str, code: int, reason: str, cause: str, charged: int
+) -> None:
+    world = a_world(backend)
+    lost = world.current(1)
+    tell(world, 1, ended(code, world.now, reason), **beside(world, which))
+    told = world.reconcile()
+    assert f"worker 1 on n2 lost ({cause})" in told
+    assert f"delete pod {lost}" in told
+    assert (world.status.restarts.total, world.status.restarts.user_code) == (1, charged)
+    world.do_advance("60")  # the back-off
+    act(world)
+    assert world.current(1) != lost
+    assert world.current(1) in world.pods
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", BESIDE)
+def test_worker_that_runs_is_not_lost_by_its_side_cars(backend: str, which: str) -> None:
+    world = a_world(backend)
+    tell(world, 1, running(), **beside(world, which))
+    told = act(world)
+    assert "WorkerLost" not in told
+    assert world.status.condition("Ready").reason == "Running"
+    assert world.status.ready_replicas == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_success_beside_a_killed_side_car_is_not_charged_while_the_other_runs(backend: str) -> None:
+    world = a_world(backend)
+    tell(world, 0, ended(0, world.now), {"mesh": ended(137, world.now)})
+    told = act(world)
+    assert "WorkerLost" not in told
+    assert world.status.condition("Ready").message.endswith("1 succeeded")
+
+
+def test_pod_with_a_side_car_gets_time_to_end_before_its_successor_is_placed() -> None:
+    """A pod that is deleted by force is gone from the API while its containers still hold their devices."""
+    world = a_world("everstep")
+    pods = [world.current(0), world.current(1)]
+    tell(world, 0, ended(1, world.now), {"mesh": running()})
+    tell(world, 1, ended(1, world.now))
+    deletes = {a.name: a for a in plan(world.snapshot()).actions if isinstance(a, DeletePod)}
+    assert [deletes[name].grace_seconds for name in pods] == [1, 0]
+
+
+@pytest.mark.parametrize("policy", ["Running", "None", "All"])
+@pytest.mark.parametrize("code", [0, 1])
+def test_side_cars_of_a_finished_job_end(policy: str, code: int) -> None:
+    """They get their grace period to end by themselves, so that the logs stay; then their pod is deleted."""
+    world = a_world("everstep")
+    world.do_job(f"podCleanup={policy}", "recovery.maxRestarts=0")
+    names = [world.current(0), world.current(1)]
+    for index in (0, 1):
+        tell(world, index, ended(code, world.now), {"mesh": running()})
+    act(world, 1)
+    ending = plan(world.snapshot())
+    if policy == "All":
+        assert not set(names) & set(world.pods)
+        return
+    assert set(names) <= set(world.pods)
+    assert ending.requeue is not None
+    assert ending.requeue.after == timedelta(seconds=30)
+    tell(world, 0, ended(code, world.now), {"mesh": ended(0, world.now)})
+    world.do_advance("31")
+    act(world)
+    assert set(names) & set(world.pods) == {names[0]}
+
+
+# Who told the pod to end, as the pod shows: whether it is being deleted, the reason of its DisruptionTarget, and what
+# the kubelet adds to its status. Without the first two nothing says when it was told.
+TOLD: dict[str, tuple[bool, str | None, Json]] = {
+    "deleted": (True, None, {}),
+    "drained": (True, "EvictionByEvictionAPI", {}),
+    "preempted": (False, "PreemptionByScheduler", {}),
+    "evicted by the kubelet": (False, "TerminationByKubelet", {"phase": "Failed", "reason": "Evicted"}),
+    "evicted by an older kubelet": (False, None, {"phase": "Failed", "reason": "Evicted"}),
+    "node shut down": (False, "TerminationByKubelet", {"phase": "Failed", "reason": "Terminated"}),
+    "node shut down by an older kubelet": (False, None, {"phase": "Failed", "reason": "NodeShutdown"}),
+    "preempted by a static pod": (False, None, {"phase": "Failed", "reason": "Preempting"}),
+    "deadline of the pod": (False, None, {"phase": "Failed", "reason": "DeadlineExceeded"}),
+}
+DATED = [who for who, (deleted, reason, _) in TOLD.items() if deleted or reason]
+
+
+def told_to_end(who: str, at: datetime) -> Json:
+    deleted, reason, status = TOLD[who]
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "lastTransitionTime": rfc3339(at)}
+    return {**status, "deleted_at": at if deleted else None, "conditions": [condition] if reason else []}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", TOLD)
+@pytest.mark.parametrize("later", [0, 3])
+def test_exit_0_of_a_pod_that_was_told_to_end_is_no_success(backend: str, who: str, later: int) -> None:
+    """`trap 'exit 0' TERM`. In the same second it may be the answer too."""
+    world = a_world(backend)
+    at = world.now
+    world.do_advance("5")
+    for index in (0, 1):
+        tell(world, index, ended(0, at + timedelta(seconds=later)), **told_to_end(who, at))
+    told = act(world)
+    assert world.status.condition("Complete").status == "False", told
+    assert "WorkerLost" in told
+    assert world.status.restarts.user_code == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("who", DATED)
+@pytest.mark.parametrize("side_cars", [None, {"mesh": 137}])
+def test_exit_0_before_the_pod_was_told_to_end_is_a_success(
+    backend: str, who: str, side_cars: dict[str, int] | None
+) -> None:
+    world = a_world(backend)
+    at = world.now
+    world.do_advance("5")
+    beside = {n: ended(code, at) for n, code in (side_cars or {}).items()}
+    for index in (0, 1):
+        tell(world, index, ended(0, at - timedelta(seconds=1)), beside, **told_to_end(who, at))
+    told = act(world)
+    assert world.status.condition("Complete").status == "True", told
+
+
+@pytest.mark.parametrize("who", DATED)
+def test_failure_before_the_pod_was_told_to_end_is_charged(who: str) -> None:
+    world = a_world("everstep")
+    at = world.now
+    world.do_advance("5")
+    tell(world, 1, ended(1, at - timedelta(seconds=1)), {"mesh": ended(143, at)}, **told_to_end(who, at))
+    world.reconcile()
+    assert world.status.restarts.user_code == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_suspension_that_the_program_answers_with_0_is_no_success(backend: str) -> None:
+    world = a_world(backend)
+    kept = dict(world.pods)
+    world.do_job("suspend=true")
+    world.reconcile()
+    world.pods = kept  # they end in their grace period
+    for name in kept:
+        world.change(name, deleted_at=world.now)
+    for index in (0, 1):
+        name = next(n for n, p in kept.items() if p.index == index)
+        world.current = lambda _, name=name: name
+        tell(world, index, ended(0, world.now + timedelta(seconds=1)), deleted_at=world.now)
+        del world.current
+    act(world)
+    assert world.status.condition("Complete").status == "False"
+    assert world.status.condition("Suspended").status == "True"
+
+
+def test_node_that_is_lost_makes_a_ready_container_not_ready() -> None:
+    """The node's controller writes only the Ready condition: no kubelet is there to write more."""
+    world = a_world("everstep")
+    tell(world, 1, running())
+    assert world.pods[world.current(1)].ready
+    conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    tell(world, 1, running(), conditions=conditions)
+    assert not world.pods[world.current(1)].ready
