@@ -244,3 +244,13 @@ def test_uninstall_keeps_the_crd_and_its_jobs(helm: Any) -> None:
 def test_wrong_value_is_refused_by_its_name(helm: Any, value: str, named: str) -> None:
     done = helm("template", "everstep", "--set", value, expect_failure=True)
     assert named in done.stderr
+
+
+def test_guard_of_the_operators_own_writes_does_not_hang_on_the_policy_for_jobs(helm: Any) -> None:
+    def policies(*flags: str) -> set[str]:
+        found = (o for o in _objects(helm, *flags) if o["kind"] == "ValidatingAdmissionPolicy")
+        return {o["metadata"]["name"] for o in found}
+
+    assert policies() == {"everstep-trainingjobs", "everstep-rounds"}
+    assert policies("--set", "policy.enabled=false") == {"everstep-rounds"}
+    assert policies("--set", "operatorPolicy.enabled=false") == {"everstep-trainingjobs"}

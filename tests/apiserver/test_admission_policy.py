@@ -106,7 +106,97 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "case_11_credentials": (_url("s3://key:secret@bucket/a"), "spec.checkpoint.url must not contain '@'"),
 }
 
+APPARMOR = "container.apparmor.security.beta.kubernetes.io/worker"
+HOOK = {"httpGet": {"port": 80, "host": "169.254.169.254"}}
+
+# The rows of the standard Pod Security "baseline", in its order; and what a template may only choose from a list.
+REFUSED |= {
+    "baseline_host_process_of_the_pod": (
+        _pod(securityContext={"windowsOptions": {"hostProcess": True}}),
+        "windowsOptions.hostProcess",
+    ),
+    "baseline_host_process_of_an_init_container": (
+        _pod(initContainers=[{**SIDE_CAR, "securityContext": {"windowsOptions": {"hostProcess": True}}}]),
+        "windowsOptions.hostProcess",
+    ),
+    "baseline_host_port_of_an_init_container": (
+        _pod(initContainers=[{**SIDE_CAR, "ports": [{"containerPort": 1, "hostPort": 80}]}]),
+        "ports.hostPort",
+    ),
+    **{
+        f"baseline_host_of_{probe}": (_worker(**{probe: {call: {"port": 80, "host": "10.0.0.1"}}}), "must name no host")
+        for probe, call in (("livenessProbe", "httpGet"), ("readinessProbe", "tcpSocket"), ("startupProbe", "httpGet"))
+    },
+    "baseline_host_of_post_start": (_worker(lifecycle={"postStart": HOOK}), "must name no host"),
+    "baseline_host_of_pre_stop": (
+        _worker(lifecycle={"preStop": {"tcpSocket": {"port": 80, "host": "10.0.0.1"}}}),
+        "must name no host",
+    ),
+    "baseline_host_of_a_side_cars_probe": (
+        _pod(containers=[CONTAINER, {**SIDE_CAR, "livenessProbe": HOOK}]),
+        "must name no host",
+    ),
+    "baseline_apparmor_by_annotation": (
+        {"template.metadata": {"annotations": {APPARMOR: "unconfined"}}},
+        "container.apparmor.security.beta.kubernetes.io/…",
+    ),
+    "baseline_apparmor_off_in_pod": (_pod(securityContext={"appArmorProfile": {"type": "Unconfined"}}), "appArmor"),
+    "baseline_apparmor_of_another_word": (_secured(appArmorProfile={"type": "unconfined"}), "appArmorProfile.type"),
+    "baseline_selinux_type": (_secured(seLinuxOptions={"type": "spc_t"}), "seLinuxOptions"),
+    "baseline_selinux_type_of_the_pod": (_pod(securityContext={"seLinuxOptions": {"type": "spc_t"}}), "seLinuxOptions"),
+    "baseline_selinux_user": (_secured(seLinuxOptions={"user": "system_u"}), "seLinuxOptions"),
+    "baseline_selinux_role": (_secured(seLinuxOptions={"role": "system_r"}), "seLinuxOptions"),
+    "baseline_seccomp_of_another_word": (_secured(seccompProfile={"type": "unconfined"}), "seccompProfile.type"),
+    "baseline_sysctl": (
+        _pod(securityContext={"sysctls": [{"name": "kernel.core_pattern", "value": "|/x"}]}),
+        "securityContext.sysctls",
+    ),
+    "baseline_sysctl_behind_a_good_one": (
+        _pod(
+            securityContext={
+                "sysctls": [
+                    {"name": "net.ipv4.tcp_syncookies", "value": "1"}, {"name": "net.core.somaxconn", "value": "9"},
+                ]
+            }
+        ),
+        "securityContext.sysctls",
+    ),
+    "chosen_node_name": (_pod(nodeName="control-plane"), "policy.allowedNodeNames"),
+    "chosen_toleration": (
+        _pod(tolerations=[{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}]),
+        "policy.allowedTolerationKeys",
+    ),
+    "chosen_toleration_of_everything": (_pod(tolerations=[{"operator": "Exists"}]), "policy.allowedTolerationKeys"),
+    "chosen_priority": (_pod(priorityClassName="system-node-critical"), "policy.allowedPriorityClassNames"),
+    "chosen_scheduler": (_pod(schedulerName="other"), "policy.allowedSchedulerNames"),
+    "chosen_runtime": (_pod(runtimeClassName="kata"), "policy.allowedRuntimeClassNames"),
+    "field_of_a_later_version": (_pod(hostEverything=True), "the policy knows no field hostEverything"),
+    "security_field_of_a_later_version": (_secured(hostEverything=True), "knows no field of securityContext"),
+}  # fmt: skip
+
 ACCEPTED: dict[str, dict[str, Any]] = {
+    "all_that_baseline_allows": {
+        **_pod(
+            securityContext={
+                "sysctls": [{"name": "net.ipv4.ip_local_port_range", "value": "1024 65535"}],
+                "seLinuxOptions": {"type": "container_t", "level": "s0:c1"},
+                "appArmorProfile": {"type": "RuntimeDefault"},
+                "fsGroup": 1000,
+            },
+            containers=[
+                {
+                    **CONTAINER,
+                    "livenessProbe": {"httpGet": {"port": 80, "path": "/"}},
+                    "lifecycle": {"preStop": {"exec": {"command": ["true"]}}},
+                    "securityContext": {"seccompProfile": {"type": "Localhost", "localhostProfile": "a.json"}},
+                }
+            ],
+        ),
+        "template.metadata": {"annotations": {APPARMOR: "localhost/worker", "team": "a"}, "labels": {"a": "b"}},
+    },
+    "accelerators_taint": _pod(
+        tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}], runtimeClassName="nvidia"
+    ),
     "plain": GOOD_URL,
     "without_checkpoint": {},
     "google_storage": _url("gs://bucket/digits"),
@@ -255,11 +345,22 @@ def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> No
         *("--set-json", f"policy.checkpointUrlPrefixes={values}"),
         *("--set-json", 'policy.allowedCapabilities=["IPC_LOCK"]'),
         *("--set-json", 'policy.allowedServiceAccounts=["trainer"]'),
+        *("--set-json", 'policy.allowedNodeNames=["", "n1"]'),
+        *("--set-json", 'policy.allowedTolerationKeys=["*"]'),
+        *("--set-json", 'policy.allowedPriorityClassNames=["batch"]'),
+        *("--set-json", 'policy.allowedSchedulerNames=["", "volcano"]'),
+        *("--set-json", 'policy.allowedRuntimeClassNames=["*"]'),
     )
     applied = plane.kubectl("apply", "-f", "-", input=changed)
     assert applied.returncode == 0, applied.stderr
     _wait_until("the policy is in force", lambda: _refused(guarded, _pod(hostPID=True)))
-    allowed = _pod(serviceAccountName="trainer")
+    allowed = _pod(serviceAccountName="trainer", priorityClassName="batch")
+    everything = [{"operator": "Exists"}]
+    chosen = {"nodeName": "n1", "tolerations": everything, "schedulerName": "volcano", "runtimeClassName": "kata"}
+    assert not _refused(guarded, {**allowed, **_pod(**chosen)})
+    assert _refused(guarded, {**allowed, **_pod(nodeName="n2")})
+    assert _refused(guarded, {**allowed, **_pod(schedulerName="default-scheduler")})
+    assert _refused(guarded, _pod(serviceAccountName="trainer"))  # without the class that all have to have
     own, others = f"s3://shared/{guarded.namespace}/a", "s3://shared/other-tenant/a"
     assert not _refused(guarded, {**allowed, **_url(own), **_secured(capabilities={"add": ["IPC_LOCK"]})})
     assert not _refused(guarded, {**allowed, **_url("abfs://box@account/a")})
@@ -267,4 +368,4 @@ def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> No
     assert _refused(guarded, {**allowed, **_url("abfs://box@account/user@x")})
     assert _refused(guarded, {**allowed, **_secured(capabilities={"add": ["SYS_ADMIN"]})})
     assert _refused(guarded, _pod(serviceAccountName="default"))
-    assert not _refused(guarded, _pod(serviceAccount="trainer"))
+    assert not _refused(guarded, _pod(serviceAccount="trainer", priorityClassName="batch"))
