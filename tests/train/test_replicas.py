@@ -19,6 +19,7 @@ class Averaged:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.parameters_to_ignore, self.broadcast_buffers = module, list[str](), True
+        self.modules_buffers = list(module.buffers())
 
 
 def test_averaged_parameters_that_differ_are_refused_after_the_last_step_at_the_latest() -> None:

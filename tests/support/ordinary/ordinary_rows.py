@@ -196,6 +196,8 @@ ROWS = (
     Row(
         "growing_buffer",
     ),
+    Row("buffer_none_first", in_process=True, kills=("5:backward", "0:backward", "9:optimizer", ALL)),
+    Row("buffer_of_first_batch", refused=r"different values of model\.0\.scale.*None when its Distributed"),
     Row(
         "replaced_buffer",
         apart="mean$",

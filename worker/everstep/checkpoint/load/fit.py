@@ -6,7 +6,7 @@ with every name that is at fault, while the state is still as it was; and no val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -15,12 +15,12 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
 from everstep.checkpoint.load import fit_optimizer
 from everstep.checkpoint.load.fit_values import misfits
-from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, Body, Fit
+from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, UNSET, Body, Fit
 from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.state.capture import Captured, asked_of, kind_of
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import crossed
-from everstep.checkpoint.state.modules import bare, migrated
+from everstep.checkpoint.state.modules import bare, buffer_names, is_free, migrated, unset_buffers
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
 from everstep.checkpoint.state.union import Union, inside
 
@@ -117,8 +117,9 @@ class _Fitting:
         own, free = live["tree"], migrated(module)
         if self._of_session:
             # These are loaded before the module gives its buffers the size that they had when they were saved.
-            free += tuple(name for name, _ in module.named_buffers())
-        tree, complete = self._named(key, body["tree"], own, free, cast=self._selection.cast)
+            free += buffer_names(module)
+        unset = unset_buffers(module)
+        tree, complete = self._named(key, body["tree"], own, free, unset, cast=self._selection.cast)
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")
         # A module that judges names by itself raises for those that it lacks, unless it is filled in part.
         partial = not complete or bool(free and not self._selection.strict)
@@ -129,10 +130,10 @@ class _Fitting:
             self.found.bodies[key]["metadata"] = metadata
 
     def _named(
-        self, key: str, tree: Any, own: Any, free: tuple[str, ...], *, cast: bool
+        self, key: str, tree: Any, own: Any, free: tuple[str, ...], unset: Collection[str], *, cast: bool
     ) -> tuple[dict[str, Any], bool]:
-        """What of a mapping of names goes into another, and whether that is all of both. What is below `free` prefixes
-        a module brings into its own form by itself: that is for it to judge."""
+        """What of a mapping of names goes into another, and whether that is all of both. What is `free` a module brings
+        into its own form by itself: that is for it to judge. `unset`: buffers that are None."""
         found, chosen = self.found, self._selection
         taken: dict[str, Any] = {}
         complete = True
@@ -142,17 +143,17 @@ class _Fitting:
                 found.not_taken.append(path)
             elif (
                 self._same_type(path, value, own.get(name), cast)
-                if name.startswith(free)
+                if is_free(name, free)
                 else name in own and self._same_form(path, value, own[name], cast)
             ):
                 taken[name] = value
                 continue
             elif name not in own:
-                self._told(found.not_taken, path, BEYOND)
+                self._told(found.not_taken, path, BEYOND + UNSET * (name in unset))
             complete = False
         for name in own:
             path = join(key, name)
-            if name in tree or (name.startswith(free) and chosen.takes(path)):
+            if name in tree or (is_free(name, free) and chosen.takes(path)):
                 continue
             complete = False
             if chosen.takes(path):
@@ -220,7 +221,7 @@ class _Fitting:
                 found.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
                 return
             if body["kind"] == "module":
-                tree, complete = self._named(key, tree, own, (), cast=cast)
+                tree, complete = self._named(key, tree, own, (), (), cast=cast)
             else:
                 complete = False
                 found.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]

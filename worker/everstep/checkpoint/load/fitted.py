@@ -8,13 +8,16 @@ from typing import Any, Final
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.load.selection import LoadReport, Selection
-from everstep.checkpoint.state.modules import Answer
+from everstep.checkpoint.state.modules import Answer, is_free
 from everstep.checkpoint.state.tree import join
 
 NAMED: Final = 5  # how many that do not fit an error names
 
 LACKING: Final = "is in the state passed and not in the commit"
 BEYOND: Final = "is in the commit and not in the state passed"
+# A commit does not say whether a buffer was None when its run began: a None may as well be a setting of the module, as
+# it is of BatchNorm with track_running_stats=False. A session knows.
+UNSET: Final = " (the buffer is None here: make it before restore(), by a forward pass, or restore in a session)"
 
 Body = dict[str, Any]
 
@@ -23,7 +26,7 @@ Body = dict[str, Any]
 class Fit:
     """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
     tensors, the names in `Captured.tensors` of those that it is put into. `judges`: for each module that is filled in
-    part, the beginnings of the names that it judges by itself."""
+    part, the names that it judges by itself (`modules.is_free`)."""
 
     bodies: dict[str, Body] = field(default_factory=dict)
     live: dict[str, list[str]] = field(default_factory=dict)
@@ -42,9 +45,9 @@ class Fit:
         problems: list[str] = []
         for key, answer in answers.items():
             own = self.judges.get(key, ())
-            lacking = [join(key, name) for name in answer.missing if name.startswith(own)]
+            lacking = [join(key, name) for name in answer.missing if is_free(name, own)]
             lacking = [path for path in lacking if selection.takes(path)]
-            beyond = [join(key, name) for name in answer.unexpected if name.startswith(own)]
+            beyond = [join(key, name) for name in answer.unexpected if is_free(name, own)]
             problems += [f"{path} {LACKING}" for path in lacking] + [f"{path} {BEYOND}" for path in beyond]
             self.missing += lacking
             self.not_taken += beyond

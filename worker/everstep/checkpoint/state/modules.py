@@ -54,9 +54,31 @@ def make_writable(module: torch.nn.Module) -> None:
                 part._buffers[name] = buffer.clone()
 
 
+def buffer_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names that its buffers have in a `state_dict`, also of those that are None and so not in it."""
+    return tuple(f"{path}." * bool(path) + name for path, part in module.named_modules() for name in _kept(part))
+
+
+def unset_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """The names of buffers that are None."""
+    parts = module.named_modules()
+    return frozenset(
+        f"{path}." * bool(path) + name for path, part in parts for name in _kept(part) if part._buffers[name] is None
+    )
+
+
+def _kept(part: torch.nn.Module) -> list[str]:
+    return [name for name in part._buffers if name not in part._non_persistent_buffers_set]
+
+
+def is_free(name: str, free: tuple[str, ...]) -> bool:
+    """Whether `name` is one of these, or below one that ends with a dot; "" is everything."""
+    return any(name == one or not one or (one.endswith(".") and name.startswith(one)) for one in free)
+
+
 def migrated(module: torch.nn.Module) -> tuple[str, ...]:
-    """The prefixes below which a module reads a `state_dict` in its own way: renames of old versions, names that may be
-    absent. What fits there only the module itself can say, while it loads."""
+    """The names that a module reads from a `state_dict` in its own way, for `is_free`: renames of old versions, names
+    that may be absent. What fits there only the module itself can say, while it loads."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(module):
         return ("",)
     found = []

@@ -38,6 +38,7 @@ class _Began:
 
     name: str
     module: torch.nn.Module
+    root: torch.nn.Module  # the tracked one, of which it is a part
     training: bool
     required: dict[str, bool]  # by parameter
     buffers: dict[str, list[Any] | None]  # the persistent ones
@@ -59,7 +60,7 @@ class Switches:
         """Note the settings of the script before its loop."""
         tracked = [(key, bare(t)) for key, t in self._state.items() if isinstance(t, torch.nn.Module)]
         self._modules = [
-            _Began(f"{key}.{path}" if path else key, m, m.training, _required(m), _buffers(m))
+            _Began(f"{key}.{path}" if path else key, m, module, m.training, _required(m), _buffers(m))
             for key, module in tracked
             for path, m in module.named_modules()
         ]
@@ -96,7 +97,7 @@ class Switches:
                 if p is not None and p.requires_grad is not to:
                     p.requires_grad_(to)
             for k, kind in began.buffers.items():
-                _make_room(began.module, k, wanted.get(f"{began.name}.{k}", kind))
+                _make_room(began.module, k, wanted.get(f"{began.name}.{k}", kind), began.root)
         for name, p in self._parameters():
             has = name not in gradients["without"] if "without" in gradients else name in gradients.get("with", ())
             if has is not (p.grad is not None):
@@ -138,12 +139,16 @@ def _kind(buffer: torch.Tensor | None) -> list[Any] | None:
     return None if buffer is None else [str(buffer.dtype).removeprefix("torch."), *buffer.shape]
 
 
-def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None) -> None:
-    """Make room for a value that is about to be loaded into a buffer."""
+def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None, root: torch.nn.Module) -> None:
+    """Make room for a value that is about to be loaded into a buffer; or None, for one that was None then. `root`: its
+    parameters are where the buffer is to be, if the module has none itself."""
     live = module._buffers.get(name)
-    if kind is None or _kind(live) == kind or (live is not None and is_lazy(live)):
+    if _kind(live) == kind or (live is not None and is_lazy(live)):
         return
-    like = live if live is not None else next(module.parameters(), None)
+    if kind is None:
+        module._buffers[name] = None
+        return
+    like = live if live is not None else next((p for m in (module, root) for p in m.parameters()), None)
     device = like.device if like is not None else None
     module._buffers[name] = torch.zeros(kind[1:], dtype=getattr(torch, kind[0]), device=device)
 

@@ -61,7 +61,10 @@ class Replicas:
         self._own: list[tuple[str, torch.Tensor]] = [*own, *whole]
         self._averaged = [(name, p) for name, p in _trainable(state) if id(p) in parallels][:TENSORS]
         # Buffers are kept by module, because a forward pass may replace a buffer by another.
-        self._apart = [m for ddp in parallel if kept and not ddp.broadcast_buffers for m in ddp.module.modules()]
+        # DDP broadcasts no buffer either if it was made when all of them were None.
+        apart = [ddp for ddp in parallel if kept and not (ddp.broadcast_buffers and ddp.modules_buffers)]
+        self._apart = [m for ddp in apart for m in ddp.module.modules() if m._buffers]
+        self._were_none = all(ddp.broadcast_buffers for ddp in apart)
         if kept and self._shape.readers > 1:
             inside = {id(m) for ddp in parallel for m in ddp.module.modules()}
             tracked = (m for t in state.values() if isinstance(t, torch.nn.Module) for m in bare(t).modules())
@@ -182,6 +185,14 @@ class Replicas:
                 "model that is divided over run.mesh() are not made the same in all replicas. A replica's own values "
                 "are lost with it, and commits do not hold them. Use a layer without such a buffer (LayerNorm instead "
                 f"of BatchNorm); or, if they may be lost: run.untracked({name!r})"
+            )
+        if self._were_none:
+            raise LoopError(
+                f"after step {self._steps} of this world the ranks have different values of {name}, which was None "
+                "when its DistributedDataParallel was made, so that it is not made the same on all ranks: a rank's own "
+                "value is lost with its process, and commits do not hold it. Give it a value before the module is "
+                "wrapped, `register_buffer(name, torch.zeros(…))`; or compute it with dist.all_reduce; or, if it may "
+                f"be lost: run.untracked({name!r})"
             )
         raise LoopError(
             f"after step {self._steps} of this world the ranks have different values of {name}, because its "

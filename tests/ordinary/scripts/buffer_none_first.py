@@ -1,0 +1,34 @@
+"""A mask that is None until the first forward pass, and a scale that is kept in a layer without parameters."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)
+
+    def forward(self, data):
+        if self.mask is None:
+            self.mask = torch.linspace(0.5, 1.5, data.shape[1], device=data.device)
+        return data * self.mask
+
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(Masked(), torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
