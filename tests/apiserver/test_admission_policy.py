@@ -303,7 +303,19 @@ def test_change_of_the_template_is_denied_and_the_job_undisturbed_case_06(guarde
         done = guarded.patch("steady", {"spec": {"template": {"spec": change}}})
         assert done.returncode != 0
         assert "spec.template is immutable" in done.stderr
+        assert "set spec.suspend: true in the same update" in " ".join(done.stderr.split())
     assert guarded.get("steady") == before
+
+
+def test_update_that_suspends_or_resumes_a_job_may_change_its_template_case_06(guarded: Any) -> None:
+    """As Kueue does, which puts the template back as it suspends a job, and sets node selectors as it resumes it."""
+    guarded.create("queued", {"suspend": True})
+    for selector, suspend in (({"pool": "a"}, False), ({"pool": None}, True), ({"pool": "b"}, False)):
+        done = guarded.patch("queued", {"spec": {"suspend": suspend, "template": {"spec": {"nodeSelector": selector}}}})
+        assert done.returncode == 0, done.stderr
+    assert guarded.get("queued")["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "b"}
+    done = guarded.patch("queued", {"spec": {"template": {"spec": {"nodeSelector": {"pool": "c"}}}}})
+    assert "spec.template is immutable" in done.stderr
 
 
 def test_good_job_cannot_be_changed_into_a_dangerous_one_case_09(guarded: Any) -> None:

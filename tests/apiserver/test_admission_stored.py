@@ -106,6 +106,8 @@ CHANGES_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "replicas_to_none": ({"replicas": 0}, "spec.replicas"),
 }
 
+NEVER = ("spec.managedBy", "spec.replicas")  # these are not allowed while it is suspended, either
+
 
 @pytest.fixture(scope="module")
 def running(jobs: Any) -> str:
@@ -123,6 +125,31 @@ def test_change_of_an_immutable_field_is_denied_and_the_job_undisturbed(
     assert done.returncode != 0
     assert field in done.stderr
     assert jobs.get(running) == before
+    if field not in NEVER:
+        assert "set spec.suspend: true in the same update" in " ".join(done.stderr.split())
+
+
+OF_A_SUSPENDED_JOB: dict[str, dict[str, Any]] = {
+    **{name: change for name, (change, field) in CHANGES_REFUSED.items() if field not in NEVER},
+    "template": {"template": {"spec": {"nodeSelector": {"pool": "a"}}}},
+}
+
+
+@pytest.mark.parametrize("change", OF_A_SUSPENDED_JOB.values(), ids=OF_A_SUSPENDED_JOB)
+def test_update_that_suspends_or_resumes_a_job_may_change_it_too_case_06(jobs: Any, change: dict[str, Any]) -> None:
+    """As queues do: Kueue puts a template back as it suspends a job, and sets node selectors as it resumes it."""
+    name = f"queued-{list(OF_A_SUSPENDED_JOB.values()).index(change)}"
+    before = jobs.create(name, {"checkpoint": {"url": "s3://bucket/a"}})["spec"]
+    done = jobs.patch(name, {"spec": {**change, "suspend": True}})
+    assert done.returncode == 0, done.stderr
+    changed = jobs.get(name)["spec"]
+    assert changed != {**before, "suspend": True}
+    back = {field: before.get(field) for field in change}
+    if "template" in change:
+        back["template"] = {"spec": {"nodeSelector": None}}
+    done = jobs.patch(name, {"spec": {**back, "suspend": False}})
+    assert done.returncode == 0, done.stderr
+    assert jobs.get(name)["spec"] == before
 
 
 @pytest.mark.parametrize(
@@ -164,7 +191,7 @@ def test_sizes_of_a_running_job_over_etcd_change_only_within_its_bounds(jobs: An
     ):
         done = jobs.patch(name, {"spec": change})
         assert done.returncode != 0
-        assert "suspend it first" in done.stderr
+        assert "set spec.suspend: true" in done.stderr
     assert jobs.patch("fixed", {"spec": {"suspend": True}}).returncode == 0
     assert jobs.patch("fixed", {"spec": {"replicas": 3, "suspend": False}}).returncode == 0
 

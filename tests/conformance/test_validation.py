@@ -159,6 +159,17 @@ async def test_rule_over_the_old_value_refuses_a_change(world: World, case: str)
     assert found.metadata.resource_version == made.metadata.resource_version
 
 
+@pytest.mark.parametrize("case", [case for case in IMMUTABLE if case != "field_added"])
+async def test_rule_over_the_old_value_lets_an_update_pass_that_suspends_or_resumes(world: World, case: str) -> None:
+    change, _ = IMMUTABLE[case]
+    made = await world.client.create(JOBS, world.namespace, job("j", {"checkpoint": {"url": "s3://bucket/a"}}))
+    suspended = await world.client.merge_patch(JOBS, world.namespace, "j", {"spec": {**change, "suspend": True}})
+    assert suspended.spec != {**made.spec, "suspend": True}
+    back = {field: made.spec[field] for field in change}
+    resumed = await world.client.merge_patch(JOBS, world.namespace, "j", {"spec": {**back, "suspend": False}})
+    assert resumed.spec == made.spec
+
+
 async def test_rule_over_the_old_value_lets_other_changes_pass(world: World) -> None:
     await world.client.create(JOBS, world.namespace, job("j", {"checkpoint": {"url": "s3://bucket/a"}}))
     change = {"replicas": 5, "checkpoint": {"everySeconds": 60, "keep": 9}, "ttlSecondsAfterFinished": 100}

@@ -2,7 +2,10 @@
 
 Pods of one job that were made from two different specs could not form one world, so the API server refuses such
 changes. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy
-protects it. Invariant: each rule compares presence as well as value, because a rule over an absent field would fail.
+protects it. As in batch/v1, an update is judged by `suspend` before and after it: one update may suspend a job and put
+its template back, and one may set node selectors and resume the job, as queues do. Workers that are still there then
+are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0034). Invariant: each rule
+compares presence as well as value, because a rule over an absent field would fail.
 """
 
 from __future__ import annotations
@@ -10,13 +13,12 @@ from __future__ import annotations
 from everstep_operator.api.base import Check
 
 
+SUSPENDED = "self.suspend || oldSelf.suspend"
+REMEDY = "is immutable while the job is not suspended; set spec.suspend: true in the same update, or before it"
+
+
 def _while_running(field: str, same: str) -> Check:
-    # Only the old state matters: Kueue sets node selectors and `suspend: false` in the same update.
-    return Check(
-        cel=f"oldSelf.suspend || ({same})",
-        message=f"spec{field} is immutable while the job is not suspended; delete the job and create it anew",
-        field=field,
-    )
+    return Check(cel=f"{SUSPENDED} || ({same})", message=f"spec{field} {REMEDY}", field=field)
 
 
 def _optional(field: str, parent: str = "") -> str:
@@ -37,12 +39,12 @@ IMMUTABLE: tuple[Check, ...] = (
     ),
     # With etcd, running agents keep the sizes that they were started with, and refuse an agent that asks for others.
     Check(
-        cel="oldSelf.suspend || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
+        cel=f"{SUSPENDED} || self.rendezvous.backend != 'etcd' || (has(self.elastic) == has(oldSelf.elastic) && "
         "(has(self.elastic) ? self.elastic.minReplicas == oldSelf.elastic.minReplicas && "
         "self.elastic.maxReplicas == oldSelf.elastic.maxReplicas && self.elastic.sizes == oldSelf.elastic.sizes "
         ": self.replicas == oldSelf.replicas))",
         message="with spec.rendezvous.backend etcd, the sizes of a job (spec.elastic, or spec.replicas without it) are "
-        "immutable while it is not suspended; suspend it first",
+        "immutable while it is not suspended; set spec.suspend: true in the same update, or before it",
         field=".elastic",
     ),
     Check(
