@@ -14,8 +14,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
+from everstep.contract.labels import SPEC_HASH
 from everstep_local.plan import snapshot as plan_snapshot
 from everstep_local.plan.snapshot import FORMAT, SnapshotError, Taken
+from everstep_operator.api.parse import parse_spec
+from everstep_operator.plan.state import pod_hash
 
 TRANSCRIPTS = Path(__file__).with_name("transcripts")
 PAGE = Path(__file__).parents[2] / "docs/reference/cli-plan.md"
@@ -126,13 +129,20 @@ def test_suspended_job_gets_no_pods_and_the_reason_names_the_field(tmp_path: Pat
     assert not [action for stage in said["stages"] for action in stage["actions"] if "create pod" in action]
 
 
-def test_file_that_save_writes_plans_the_same_and_holds_no_secret(kept: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again.json"
+@pytest.mark.parametrize("marked", ["unmarked", "present", "older"])
+def test_file_that_save_writes_plans_the_same_and_holds_no_secret(marked: str, tmp_path: Path) -> None:
+    body, kept, again = lost_worker(), tmp_path / "kept.json", tmp_path / "again.json"
+    if marked != "unmarked":
+        present = pod_hash.of_spec(parse_spec(body["job"]["spec"]))
+        for one in body["pods"]:
+            one["metadata"]["labels"][SPEC_HASH] = present if marked == "present" else "another"
+    kept.write_text(json.dumps(body))
     plan_snapshot.save(plan_snapshot.load(kept), again)
     assert SECRET not in again.read_text()
     assert stat.S_IMODE(again.stat().st_mode) == 0o600
     before, after = everstep("--snapshot", kept), everstep("--snapshot", again)
     assert before.output == after.output
+    assert ("made from an older spec" in after.output) == (marked == "older")
     assert before.exit_code == after.exit_code == 0
 
 

@@ -26,8 +26,9 @@ from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
-from everstep_operator.plan.state import roster, sizing
+from everstep_operator.plan.state import pod_hash, roster, sizing
 from everstep_operator.plan.state.losses import Charge, losses_among
+from support.operator.programs import all_of_the_present_spec, no_two_programs
 
 PASSES = 20
 index = st.integers(0, 5)
@@ -47,6 +48,9 @@ faults = st.one_of(
     st.tuples(st.just("bounds"), st.integers(1, 2), st.integers(6, 8)),
     st.tuples(st.just("regrow"), st.booleans()),
     st.tuples(st.just("suspend"), st.booleans()),
+    st.tuples(st.just("image"), st.integers(1, 3)),
+    st.tuples(st.just("linger")),
+    st.tuples(st.just("end")),
     st.tuples(st.just("report"), st.integers(0, 50)),
     st.tuples(st.just("advance"), st.sampled_from([0.5, 3, 60, 4000])),
     st.tuples(st.just("refuse"), st.booleans()),
@@ -137,6 +141,15 @@ class History:
     def suspend(self, wanted: bool) -> None:
         self.world.spec["suspend"] = wanted
 
+    def image(self, number: int) -> None:
+        self.world.do_image(f"train:{number}")
+
+    def linger(self) -> None:
+        self.world.do_pods_linger()
+
+    def end(self) -> None:
+        self.world.do_end()
+
     def report(self, step: int) -> None:
         if self.world.status.world.formed_at is not None:
             self.world.do_step(str(step))
@@ -174,6 +187,7 @@ class History:
         if writes and version != self.version:
             return decided  # the compare-and-swap is refused, and the pass ends
         self.world.apply(decided, cut)
+        no_two_programs(self.world, snapshot, pods)
         if not writes:
             self.world.status = before  # what the plan leaves as it saw it is not written
         self.version += self.world.status != before
@@ -186,10 +200,11 @@ class History:
         current = old.current("digits", snapshot.pods)
         lost = losses_among(snapshot, current, {i: life.started for i, life in old.workers.items()})
         known = {loss.index for loss in lost} | {p.index for p in snapshot.pods if p.incarnation > 0}
+        known |= {p.index for p in pod_hash.outdated(snapshot, current.values())}
         finished = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
         for i, life in new.workers.items():
             if i in old.workers and life.number != old.workers[i].number:
-                assert i in known or (i in finished and lost), f"worker {i} was replaced, and was not lost"
+                assert i in known or (i in finished and (lost or known)), f"worker {i} was replaced, and was not lost"
         restarts, charged = snapshot.job.status.restarts, decided.status.restarts.user_code
         if charged != restarts.user_code:
             assert charged == restarts.user_code + 1
@@ -240,7 +255,7 @@ class History:
         whole = {i: life.number for i, life in lives.items()} == alive
         done = any(p.finished for p in self.world.pods.values())
         trains = self.world.view is None or dict(self.world.view.members) == alive or done
-        return whole and len(lives) == self.world.spec["replicas"] and trains
+        return whole and len(lives) == self.world.spec["replicas"] and trains and all_of_the_present_spec(self.world)
 
 
 @pytest.mark.parametrize("etcd", [False, True])

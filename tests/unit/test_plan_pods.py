@@ -18,6 +18,7 @@ from everstep_operator.api.status import Status
 from everstep_operator.plan import names
 from everstep_operator.plan.build import pods
 from everstep_operator.plan.snapshot import JobView, Settings
+from everstep_operator.plan.state import pod_hash
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SETTINGS = Settings(report_url="http://everstep.everstep-system:8080/")
@@ -103,6 +104,7 @@ def test_labels_of_identity_are_ours_and_the_rest_of_the_template_is_kept() -> N
         "everstep.dev/worker-index": "1",
         "everstep.dev/incarnation": "6",
         "everstep.dev/round": "7",
+        "everstep.dev/spec-hash": pod_hash.of_spec(job().spec),
         "app.kubernetes.io/managed-by": "everstep",
     }
     assert body["metadata"]["annotations"]["note"] == "kept"

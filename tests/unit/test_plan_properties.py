@@ -25,6 +25,7 @@ from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
+from support.operator.programs import all_of_the_present_spec, no_two_programs
 
 PASSES = 12  # more than any settled job needs
 SECRET = "hunter2-wandb-key"
@@ -59,6 +60,9 @@ faults = st.one_of(
     st.tuples(st.just("scale"), st.integers(1, 4)),
     st.tuples(st.just("edit"), st.sampled_from(["maxRestarts", "noProgressLimit"]), st.integers(1, 4)),
     st.tuples(st.just("rules"), st.booleans()),
+    st.tuples(st.just("image"), st.integers(1, 3)),
+    st.tuples(st.just("linger")),
+    st.tuples(st.just("end")),
     st.tuples(st.just("report"), st.integers(0, 50)),
     st.tuples(st.just("advance"), st.sampled_from([0.5, 3, 60, 4000])),
     st.tuples(st.just("refuse"), st.booleans()),
@@ -143,6 +147,15 @@ class History:
     def rules(self, given: bool) -> None:
         self.world.spec["recovery"]["rules"] = RULES if given else []
 
+    def image(self, number: int) -> None:
+        self.world.do_image(f"train:{number}")
+
+    def linger(self) -> None:
+        self.world.do_pods_linger()
+
+    def end(self) -> None:
+        self.world.do_end()
+
     def report(self, step: int) -> None:
         if self.world.status.world.round:
             self.world.do_step(str(step))
@@ -182,7 +195,9 @@ class History:
         if writes and version != self.version:
             return decided  # the compare-and-swap is refused, and the pass ends
         newest = {uid: p for uid, p in self.world.pods.items() if p.round >= before.world.round}
+        pods = dict(self.world.pods)
         self.world.apply(decided, cut)
+        no_two_programs(self.world, snapshot, pods)
         if not writes:
             # A status that the plan leaves as it saw it is not written: it may be older than what is there.
             self.world.status = before
@@ -235,7 +250,8 @@ class History:
         if is_finished(status):
             return True
         alive = sorted(p.index for p in self.world.pods.values() if p.round == self.now_round)
-        return alive == list(range(status.world.size)) and status.world.size == self.world.spec["replicas"]
+        whole = alive == list(range(status.world.size)) and status.world.size == self.world.spec["replicas"]
+        return whole and all_of_the_present_spec(self.world)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from everstep.contract import private, redact
+from everstep.contract import labels, private, redact
 from everstep.contract.document import DocumentInvalid, decode
+from everstep_operator.api.base import SpecError
+from everstep_operator.api.parse import parse_spec
 from everstep_operator.controller import observe
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.kube.client import KubeClient
@@ -35,6 +37,7 @@ from everstep_operator.kube.wire import (
 from everstep_operator.main import JOBS
 from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import NodeView, RoundView, Snapshot
+from everstep_operator.plan.state import pod_hash
 from everstep_operator.rounds.agents import BACKEND, rendezvous_backend
 from everstep_operator.rounds.documents import KEY, config_map_name
 from everstep_operator.rounds.rules import round_view
@@ -144,13 +147,27 @@ def _round(taken: Taken) -> RoundView:
 def save(taken: Taken, path: Path) -> None:
     """Write it for `load`, readable by its owner only. Raises SnapshotError."""
     body = to_body(taken)
+    before = _spec_hash(body["job"])
     hidden = _taken_out(body["job"].get("spec", {}).get("template") or {})
     body["job"]["metadata"].pop("annotations", None)  # kubectl stores the whole manifest there
     body["pods"] = _without(body.get("pods", []), hidden)
+    for pod in body["pods"]:
+        # The hash is of the variables too: those that are hidden must not make a pod look outdated.
+        marks = pod["metadata"].get("labels") or {}
+        if before is not None and marks.get(labels.SPEC_HASH) == before:
+            marks[labels.SPEC_HASH] = _spec_hash(body["job"])
     try:
         private.write(path, msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
     except OSError as e:
         raise SnapshotError(f"{path}: cannot be written: {e.strerror}") from e
+
+
+def _spec_hash(job: Mapping[str, Any]) -> str | None:
+    """What a pod made from this job's spec is marked with; None if this version refuses the spec."""
+    try:
+        return pod_hash.of_spec(parse_spec(job.get("spec") or {}))
+    except SpecError:
+        return None
 
 
 def load(path: Path) -> Taken:

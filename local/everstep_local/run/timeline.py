@@ -17,7 +17,7 @@ from everstep_local.run.history import ActionTaken, Entry, PodSeen, StatusSeen, 
 T = TypeVar("T")
 
 OVER = ("Succeeded", "Failed", "Deleted")
-STANDING = ("Recovering", "Resizing", "Suspended")
+STANDING = ("Recovering", "Resizing", "Updating", "Suspended")
 
 
 class State(StrEnum):

@@ -39,6 +39,7 @@ class ReadyReason(StrEnum):
     RUNNING = "Running"
     RUNNING_DEGRADED = "RunningDegraded"
     RESIZING = "Resizing"
+    UPDATING = "Updating"
     RECOVERING = "Recovering"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"

@@ -16,6 +16,7 @@ class EventReason(StrEnum):
     WORLD_RESIZED = "WorldResized"
     WORKER_LOST = "WorkerLost"
     WORKER_REPLACED = "WorkerReplaced"
+    WORKERS_UPDATED = "WorkersUpdated"
     QUORUM_LOST = "QuorumLost"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count, not one a commit
@@ -43,6 +44,7 @@ _NORMAL = frozenset(
         EventReason.WORLD_FORMED,
         EventReason.WORLD_RESIZED,
         EventReason.WORKER_REPLACED,
+        EventReason.WORKERS_UPDATED,
         EventReason.CHECKPOINT_COMMITTED,
         EventReason.RESTORED_FROM_CHECKPOINT,
         EventReason.JOB_SUSPENDED,

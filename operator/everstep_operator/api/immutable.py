@@ -4,14 +4,13 @@ Pods of one job that were made from two different specs could not form one world
 changes. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy
 protects it. As in batch/v1, an update is judged by `suspend` before and after it: one update may suspend a job and put
 its template back, and one may set node selectors and resume the job, as queues do. Workers that are still there then
-are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0034). Invariant: each rule
+are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0036). Invariant: each rule
 compares presence as well as value, because a rule over an absent field would fail.
 """
 
 from __future__ import annotations
 
 from everstep_operator.api.base import Check
-
 
 SUSPENDED = "self.suspend || oldSelf.suspend"
 REMEDY = "is immutable while the job is not suspended; set spec.suspend: true in the same update, or before it"

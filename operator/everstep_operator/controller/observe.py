@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
+from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
@@ -82,6 +83,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         ready_at=since,
         message=pod.status.message or None,
         disrupted_at=disruption.last_transition_time if disruption is not None and _is_true(disruption) else None,
+        spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
     )
 
 

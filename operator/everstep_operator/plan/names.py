@@ -3,6 +3,7 @@ name. So a pod is never created twice, and its name is enough to find it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from everstep.contract import labels
@@ -28,6 +29,13 @@ def round_of_incarnation(incarnation: int) -> int:
 
 def selector(job: str) -> str:
     return f"{labels.JOB}={job}"
+
+
+def list_of_workers(indices: Collection[int]) -> str:
+    """Workers by index, for people: `workers 0, 2, 3`."""
+    shown = sorted(indices)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return f"worker{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown[:8]))}{more}"
 
 
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:

@@ -12,6 +12,8 @@ JOB_UID = f"{GROUP}/job-uid"
 WORKER_INDEX = f"{GROUP}/worker-index"
 INCARNATION = f"{GROUP}/incarnation"
 ROUND = f"{GROUP}/round"
+# Of the spec from which a worker's pod was made.
+SPEC_HASH = f"{GROUP}/spec-hash"
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGER = "everstep"

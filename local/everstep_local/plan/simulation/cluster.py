@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
+from everstep.contract import labels
 from everstep.contract.document import Sizes
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
@@ -81,6 +83,7 @@ class World:
         self.uids = 0
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
+        self.pods_linger = False
 
     def snapshot(self) -> Snapshot:
         # The status goes through the wire format, as in the API server: fields that are lost there must not matter.
@@ -154,7 +157,8 @@ class World:
             case CreatePod(name, index, incarnation, body, _):
                 if name not in self.pods:
                     self.uids += 1
-                    label = body["metadata"]["labels"].get("everstep.dev/round")
+                    marks = body["metadata"]["labels"]
+                    label = marks.get(labels.ROUND)
                     node = f"n{1 + index % 2}"
                     self.pods[name] = WorkerPod(
                         name,
@@ -165,9 +169,14 @@ class World:
                         PodPhase.PENDING,
                         node=node,
                         created_at=self.now,
+                        spec_hash=marks.get(labels.SPEC_HASH),
                     )
-            case DeletePod(name, uid, _, _):
-                if name in self.pods and self.pods[name].uid == uid:
+            case DeletePod(name, uid, grace, _):
+                if name not in self.pods or self.pods[name].uid != uid:
+                    pass  # a successor has its name
+                elif self.pods_linger and grace > 0 and not self.pods[name].finished:
+                    self.change(name, deleted_at=self.pods[name].deleted_at or self.now)
+                else:
                     del self.pods[name]
             case DeleteJob():
                 pass  # the transcript shows it, and ends there
@@ -247,6 +256,26 @@ class World:
 
     def do_delete(self, index: str) -> None:
         self.change(self.current(int(index)), deleted_at=self.now)
+
+    def do_pods_linger(self) -> None:
+        """From now on a deleted pod takes its time to end: until `end`, or until it is deleted without grace."""
+        self.pods_linger = True
+
+    def do_end(self, *names: str) -> None:
+        """These pods have ended and are gone; without an argument all that were deleted."""
+        for name in names or [n for n, pod in self.pods.items() if pod.deleted_at is not None]:
+            del self.pods[name]
+
+    def do_image(self, image: str) -> None:
+        """The template is edited."""
+        template = copy.deepcopy(self.spec["template"])
+        template["spec"]["containers"][0]["image"] = image  # type: ignore[index]
+        self.spec = {**self.spec, "template": template}
+
+    def do_older_operator(self) -> None:
+        """All pods were made by an operator that did not write on them what they were made from."""
+        for name in self.pods:
+            self.change(name, spec_hash=None)
 
     def do_gone(self, index: str) -> None:
         del self.pods[self.current(int(index))]

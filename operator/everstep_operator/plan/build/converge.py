@@ -60,6 +60,8 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     missing = _missing(facts)
     if not missing:
         return Convergence(actions)
+    if (older := older_pods(facts)) is not None:
+        return Convergence(actions, Requeue(REFUSED_RETRY, "workers of an older spec end"), f"waits until {older}")
     start = restart_budget.held_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
         left = start - snapshot.now
@@ -106,6 +108,23 @@ def blocked(facts: Facts) -> str | None:
     return None
 
 
+def older_pods(facts: Facts) -> str | None:
+    """Which pods of an older spec have still to end before workers are created; None if there are none.
+
+    Until then they could meet their successors in one round, and a successor that opens the commit log would fence
+    their last commit off.
+    """
+    alive = sorted(
+        pod.name
+        for pod in facts.snapshot.pods
+        if pod.uid in facts.outdated_pods and not pod.finished and not _is_lost(facts.snapshot, pod)
+    )
+    if not alive:
+        return None
+    more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
+    return f"pod {alive[0]}{more} of an older spec {'have' if more else 'has'} ended"
+
+
 def _superseded(facts: Facts) -> list[Superseded]:
     job, roster = facts.job, facts.roster
     current = {p.uid for p in facts.current.values()}
@@ -114,7 +133,10 @@ def _superseded(facts: Facts) -> list[Superseded]:
     for pod in facts.snapshot.pods:
         if pod.uid in current or not roster.supersedes(job.name, pod):
             continue
-        if roster.whole:
+        if pod.uid in facts.outdated_pods and roster.wanted > 0:
+            # Nobody has lost it: it may commit what it has.
+            found.append(Superseded(pod, "it was made from an older spec", template_grace, released=True))
+        elif roster.whole:
             # A worker of a past round has nothing to save. A worker of a suspended job is healthy, and may commit.
             suspended = roster.wanted == 0
             grace = template_grace if suspended else SURVIVOR_GRACE_SECONDS

@@ -15,6 +15,7 @@ from everstep.contract.messages import REPORT_PATH
 from everstep_operator.plan import names
 from everstep_operator.plan.build import agents, rendezvous
 from everstep_operator.plan.snapshot import JobView, Settings
+from everstep_operator.plan.state import pod_hash
 
 TOKEN_VOLUME = "everstep-token"
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
@@ -91,6 +92,7 @@ def _pod(
                 **ours["labels"],
                 labels.WORKER_INDEX: str(index),
                 labels.INCARNATION: str(incarnation),
+                labels.SPEC_HASH: pod_hash.of_spec(job.spec),
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
         },

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan.build.converge import blocked
+from everstep_operator.plan.build.converge import blocked, older_pods
 from everstep_operator.plan.build.status import Quorum, Verdict
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
@@ -14,6 +14,9 @@ from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
 CAPACITY_PATIENCE = timedelta(seconds=30)
+# Reasons that stay until the changed world has taken its first step.
+_CHANGES = (ReadyReason.RECOVERING, ReadyReason.RESIZING, ReadyReason.UPDATING)
+_ASKED_FOR = (ReadyReason.RESIZING, ReadyReason.UPDATING)  # by an edit of the spec
 
 
 def trains(facts: Facts) -> bool:
@@ -45,7 +48,7 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     size, wanted = facts.world.size, facts.roster.wanted
     quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
     before = _reason_before(facts)
-    if before in (ReadyReason.RECOVERING, ReadyReason.RESIZING) and not trains(facts):
+    if before in _CHANGES and not trains(facts):
         counted = (
             f"{facts.ready}/{wanted} ready{_succeeded(facts)}"
             if facts.roster.whole
@@ -56,15 +59,15 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     if size >= wanted:
         return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", quorum=quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
-    resizing = before == ReadyReason.RESIZING and why is None
-    reason = ReadyReason.RESIZING if resizing else ReadyReason.RUNNING_DEGRADED
+    changes = before in _ASKED_FOR and why is None
+    reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
     return Verdict(reason, message, stalled, quorum)
 
 
 def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     """The verdict if the world has not formed yet, or has lost workers."""
     reason = _reason_of_broken(facts)
-    recovers = reason in (ReadyReason.RECOVERING, ReadyReason.RESIZING)
+    recovers = reason in _CHANGES
     waits = ", waiting for all workers" if facts.roster.whole and recovers else ""
     counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}"
     message = f"{counted}{waits}{_because(facts, why)}"
@@ -74,6 +77,8 @@ def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
 def _reason_of_broken(facts: Facts) -> ReadyReason:
     there = facts.ready + len(facts.succeeded)
     before = _reason_before(facts)
+    if before == ReadyReason.UPDATING:
+        return ReadyReason.UPDATING  # it has ended all workers on purpose: no quorum was lost
     if facts.roster.whole and before in (ReadyReason.RECOVERING, ReadyReason.RESIZING):
         return ReadyReason(before)
     if facts.roster.whole or facts.job.status.world.formed_at is None:
@@ -106,7 +111,7 @@ def _at_least(facts: Facts) -> str:
 
 
 def _because(facts: Facts, why: str | None) -> str:
-    said = why or _backs_off(facts)
+    said = why or _backs_off(facts) or _outlived(facts)
     return f": {said}" if said else ""
 
 
@@ -117,6 +122,12 @@ def _backs_off(facts: Facts) -> str | None:
     if start is None or len(facts.current) >= facts.roster.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
+
+
+def _outlived(facts: Facts) -> str | None:
+    """Says that missing workers are created when those of an older spec have ended."""
+    older = older_pods(facts) if len(facts.current) < facts.roster.wanted else None
+    return f"no worker is created before {older}" if older is not None else None
 
 
 def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:

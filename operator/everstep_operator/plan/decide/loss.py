@@ -12,6 +12,7 @@ from typing import assert_never
 from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
+from everstep_operator.plan import names
 from everstep_operator.plan.decide import restart_budget, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
 from everstep_operator.plan.outcome import Event
@@ -54,6 +55,8 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
     if hit and replaced:
         # The workers that come back need all peers, so one that has succeeded has to come back with them.
         indices |= facts.succeeded
+    if replaced:
+        indices |= facts.outdated  # the lost workers come back from another spec than theirs
     if not follows and not facts.roster.whole:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
     # Under c10d the other workers fail because of the first: they are not mentioned.
@@ -61,7 +64,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
     message = root.sentence + more
     what = "going on without a replacement (spec.elastic.regrow)"
     if replaced:
-        what = "recreating the world" if facts.roster.whole else f"replacing {_workers(indices)}"
+        what = "recreating the world" if facts.roster.whole else f"replacing {names.list_of_workers(indices)}"
     return Publish(
         roster.revised(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
         message,
@@ -130,9 +133,3 @@ def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
 def _can_do_without(facts: Facts, lost: set[int]) -> bool:
     """Whether lost workers are not replaced: `regrow: false`, and enough workers are left."""
     return not facts.regrows and facts.sizes.largest(len(facts.roster.workers) - len(lost)) > 0
-
-
-def _workers(indices: set[int]) -> str:
-    shown = sorted(indices)
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return f"worker{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown[:8]))}{more}"

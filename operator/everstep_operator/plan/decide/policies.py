@@ -2,14 +2,14 @@
 decides ends the walk.
 
 The order matters. A job that has ended is not suspended, resized or started again. A suspended job has no losses. A
-loss is judged before a resize, so that it is charged.
+loss is judged before an update or a resize, so that it is charged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep_operator.plan.decide import finish, loss, resize, start, suspend
+from everstep_operator.plan.decide import finish, loss, resize, start, suspend, update
 from everstep_operator.plan.decide.decision import Decision, Keep
 from everstep_operator.plan.state.facts import Facts
 
@@ -18,8 +18,10 @@ POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
     suspend.when_asked,
     start.when_nothing_is_wanted_yet,
     finish.when_overdue,
+    update.when_the_backend_has_changed,
     loss.when_workers_are_lost,
     finish.when_training_ends,
+    update.when_workers_are_of_an_older_spec,
     resize.when_the_size_changes,
     resize.when_out_of_date,
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import JobView, RoundView, Snapshot, WorkerPod
-from everstep_operator.plan.state import losses, roster, sizing, world_state
+from everstep_operator.plan.state import losses, pod_hash, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.roster import Roster
 from everstep_operator.plan.state.world_state import WorldState
@@ -26,6 +26,7 @@ class Facts:
     sizes: Sizes  # that a round may have
     current: Mapping[int, WorkerPod]  # the pods of the roster's workers
     lost: tuple[Loss, ...]  # of these workers, root cause first
+    outdated_pods: frozenset[str]  # UIDs of all pods of the job that were made from another spec than the present one
     world: WorldState
 
     @property
@@ -47,6 +48,11 @@ class Facts:
         return frozenset(i for i, p in self.current.items() if p.succeeded)
 
     @property
+    def outdated(self) -> frozenset[int]:
+        """The workers whose pods were made from another spec."""
+        return frozenset(i for i, p in self.current.items() if p.uid in self.outdated_pods)
+
+    @property
     def regrows(self) -> bool:
         """Whether lost workers are replaced. A job of a fixed size needs all of its workers."""
         elastic = self.job.spec.elastic
@@ -56,15 +62,17 @@ class Facts:
 def derive(snapshot: Snapshot) -> Facts:
     """The facts under the published roster."""
     published = roster.published(snapshot.job)
-    return _derive(snapshot, published, roster.nothing(snapshot.job) if published is None else published)
+    made = roster.nothing(snapshot.job) if published is None else published
+    outdated = frozenset(pod.uid for pod in pod_hash.outdated(snapshot, snapshot.pods))
+    return _derive(snapshot, published, made, outdated)
 
 
 def with_roster(facts: Facts, new: Roster) -> Facts:
     """The facts under a roster that is about to be published."""
-    return _derive(facts.snapshot, new, new)
+    return _derive(facts.snapshot, new, new, facts.outdated_pods)
 
 
-def _derive(snapshot: Snapshot, published: Roster | None, made: Roster) -> Facts:
+def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated_pods: frozenset[str]) -> Facts:
     current = made.current(snapshot.job.name, snapshot.pods)
     sizes = sizing.bounds(snapshot.job.spec)
     expected = {index: worker.started for index, worker in made.workers.items()}
@@ -76,5 +84,6 @@ def _derive(snapshot: Snapshot, published: Roster | None, made: Roster) -> Facts
         sizes,
         current,
         losses.losses_among(snapshot, current, expected),
+        outdated_pods,
         world_state.of(snapshot, made, current, sizes),
     )
