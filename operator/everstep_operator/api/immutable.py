@@ -4,7 +4,7 @@ Pods of one job that were made from two different specs could not form one world
 changes. `spec.template` is immutable too, but the CRD cannot see into it: the chart's ValidatingAdmissionPolicy
 protects it. As in batch/v1, an update is judged by `suspend` before and after it: one update may suspend a job and put
 its template back, and one may set node selectors and resume the job, as queues do. Workers that are still there then
-are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0036). Invariant: each rule
+are replaced, because their pods say what they were made from (`plan.state.pod_hash`, ADR 0035). Invariant: each rule
 compares presence as well as value, because a rule over an absent field would fail.
 """
 
