@@ -30,6 +30,7 @@ class EventReason(StrEnum):
     JOB_RESUMED = "JobResumed"
     JOB_COMPLETED = "JobCompleted"
     JOB_FAILED = "JobFailed"
+    EDIT_WITHOUT_EFFECT = "EditWithoutEffect"
 
 
 class EventType(StrEnum):

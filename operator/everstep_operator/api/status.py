@@ -227,7 +227,9 @@ class Status(StatusModel):
     """The operator's findings. A pass writes them in one patch, and only if they changed."""
 
     observed_generation: Count | None = Field(default=None, description="Newest metadata.generation that was acted on.")
-    replicas: Workers = Field(default=0, description="Workers that have a pod (scale subresource).")
+    replicas: Workers = Field(
+        default=0, description="Workers that have a pod (scale subresource); 0 once the job is finished."
+    )
     ready_replicas: Workers = Field(default=0, description="Worker pods that are Ready.")
     selector: Annotated[str, StringConstraints(max_length=512)] = Field(
         default="", description="Label selector of the worker pods, as text (scale subresource)."

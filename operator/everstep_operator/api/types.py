@@ -259,8 +259,8 @@ class TrainingJobSpec(ApiModel):
     )
     pod_disruption_budget: Bool = Field(
         default=True,
-        description="Keep elastic.minReplicas workers during drains. Without elastic it has no effect, because then it "
-        "would block every drain.",
+        description="Keep elastic.minReplicas workers during drains while the job trains. Without elastic it has no "
+        "effect, because then it would block every drain.",
     )
     template: dict[str, Any] = Field(
         description=f"PodTemplateSpec of a worker. The container named {WORKER_CONTAINER!r} is the trainer.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import CreatePod, DeletePod
 from everstep_operator.plan.decide.finish import is_finished
 from everstep_operator.plan.outcome import Plan
@@ -30,7 +31,7 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
     deleted = [a for a in plan.actions if isinstance(a, DeletePod)]
     if new.world.round < old.world.round:
         raise PlanError(f"round goes back from {old.world.round} to {new.world.round}")
-    if is_finished(old) and (created or new != old):
+    if is_finished(old) and (created or _result(new) != _result(old)):
         raise PlanError("a finished job is given pods or another status")
     if is_finished(new) and created:
         raise PlanError("a job is finished and given pods in one plan")
@@ -45,6 +46,12 @@ def check(snapshot: Snapshot, plan: Plan) -> None:
         if not is_finished(new):
             doomed.append(pod)
     _check_roster(snapshot, plan, created, doomed)
+
+
+def _result(status: Status) -> Status:
+    """What may not change once a job is finished: all but the generation that was seen, and the count of its pods."""
+    seen = tuple(c.model_copy(update={"observed_generation": None}) for c in status.conditions)
+    return status.model_copy(update={"replicas": 0, "observed_generation": None, "conditions": seen})
 
 
 def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doomed: list[WorkerPod]) -> None:

@@ -84,6 +84,7 @@ class World:
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
         self.pods_linger = False
+        self.generation = 1
 
     def snapshot(self) -> Snapshot:
         # The status goes through the wire format, as in the API server: fields that are lost there must not matter.
@@ -91,7 +92,7 @@ class World:
             "default",
             "digits",
             "uid-1",
-            1,
+            self.generation,
             "1",
             TrainingJobSpec.model_validate(self.spec),
             parse_status(self.status.to_wire()),
@@ -271,6 +272,16 @@ class World:
         template = copy.deepcopy(self.spec["template"])
         template["spec"]["containers"][0]["image"] = image  # type: ignore[index]
         self.spec = {**self.spec, "template": template}
+
+    def do_edited(self) -> str:
+        """The spec is changed in a way that does not matter here; prints what the status says of it after a pass."""
+        self.generation += 1
+        text = self.reconcile()
+        return f"{text}\ngeneration {self.generation}, observed {self.status.observed_generation}"
+
+    def do_replicas(self) -> str:
+        """What the scale subresource shows."""
+        return f"replicas {self.status.replicas}, {len(self.pods)} pods"
 
     def do_older_operator(self) -> None:
         """All pods were made by an operator that did not write on them what they were made from."""

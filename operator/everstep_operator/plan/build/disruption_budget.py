@@ -1,7 +1,9 @@
 """The PodDisruptionBudget of an elastic job: how many workers a drain must leave.
 
-Invariant: a job of a fixed size has none, because it would block every drain while the job runs. A disruption budget
-with a wrong number is deleted, and created again once it is gone.
+Invariants: a job of a fixed size has none, because it would block every drain while the job runs. A job that waits
+(for its first pods, for a quorum, suspended) has none: with fewer Ready workers than it asks for it would block every
+drain too, and protect no training. A disruption budget with a wrong number is deleted, and created again once it is
+gone.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from everstep.contract import labels
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreateDisruptionBudget, DeleteDisruptionBudget
 from everstep_operator.plan.snapshot import JobView, Snapshot
-from everstep_operator.plan.state import sizing
+from everstep_operator.plan.state.facts import Facts
 
 
-def actions(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Create the disruption budget that the spec asks for, or delete one that it does not ask for."""
-    job, there = snapshot.job, snapshot.disruption_budget
-    least = _least(job)
+def actions(facts: Facts) -> tuple[Action, ...]:
+    """Create the disruption budget that the job needs now, or delete one that it does not need."""
+    job, there = facts.job, facts.snapshot.disruption_budget
+    least = _least(facts)
     name = names.service_name(job.name)
     if there is not None and there.min_available != least:
         why = "no drain has to be held up" if least is None else f"it does not leave {least} workers"
@@ -36,11 +38,13 @@ def gone(snapshot: Snapshot) -> tuple[Action, ...]:
     return (DeleteDisruptionBudget(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
 
 
-def _least(job: JobView) -> int | None:
-    spec = job.spec
-    if spec.elastic is None or not spec.pod_disruption_budget or spec.suspend:
+def _least(facts: Facts) -> int | None:
+    spec = facts.job.spec
+    if spec.elastic is None or not spec.pod_disruption_budget or facts.roster.wanted == 0:
         return None
-    return sizing.bounds(spec).minimum
+    # A recovery with enough workers keeps the budget, so that it does not come and go with each loss.
+    recovers = facts.snapshot.disruption_budget is not None and facts.ready >= facts.sizes.minimum
+    return facts.sizes.minimum if facts.world.stands or recovers else None
 
 
 def _body(job: JobView, name: str, least: int) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import ReadyReason
+from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.api.status import Failure
+from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
@@ -14,21 +14,21 @@ from everstep_operator.plan.build import disruption_budget, pods, status
 from everstep_operator.plan.build.status import Verdict
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, Plan, Requeue
-from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
 
 # A finished job's process has nothing left to save. The kubelet still gets the time to stop it in order.
 FINISH_GRACE_SECONDS = 5
 
 
-def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
-    """The job is complete: all `size` workers of the world succeeded. `existing`: the number of pods."""
+def complete(snapshot: Snapshot, size: int) -> Plan:
+    """The job is complete: all `size` workers of the world succeeded."""
     message = f"all {size} workers succeeded"
     done = status.build(
         snapshot,
         Verdict(ReadyReason.COMPLETE, message),
         world=snapshot.job.status.world,
-        existing=existing,
+        existing=0,
         ready=0,
         finished_at=snapshot.now,
     )
@@ -36,7 +36,7 @@ def complete(snapshot: Snapshot, existing: int, size: int) -> Plan:
     return Plan(done, clean_up(snapshot), (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
 
 
-def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
+def fail(snapshot: Snapshot, failed: Failed) -> Plan:
     """The job ends here. Its status keeps the root cause, if a worker was lost."""
     loss = failed.loss
     message = f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE]
@@ -56,7 +56,7 @@ def fail(snapshot: Snapshot, existing: int, failed: Failed) -> Plan:
         snapshot,
         Verdict(ReadyReason.FAILED, message, failed=failed.reason),
         world=snapshot.job.status.world,
-        existing=existing,
+        existing=0,
         ready=0,
         failure=failure,
         finished_at=snapshot.now,
@@ -106,20 +106,37 @@ def _side_cars_may_end(snapshot: Snapshot) -> Requeue | None:
 
 
 def after_finish(snapshot: Snapshot) -> Plan:
-    """The plan for a finished job. Its status never changes again. Its pods are removed, and after its time to live the
-    job."""
+    """The plan for a finished job: its pods are removed, and after its time to live the job. Its result never changes
+    again. If somebody has edited it, the status says that it was seen, and an event that it does nothing."""
     job = snapshot.job
     ttl, ended = job.spec.ttl_seconds_after_finished, job.status.completion_time
+    status_, events = _after_edit(job)
+    requeue, reason = _side_cars_may_end(snapshot), "finished; nothing to do"
     if ttl is not None and ended is not None:
         due = ended + timedelta(seconds=ttl)
         if snapshot.now >= due:
             end = staged({StageName.END: (DeleteJob(job.uid, f"finished {ttl} s ago"),)})
             return Plan(job.status, end, reason="time to live is over")
         left = Requeue(due - snapshot.now, "time to live")
-        sooner = _side_cars_may_end(snapshot)
-        left = sooner if sooner is not None and sooner.after < left.after else left
-        return Plan(job.status, clean_up(snapshot), requeue=left, reason="finished; waits for its time to live")
-    return Plan(job.status, clean_up(snapshot), requeue=_side_cars_may_end(snapshot), reason="finished; nothing to do")
+        requeue = requeue if requeue is not None and requeue.after < left.after else left
+        reason = "finished; waits for its time to live"
+    return Plan(status_, clean_up(snapshot), events, requeue, reason=reason)
+
+
+def _after_edit(job: JobView) -> tuple[Status, tuple[Event, ...]]:
+    """The status of a finished job with its present generation, and the event that an edit does nothing. An operator of
+    before may have counted its pods."""
+    old = job.status
+    seen = tuple(c.model_copy(update={"observed_generation": job.generation}) for c in old.conditions)
+    made = old.model_copy(update={"replicas": 0, "observed_generation": job.generation, "conditions": seen})
+    if old.observed_generation in (None, job.generation):
+        return made, ()
+    ready = old.condition(ConditionType.READY)
+    text = (
+        f"the job is {ready.reason if ready is not None else 'finished'}: of its spec only podCleanup and "
+        "ttlSecondsAfterFinished still have an effect; to train on, create a job with the same spec.checkpoint.url"
+    )
+    return made, (Event(EventReason.EDIT_WITHOUT_EFFECT, text),)
 
 
 def _delete(pod: WorkerPod, why: str) -> DeletePod:

@@ -28,9 +28,9 @@ from everstep_operator.plan.state.facts import Facts
 def build(facts: Facts, decision: Decision) -> Plan:
     match decision:
         case Complete(workers):
-            return finish.complete(facts.snapshot, len(facts.current), workers)
+            return finish.complete(facts.snapshot, workers)
         case Failed():
-            return finish.fail(facts.snapshot, len(facts.current), decision)
+            return finish.fail(facts.snapshot, decision)
         case Publish():
             return _publish(state.with_roster(facts, decision.roster), decision)
         case Wait(after, message):
@@ -79,7 +79,7 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     pods need the service."""
     actions = {
         **convergence.actions,
-        StageName.GUARD: disruption_budget.actions(facts.snapshot),
+        StageName.GUARD: disruption_budget.actions(facts),
         StageName.SIZES: converge.set_sizes(facts),
     }
     needs = {StageName.RELEASE: (StageName.SIZES,)}
