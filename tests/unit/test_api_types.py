@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -80,10 +81,35 @@ def test_checkpoint_interval_is_600_seconds_unless_one_is_given(given: dict[str,
         ({"requests": {"amd.com/gpu": 2}}, 2),
         ({"limits": {"nvidia.com/gpu": "8"}, "requests": {"nvidia.com/gpu": "8"}}, 8),
         ({"limits": {"nvidia.com/gpu": "0"}}, 1),
+        ({"limits": {"nvidia.com/gpu.shared": "2"}}, 2),
+        ({"limits": {"nvidia.com/mig-1g.10gb": "3", "nvidia.com/mig-3g.40gb": 1}}, 4),
+        ({"limits": {"amd.com/cpx_nps4": "8"}}, 8),
+        ({"limits": {"gpu.intel.com/i915": "2", "gpu.intel.com/memory.max": "1000"}}, 2),
+        ({"limits": {"gpu.intel.com/xe": "2"}}, 2),
+        ({"limits": {"habana.ai/gaudi": "8"}}, 8),
+        ({"limits": {"aws.amazon.com/neuroncore": "32", "vpc.amazonaws.com/efa": "8"}}, 32),
+        ({"limits": {"rdma/hca_shared_devices_a": "1", "hugepages-2Mi": "1Gi", "example.com/sriov_net": "1"}}, 1),
     ],
 )
-def test_auto_processes_are_the_gpus_asked_for_else_one(resources: dict[str, Any], count: int) -> None:
+def test_auto_processes_are_the_devices_asked_for_else_one(resources: dict[str, Any], count: int) -> None:
     assert parse_spec(spec(processesPerReplica="auto", worker={"resources": resources})).processes() == count
+
+
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"claims": [{"name": "gpus"}]}, "auto cannot tell how many devices the resource claims gpus hold"),
+        ({"limits": {"aws.amazon.com/neuron": "1"}}, "auto does not know how many processes the resource aws."),
+        ({"limits": {"google.com/tpu": "4"}}, "auto does not know how many processes the resource google.com/tpu"),
+        ({"limits": {"example.com/npu": "8"}}, "auto does not know how many processes the resource example.com/npu"),
+        ({"limits": {"nvidia.com/gpu": "1k"}}, "auto cannot read '1k' of the resource nvidia.com/gpu"),
+        ({"limits": {"aws.amazon.com/neuroncore": "128"}}, "auto finds 128 devices"),
+    ],
+)
+def test_auto_that_cannot_be_counted_is_refused_and_a_number_is_not(resources: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"spec.processesPerReplica: {words}")):
+        parse_spec(spec(processesPerReplica="auto", worker={"resources": resources}))
+    assert parse_spec(spec(processesPerReplica=8, worker={"resources": resources})).processes() == 8
 
 
 def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:

@@ -7,14 +7,14 @@ the API server's cost budget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema, field_validator
+from pydantic import Field, StringConstraints, WithJsonSchema, field_validator, model_validator
 
 from everstep.contract.labels import WORKER_CONTAINER
-from everstep_operator.api.base import ApiModel, Bool, Check, Int32, ObjectName, section
+from everstep_operator.api import devices
+from everstep_operator.api.base import ApiModel, Bool, Check, FieldError, Int32, ObjectName, section
 from everstep_operator.api.recovery import YEAR, HangMode, Recovery
 from everstep_operator.api.template import TEMPLATE_SCHEMA, require_bounded, worker_container
 
@@ -228,8 +228,9 @@ class TrainingJobSpec(ApiModel):
     elastic: Elastic | None = Field(default=None, description="Sizes at which the job may run; absent: fixed.")
     processes_per_replica: Processes = Field(
         default=1,
-        description="Training processes a worker: 1 to 64, or auto = the GPUs that the worker container requests, "
-        "else 1. (torchrun's own auto counts CPUs.)",
+        description="Training processes a worker: 1 to 64, or auto = the devices that the worker container "
+        "requests, else 1: GPUs, MIG instances and other partitions, Gaudi, cores of Neuron. Of resource claims and of "
+        "resources that it does not know, auto is refused. (torchrun's own auto counts CPUs.)",
     )
     rendezvous: Rendezvous = section(Rendezvous, "How the workers find each other.")
     checkpoint: Checkpoint | None = Field(default=None, description="Where the training state is committed.")
@@ -315,22 +316,26 @@ class TrainingJobSpec(ApiModel):
         require_bounded(template)
         return template
 
+    @model_validator(mode="after")
+    def _auto_is_known(self) -> TrainingJobSpec:
+        if self.processes_per_replica == AUTO:
+            try:
+                asked = self._devices()
+            except devices.Uncountable as e:
+                raise FieldError(".processesPerReplica", f"auto {e}, such as 8") from None
+            if asked > MAX_PROCESSES:
+                problem = f"auto finds {asked} devices, and a worker has at most {MAX_PROCESSES} processes"
+                raise FieldError(".processesPerReplica", problem)
+        return self
+
     def processes(self) -> int:
-        """The number of training processes of a worker. `auto` is the number of GPUs that the worker container
+        """The number of training processes of a worker. `auto` is the number of devices that the worker container
         requests."""
         if isinstance(self.processes_per_replica, int):
             return self.processes_per_replica
+        return max(1, self._devices())
+
+    def _devices(self) -> int:
         container = worker_container(self.template)
         assert container is not None  # the check above
-        return max(1, min(MAX_PROCESSES, _gpus(container)))
-
-
-def _gpus(container: Mapping[str, Any]) -> int:
-    """GPUs in a container's limits, else its requests. Vendors name them <domain>/gpu (nvidia.com/gpu, amd.com/gpu)."""
-    resources = container.get("resources") or {}
-    for kind in ("limits", "requests"):
-        wanted = resources.get(kind) or {}
-        counts = [int(v) for k, v in wanted.items() if str(k).endswith("/gpu") and str(v).isdigit()]
-        if counts:
-            return sum(counts)
-    return 0
+        return devices.count(container)
