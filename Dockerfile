@@ -10,17 +10,20 @@
 # Written for BuildKit and for the builder of Docker 20.10 alike.
 #
 # requirements/ has the exact versions and hashes of all that is installed but torch, which has a build for each kind of
-# GPU, and what torch needs. `make lock` renews them.
+# GPU, and what torch needs: TORCH is its version. `make lock` renews them. A base is exact if BASE names it by digest.
 ARG BASE=python:3.11-slim
 ARG OPERATOR_BASE=${BASE}
 ARG WORKER_BASE=${BASE}
 
 FROM ${OPERATOR_BASE} AS wheel
 ARG PIP_OPTIONS=""
+ARG LOCKED=yes
+COPY requirements/build.txt /requirements/
+RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/build.txt
 COPY LICENSE /src/
 COPY operator /src/operator
 COPY worker /src/worker
-RUN pip wheel --no-deps ${PIP_OPTIONS} -w /wheels /src/worker /src/operator
+RUN pip wheel --no-deps --no-build-isolation ${PIP_OPTIONS} -w /wheels /src/worker /src/operator
 
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
@@ -29,19 +32,24 @@ ENV PYTHONUNBUFFERED=1
 COPY requirements/operator.txt /requirements/
 RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/operator.txt
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir ${PIP_OPTIONS} /wheels/*.whl && python -c 'import everstep_operator.main'
+# Nothing but these: what they need is what was locked, and `pip check` says if it is not.
+RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/*.whl && { test -z "${LOCKED}" || pip check; } && \
+    python -c 'import everstep_operator.main'
 USER 65532:65532
 ENTRYPOINT ["everstep-operator"]
 
 FROM ${WORKER_BASE} AS worker
 ARG PIP_OPTIONS=""
 ARG LOCKED=yes
+ARG TORCH=torch==2.13.0
 # A user without a home: libraries that keep caches under HOME need one that is writable.
 ENV PYTHONUNBUFFERED=1 HOME=/tmp
 COPY requirements/worker.txt /requirements/
 RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/worker.txt
 COPY --from=wheel /wheels/everstep-*.whl /wheels/
-RUN pip install --no-cache-dir ${PIP_OPTIONS} "$(ls /wheels/everstep-*.whl)[worker,s3]" && torchrun --help >/dev/null && python -c 'import everstep'
+RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} "${TORCH}"
+RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/everstep-*.whl && \
+    { test -z "${LOCKED}" || pip check; } && torchrun --help >/dev/null && python -c 'import everstep'
 WORKDIR /workspace
 USER 65532:65532
 

@@ -54,6 +54,8 @@ lock: setup  ## renew requirements/: exact versions and hashes of what the image
 	$(LOCK) worker/pyproject.toml operator/pyproject.toml -o requirements/operator.txt
 	$(LOCK) worker/pyproject.toml --extra worker --extra s3 --overrides <(echo "torch; python_version < '3'") \
 	  -o requirements/worker.txt
+	$(LOCK) <($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("worker/pyproject.toml", "rb"))["build-system"]["requires"])') \
+	  -o requirements/build.txt
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \

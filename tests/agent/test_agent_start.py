@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,22 @@ def test_the_agent_repeats_a_refusal_whole_with_the_line_to_write(tmp_path: Path
     done, _ = run(tmp_path, "train.py")
     told = [text for text in done.stderr.splitlines() if "everstep-run: " in text]
     assert max(map(len, told)) < 2000
+
+
+def test_root_that_is_read_only_is_told_with_the_volume_that_it_needs() -> None:
+    """The process has a root as a container with `readOnlyRootFilesystem` has it. Its termination log is mounted."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        last_words, script = Path(folder) / "termination-log", Path(folder) / "train.py"
+        last_words.touch()
+        script.touch()
+        agent = shlex.join([sys.executable, "-m", "everstep.agent.main", "--standalone", str(script)])
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", f"mount --bind / / && mount -o remount,ro,bind / && cd / && {agent}"],
+            capture_output=True, text=True, timeout=100, check=False,
+            env={**os.environ, "EVERSTEP_JOB_UID": "u", "EVERSTEP_TERMINATION_LOG": str(last_words), "TMPDIR": "/tmp"},
+        )  # fmt: skip
+        assert "mount an emptyDir at /tmp" in done.stderr
+        assert "Traceback" not in done.stderr
+        (record,) = map(json.loads, last_words.read_text().splitlines())
+    assert (done.returncode, record["exit_code"]) == (126, 126)
+    assert "mount an emptyDir at /tmp" in record["error"]

@@ -254,3 +254,35 @@ def test_guard_of_the_operators_own_writes_does_not_hang_on_the_policy_for_jobs(
     assert policies() == {"everstep-trainingjobs", "everstep-rounds"}
     assert policies("--set", "policy.enabled=false") == {"everstep-rounds"}
     assert policies("--set", "operatorPolicy.enabled=false") == {"everstep-trainingjobs"}
+
+
+def test_one_schedulable_node_beside_tainted_ones_takes_both_replicas(crd: Any, helm: Any) -> None:
+    """The scheduler would leave the second replica pending for ever if tainted nodes counted as places for it."""
+    control_plane = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    down = {"key": "node.kubernetes.io/unreachable", "effect": "NoSchedule"}
+    made: list[str] = []
+
+    def node(name: str, *taints: dict[str, str]) -> None:
+        made.append(name)
+        body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"taints": list(taints)}}
+        done = crd.kubectl("create", "-f", "-", input=yaml.safe_dump(body))
+        assert done.returncode == 0, done.stderr
+
+    def counted(*flags: str) -> str:
+        release = ("template", "spread", "-n", "spread", "--set", "crds.install=false")
+        asked = (*release, "--dry-run=server", "--kubeconfig", str(crd.kubeconfig), *flags)
+        rendered = [o for o in yaml.safe_load_all(helm(*asked).stdout) if o]
+        (constraint,) = _only(rendered, "Deployment")["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert constraint["whenUnsatisfiable"] == "DoNotSchedule"
+        return str(constraint["nodeTaintsPolicy"])
+
+    try:
+        node("spread-tainted", control_plane)
+        node("spread-free")
+        assert counted() == "Honor"
+        assert counted("--set", "nodeSpread=allNodes") == "Ignore"
+        node("spread-down", down)
+        assert counted() == "Ignore"
+        assert counted("--set", "nodeSpread=untaintedNodes") == "Honor"
+    finally:
+        crd.kubectl("delete", "node", *made)

@@ -105,6 +105,13 @@ def test_steps_taken_again_after_a_loss_are_not_productive() -> None:
     assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (12, 6.0)
 
 
+def test_steps_of_an_earlier_jobs_checkpoints_are_not_productive() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.RESTORE, restored_step=1000), at(1))
+    progress.accept(report(Phase.TRAIN, step=1010, step_seconds=0.5), at(6))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (1010, 5.0)
+
+
 def test_operator_that_restarts_goes_on_from_what_the_status_remembers() -> None:
     begun = {"startTime": at(-100), "progress": {"step": 40}, "goodputPercent": 90}
     progress = fresh(**begun)

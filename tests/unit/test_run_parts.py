@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from everstep.contract import labels
 from everstep.storage import open_store
 from everstep_local.run import control
 from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target
+from everstep_local.run.history import StepSeen
 from everstep_local.run.job_file import (
     Asked,
     Prepared,
@@ -25,6 +28,8 @@ from everstep_local.run.job_file import (
 from everstep_local.run.manifest import JobFileError
 from everstep_local.run.running import last_words
 from everstep_local.run.view import View, WorkerRow
+from everstep_local.run.view import view as made_view
+from everstep_operator.kube.wire import Pod, Unstructured
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 
@@ -237,6 +242,34 @@ def test_secret_file_is_read_and_a_wrong_line_named(tmp_path: Path) -> None:
     path.write_text("A=1\nnonsense\n")
     with pytest.raises(JobFileError, match=r"s\.env:2: expected NAME=value"):
         read_secret(path)
+
+
+# View.
+
+
+def test_head_of_the_status_is_not_behind_the_workers_below_it() -> None:
+    """The operator writes the job's progress every few seconds; a worker's newest report is in its row at once."""
+    job = msgspec.convert(
+        {
+            "metadata": {"name": "digits", "uid": "u"},
+            "status": {"conditions": [{"type": "Ready", "reason": "Running"}], "progress": {"step": 40}},
+        },
+        Unstructured,
+    )
+    pod = msgspec.convert(
+        {
+            "metadata": {
+                "name": "digits-w0-0",
+                "labels": {labels.JOB: "digits", labels.WORKER_INDEX: "0", labels.INCARNATION: "0"},
+            },
+            "spec": {"containers": [{"name": "worker"}]},
+            "status": {"phase": "Running"},
+        },
+        Pod,
+    )
+    seen = StepSeen(1.0, "digits-w0-0", worker=0, rank=0, world_size=1, step=57)
+    assert made_view(job, [pod], {"digits-w0-0": seen}, {}, [], {}).step == 57
+    assert made_view(job, [pod], {}, {}, [], {}).step == 40
 
 
 # Faults.

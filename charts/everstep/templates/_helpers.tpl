@@ -23,3 +23,34 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "everstep.serviceAccountName" -}}
 {{- .Values.serviceAccount.name | default (ternary (include "everstep.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}
+
+{{- /*
+Which nodes count when the replicas are spread. "auto" looks at the cluster's nodes, which helm shows to `helm install` and
+`helm upgrade` only: with at most one that takes ordinary pods, tainted nodes do not count. Taints of a node that is down
+or cordoned do not make it one of those: it comes back.
+*/ -}}
+{{- define "everstep.nodeTaintsPolicy" -}}
+{{- $passing := list "node.kubernetes.io/not-ready" "node.kubernetes.io/unreachable" "node.kubernetes.io/unschedulable"
+  "node.kubernetes.io/network-unavailable" "node.kubernetes.io/memory-pressure" "node.kubernetes.io/disk-pressure"
+  "node.kubernetes.io/pid-pressure" -}}
+{{- if eq .Values.nodeSpread "allNodes" -}}
+Ignore
+{{- else if eq .Values.nodeSpread "untaintedNodes" -}}
+Honor
+{{- else -}}
+{{- $free := 0 -}}
+{{- $nodes := (lookup "v1" "Node" "" "").items | default list -}}
+{{- range $nodes -}}
+{{- $kept := 0 -}}
+{{- range .spec.taints | default list -}}
+{{- if and (ne .effect "PreferNoSchedule") (not (has .key $passing)) -}}
+{{- $kept = add1 $kept -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int $kept) 0 -}}
+{{- $free = add1 $free -}}
+{{- end -}}
+{{- end -}}
+{{- if and $nodes (lt (int $free) 2) -}}Honor{{- else -}}Ignore{{- end -}}
+{{- end -}}
+{{- end }}

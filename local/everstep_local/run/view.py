@@ -83,13 +83,15 @@ def view(
     ready = condition(job, "Ready")
     world, progress = status.get("world") or {}, status.get("progress") or {}
     rows = [row for pod in pods if (row := _row(pod, steps, pids, memory)) is not None]
+    # The operator writes progress into the status every few seconds; the workers' own reports are newer.
+    reached = [step for step in (progress.get("step"), *(row.step for row in rows)) if step is not None]
     return View(
         job=job.metadata.name,
         status=str(ready.get("reason", "Pending")),
         message=str(ready.get("message", "")),
         round=int(world.get("round", 0)),
         size=int(world.get("size", 0)),
-        step=progress.get("step"),
+        step=max(reached, default=None),
         total_steps=progress.get("totalSteps"),
         committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
         restarts=int((status.get("restarts") or {}).get("total", 0)),

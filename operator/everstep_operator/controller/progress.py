@@ -163,7 +163,8 @@ class JobProgress:
         return first or complete or slow or report.phase is Phase.DONE
 
     def _progress(self, report: Report) -> None:
-        before = self._step or 0
+        # A job that goes on from the checkpoints of another one has not taken their steps.
+        before = (self._restored_step or 0) if self._step is None else self._step
         if report.step is not None and report.step > before:
             # Steps that are repeated after a loss are not productive: only new ones count.
             self._productive += (report.step - before) * (report.step_seconds or 0.0)

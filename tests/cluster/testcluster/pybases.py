@@ -16,7 +16,8 @@ PATH_ENV = "PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 # Wheels for the machine that has a mirror of its own, for example the CPU build of torch.
 WHEELS = Path(os.environ.get("WHEELS") or cache.CHECKOUT.parent / "shared" / "wheels")
-BUILD_BACKEND = ("hatchling", "editables")  # so that the project installs with --no-build-isolation, without network
+# So that the project installs with --no-build-isolation, without network: what requirements/build.txt names.
+BUILD_BACKEND = ("hatchling==1.33.0", "editables")
 PULL_LIMIT = 600.0
 
 

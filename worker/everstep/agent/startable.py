@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 
 from everstep.agent.arguments import Program
@@ -28,6 +29,14 @@ class CannotStart:
 
 def problem(program: Program) -> CannotStart | None:
     """Why the program cannot be started in this folder; None if no reason is known."""
+    try:
+        tempfile.gettempdir()  # of the agent's socket, and of most programs
+    except OSError:  # a container with `readOnlyRootFilesystem`
+        why = (
+            "no folder for temporary files can be written to: mount an emptyDir at /tmp (volumes: [{name: tmp, "
+            "emptyDir: {}}], volumeMounts: [{name: tmp, mountPath: /tmp}]), or let TMPDIR name a folder that can"
+        )
+        return CannotStart(NOT_EXECUTABLE, why)
     if program.module:
         return _module(program.target)
     if program.executable:
