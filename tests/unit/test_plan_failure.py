@@ -61,6 +61,14 @@ def judge() -> Any:
     return call
 
 
+# The kubelet's reasons for a pod that it does not let run; the last is one that nobody knows yet.
+REJECTIONS = (
+    *("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfnvidia.com/gpu", "OutOfpods", "NodeAffinity"),
+    *("TopologyAffinityError", "NodeShutdown", "Terminated", "NodeName", "NodePorts", "InvalidNodeInfo"),
+    *("UnexpectedPodResources", "AppArmor", "PodOSNotSupported", "SomethingNew"),
+)
+
+
 @pytest.mark.parametrize(
     ("fields", "cause", "code", "charge"),
     [
@@ -86,8 +94,17 @@ def judge() -> Any:
         ({**failed(143), "reason": "Evicted"}, Cause.EVICTED, None, Charge.PREEMPTION),
         ({**RUNNING, "disruption": "EvictionByEvictionAPI"}, Cause.DISRUPTION_TARGET, None, Charge.PREEMPTION),
         ({"phase": PodPhase.FAILED, "reason": "Evicted"}, Cause.EVICTED, None, Charge.PREEMPTION),
-        ({"phase": PodPhase.FAILED, "reason": "NodeShutdown"}, Cause.NODE_LOST, None, Charge.INFRASTRUCTURE),
-        ({"phase": PodPhase.FAILED, "reason": "UnexpectedAdmissionError"}, Cause.START_FAILED, None, Charge.USER_CODE),
+        ({"phase": PodPhase.FAILED, "reason": "NodeLost"}, Cause.NODE_LOST, None, Charge.INFRASTRUCTURE),
+        *(({"phase": PodPhase.FAILED, "reason": reason}, Cause.REJECTED, None, Charge.INFRASTRUCTURE)
+          for reason in REJECTIONS),
+        *(({**failed(137), "reason": reason}, Cause.NODE_LOST, 137, Charge.INFRASTRUCTURE)
+          for reason in ("NodeShutdown", "Terminated")),
+        ({"phase": PodPhase.FAILED, "reason": "Preempting"}, Cause.DISRUPTION_TARGET, None, Charge.PREEMPTION),
+        ({**failed(1), "reason": "Preempting"}, Cause.DISRUPTION_TARGET, 1, Charge.PREEMPTION),
+        ({**failed(1), "reason": "NewReason"}, Cause.EVICTED, 1, Charge.PREEMPTION),
+        ({**failed(143), "reason": "DeadlineExceeded"}, Cause.SIGNALED, 143, Charge.INFRASTRUCTURE),
+        ({"phase": PodPhase.FAILED, "reason": "DeadlineExceeded"}, Cause.START_FAILED, None, Charge.USER_CODE),
+        ({"phase": PodPhase.FAILED}, Cause.START_FAILED, None, Charge.USER_CODE),
         ({**RUNNING, "deleted_at": NOW}, Cause.POD_DELETED, None, Charge.INFRASTRUCTURE),
         ({**RUNNING, "node": "n2"}, Cause.NODE_LOST, None, Charge.INFRASTRUCTURE),
         ({**RUNNING, "node": "gone"}, Cause.NODE_LOST, None, Charge.INFRASTRUCTURE),
@@ -112,7 +129,7 @@ def test_lost_worker_is_attributed_and_charged(
         (
             "UnexpectedAdmissionError",
             "no healthy devices\npresent",
-            "failed without running: UnexpectedAdmissionError: no",
+            "rejected by the kubelet: UnexpectedAdmissionError: no",
         ),
         ("Evicted", None, "evicted by the kubelet"),
     ],

@@ -75,7 +75,12 @@ def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
         Exit(255, "Unknown"),
     ]
     lost = [pod(exit=one) for one in exits]
-    lost += [pod(reason="Evicted"), pod(disruption="TaintManager"), pod(phase=PodPhase.RUNNING, deleted_at=now)]
+    lost += [
+        pod(reason="Evicted"),
+        pod(reason="OutOfcpu"),
+        pod(disruption="TaintManager"),
+        pod(phase=PodPhase.RUNNING, deleted_at=now),
+    ]
     world = plan_world.World()
     found = set()
     for one in lost:

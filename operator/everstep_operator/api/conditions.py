@@ -96,6 +96,7 @@ class Cause(StrEnum):
     NODE_LOST = "NodeLost"  # the node is gone or silent
     POD_DELETED = "PodDeleted"  # somebody deleted the pod
     START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
+    REJECTED = "Rejected"  # the node's kubelet did not let the pod run: devices, resources, affinity, a shutdown
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds
     PREEMPTED = "Preempted"  # asked to stop (SIGTERM), it committed its state and left; so did its peers
     FENCED = "Fenced"  # a newer round owns the training state

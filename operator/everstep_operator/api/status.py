@@ -20,6 +20,7 @@ MAX_RECOVERIES = 10
 MAX_WORKERS = 4096
 MAX_INCARNATION = 99_999_999  # eight digits of a pod's name
 MAX_LOG_LINES = 20
+MAX_REJECTED_BY = 8
 MAX_MISMATCH = 512  # characters of the place where collectives did not match
 
 Workers = Annotated[Int32, Field(ge=0)]
@@ -27,6 +28,7 @@ WorkerIndex = Annotated[Int32, Field(ge=0, le=MAX_WORKERS - 1)]
 Incarnation = Annotated[Int32, Field(ge=0, le=MAX_INCARNATION)]
 LogLine = Annotated[str, StringConstraints(max_length=1000)]
 MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_METRIC_NAME)]
+NodeName = Annotated[str, StringConstraints(max_length=253)]
 MetricText = Annotated[str, StringConstraints(max_length=32)]
 
 
@@ -158,6 +160,17 @@ class Restarts(StatusModel):
         default=None,
         description="When the last incident began, if workers are replaced one by one. A loss soon after it counts as "
         "part of it, if the worker existed before.",
+    )
+    rejections: Count = Field(
+        default=0, description="Times in a row that nodes rejected pods of this job: never charged."
+    )
+    rejected_at: Timestamp | None = Field(
+        default=None, description="When a pod was last rejected; the back-off after rejections runs from it."
+    )
+    rejected_by: tuple[NodeName, ...] = Field(
+        default=(),
+        max_length=MAX_REJECTED_BY,
+        description="Nodes that rejected pods, the last one first. For half an hour new pods prefer other nodes.",
     )
 
     @model_validator(mode="before")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.kube.resources import PODS
-from everstep_operator.kube.wire import rfc3339
+from everstep_operator.kube.resources import PODS, Resource
+from everstep_operator.kube.wire import KubeObject, Unstructured, rfc3339
 from support.apiserver.operators import Operators, Place
 from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
+BINDINGS = Resource("", "v1", "bindings", "Binding", KubeObject)
+FULL_PODS = Resource("", "v1", "pods", "Pod", Unstructured)
 WORKERS = ("digits-w0-0", "digits-w1-0")
 MESH = {"name": "mesh", "image": "mesh:1"}
 LOGS = {"name": "logs", "image": "logs:1"}
@@ -153,3 +155,27 @@ async def test_exit_0_of_a_drained_pod_is_no_success(place: Place, answer: str) 
         await place.client.merge_patch(PODS, place.namespace, pod, {"metadata": {"finalizers": None}})
         status = await place.status()
     assert (status["restarts"]["userCode"], status["restarts"]["preemption"]) == (0, 1)
+
+
+async def test_pod_that_a_node_rejects_is_followed_by_one_that_prefers_others(place: Place) -> None:
+    await place.create_job(replicas=1, recovery={"maxRestarts": 0, "noProgressLimit": 1})
+    async with Operators(place).run():
+        await place.running(WORKERS[0])
+        for number in range(2):
+            pod = f"digits-w0-{number}"
+            binding = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": "n1"}}
+            await place.client.create(BINDINGS, place.namespace, binding)
+            message = "Allocate failed due to no healthy devices present"
+            shown = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": message}
+            await place.set_pod(pod, {**shown, "containerStatuses": [], "conditions": []})
+
+            async def followed(name: str = f"digits-w0-{number + 1}") -> bool:
+                return await place.names() == [name]
+
+            await eventually("another pod comes", followed)
+        status = await place.status()
+        follower = await place.client.get(FULL_PODS, place.namespace, "digits-w0-2")
+    assert (status["restarts"]["userCode"], status["restarts"]["infrastructure"]) == (0, 2)
+    assert status["restarts"]["rejectedBy"] == ["n1"]
+    [term] = follower.spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["preference"]["matchFields"] == [{"key": "metadata.name", "operator": "NotIn", "values": ["n1"]}]

@@ -255,6 +255,11 @@ class World:
         pod = self.current(int(index))
         self.change(pod, phase=PodPhase.FAILED, ready=False, reason="Evicted", message=message or None)
 
+    def do_reject(self, index: str, reason: str = "UnexpectedAdmissionError", message: str = "") -> None:
+        """The kubelet does not let the pod run."""
+        pod = self.current(int(index))
+        self.change(pod, phase=PodPhase.FAILED, ready=False, reason=reason, message=message or None)
+
     def do_delete(self, index: str) -> None:
         self.change(self.current(int(index)), deleted_at=self.now)
 

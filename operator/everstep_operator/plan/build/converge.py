@@ -14,7 +14,7 @@ from everstep_operator.api.status import Restarts
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
 from everstep_operator.plan.build import pods
-from everstep_operator.plan.decide import finish, restart_budget
+from everstep_operator.plan.decide import finish, rejections, restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
@@ -66,7 +66,10 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     if start is not None:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
-    actions[StageName.CREATE] = [_create(facts, index) for index in missing[: snapshot.settings.max_pods_per_plan]]
+    avoided = rejections.avoided(snapshot.now, restarts)
+    actions[StageName.CREATE] = [
+        _create(facts, index, avoided) for index in missing[: snapshot.settings.max_pods_per_plan]
+    ]
     # This is tried again in every pass, and after a while even without an observed change: no event tells that a name
     # is free.
     if snapshot.name_collisions:
@@ -158,15 +161,20 @@ def _missing(facts: Facts) -> list[int]:
     return [i for i, worker in facts.roster.workers.items() if i not in facts.current and not worker.started]
 
 
-def _create(facts: Facts, index: int) -> CreatePod:
+def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     job, roster, settings = facts.job, facts.roster, facts.snapshot.settings
     incarnation = roster.workers[index].number
     name = roster.name(job.name, index)
     if not roster.whole:
-        return CreatePod(name, index, incarnation, pods.agent_pod(job, index, incarnation, settings), f"worker {index}")
+        body = pods.avoid(pods.agent_pod(job, index, incarnation, settings), avoided)
+        return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}")
     round_ = roster.next_incarnation
-    body = pods.worker_pod(job, index, round_, len(roster.workers), settings)
-    return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}")
+    body = pods.avoid(pods.worker_pod(job, index, round_, len(roster.workers), settings), avoided)
+    return CreatePod(name, index, incarnation, body, f"worker {index} of round {round_}{_not_on(avoided)}")
+
+
+def _not_on(nodes: Sequence[str]) -> str:
+    return f", not on {', '.join(nodes)} if possible" if nodes else ""
 
 
 def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:

@@ -8,6 +8,7 @@ be fenced. Tuning settings are only defaults.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from everstep.contract import env, labels
@@ -59,6 +60,21 @@ def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) ->
     environment = _everstep(job, index, incarnation, settings)
     identity = {**environment, **rendezvous.of_agents(job, settings)}
     return _pod(job, index, incarnation, identity, agents.tuning(job.spec))
+
+
+def avoid(body: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+    """The pod, which is placed on one of these nodes only if there is no other. A node may be the only one that has
+    what the pod needs, so this is a preference."""
+    if not nodes:
+        return body
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    spec = body["spec"]
+    affinity = spec["affinity"] = dict(spec.get("affinity") or {})
+    of_node = affinity["nodeAffinity"] = dict(affinity.get("nodeAffinity") or {})
+    others = of_node.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+    term = {"weight": 100, "preference": {"matchFields": fields}}
+    of_node["preferredDuringSchedulingIgnoredDuringExecution"] = [*others, term]
+    return body
 
 
 def _pod(

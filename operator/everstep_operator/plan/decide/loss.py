@@ -13,7 +13,7 @@ from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, R
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan import names
-from everstep_operator.plan.decide import restart_budget, start_failures
+from everstep_operator.plan.decide import rejections, restart_budget, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
@@ -59,6 +59,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
         indices |= facts.outdated  # the lost workers come back from another spec than theirs
     if not follows and not facts.roster.whole:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
+    restarts = rejections.counted(facts.snapshot.now, restarts, lost)
     # Under c10d the other workers fail because of the first: they are not mentioned.
     more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.whole else ""
     message = root.sentence + more

@@ -13,12 +13,14 @@ from everstep_operator.api.conditions import Cause, FailedReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.recovery import Recovery, RuleAction
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import mismatches, refusals, start_failures
+from everstep_operator.plan.decide import mismatches, refusals, rejections, start_failures
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
 # The loss of a machine says nothing about whether the program can take a step.
-_SAYS_NOTHING_ABOUT_PROGRESS = frozenset({Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET})
+_SAYS_NOTHING_ABOUT_PROGRESS = frozenset(
+    {Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET, Cause.REJECTED}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +145,14 @@ def _used_up(recovery: Recovery) -> str:
 
 
 def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
-    """The time from which missing workers may be created, if that is later than `now`. Only a charged restart is
-    followed by a back-off, which is exponential."""
-    if restarts.last_at is None or restarts.in_window == 0:
-        return None
+    """The time from which missing workers may be created, if that is later than `now`. Only a charged restart and a
+    rejected pod are followed by a back-off, which is exponential."""
     back_off = recovery.backoff_seconds
-    seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
-    start = restarts.last_at + timedelta(seconds=seconds)
-    return start if now < start else None
+    starts = [rejections.held_until(restarts, back_off)]
+    if restarts.last_at is not None and restarts.in_window > 0:
+        seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
+        starts.append(restarts.last_at + timedelta(seconds=seconds))
+    return max((start for start in starts if start is not None and now < start), default=None)
 
 
 def _is_charged(restarts: Restarts) -> bool:
@@ -188,4 +190,7 @@ def _count(
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,
         incident_at=old.incident_at,
+        rejections=old.rejections,
+        rejected_at=old.rejected_at,
+        rejected_by=old.rejected_by,
     )

@@ -33,14 +33,22 @@ NODE_SEEN_WITHIN = timedelta(seconds=30)
 # The kubelet's reason for a container whose end it did not see, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
 
-# The kubelet's reasons for a pod that it ended. (It gives `Evicted` too.)
-_BY_KUBELET = {
-    "NodeLost": Cause.NODE_LOST,
+# The kubelet's reasons for a pod that it ended; `Evicted`, and those that we do not know, are evictions.
+_ENDED_BY_KUBELET = {
     "NodeShutdown": Cause.NODE_LOST,
     "Shutdown": Cause.NODE_LOST,
     "Terminated": Cause.NODE_LOST,
     "Preempting": Cause.DISRUPTION_TARGET,
     "Preempted": Cause.DISRUPTION_TARGET,
+    # The template's own `activeDeadlineSeconds`. Without a step in that time, trying again does not help.
+    "DeadlineExceeded": Cause.SIGNALED,
+}
+# And for a pod whose worker never ran. All others are rejections: `UnexpectedAdmissionError`, `OutOfcpu`,
+# `NodeAffinity`, `NodeShutdown`, …
+_NOT_RUN_BY_KUBELET = {
+    "Preempting": Cause.DISRUPTION_TARGET,
+    "Preempted": Cause.DISRUPTION_TARGET,
+    "DeadlineExceeded": Cause.START_FAILED,
 }
 
 # The kubelet's reasons for a container that the runtime could not start.
@@ -75,6 +83,7 @@ CHARGES: dict[Cause, Charge] = {
     Cause.PEER_LOST: Charge.INFRASTRUCTURE,
     Cause.NODE_LOST: Charge.INFRASTRUCTURE,
     Cause.POD_DELETED: Charge.INFRASTRUCTURE,
+    Cause.REJECTED: Charge.INFRASTRUCTURE,
     Cause.FENCED: Charge.INFRASTRUCTURE,
     Cause.RENDEZVOUS_TIMEOUT: Charge.INFRASTRUCTURE,
     Cause.EVICTED: Charge.PREEMPTION,
@@ -131,9 +140,9 @@ def losses_among(
     return tuple(sorted(found, key=_first_cause))
 
 
-# Causes of losses that may follow from another loss. A worker that is asked to stop makes its peers stop in order; a
-# worker that dies breaks their collectives.
-_CONSEQUENCES = (Cause.PREEMPTED, Cause.PEER_LOST)
+# Causes of losses that cause no other loss, or may follow from one. A rejected worker has met nobody. A worker that is
+# asked to stop makes its peers stop in order; a worker that dies breaks their collectives.
+_CONSEQUENCES = (Cause.REJECTED, Cause.PREEMPTED, Cause.PEER_LOST)
 
 
 def _first_cause(loss: Loss) -> tuple[int, float, int]:
@@ -172,11 +181,20 @@ def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss 
         return Loss(pod.index, Cause.DISRUPTION_TARGET, detail, pod.name, pod.node, at=pod.deleted_at)
     if pod.deleted_at is not None:
         return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
-    if pod.ended_by_kubelet and pod.exit is not None:
-        cause = _BY_KUBELET.get(pod.reason or "", Cause.SIGNALED)
+    if pod.ended_by_kubelet:
+        return _loss_by_kubelet(pod)
+    return _loss_of_exit(pod) if pod.finished else None
+
+
+def _loss_by_kubelet(pod: WorkerPod) -> Loss:
+    """Whatever its reason is, the kubelet does not end or reject a pod for what its program did."""
+    if pod.exit is not None:
+        cause = _ENDED_BY_KUBELET.get(pod.reason or "", Cause.EVICTED)
         detail = f"ended by the kubelet: {pod.reason}{_said(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node, pod.exit.code, pod.exit.finished_at)
-    return _loss_of_exit(pod) if pod.finished else None
+    cause = _NOT_RUN_BY_KUBELET.get(pod.reason or "", Cause.REJECTED)
+    did = "failed without running" if cause is Cause.START_FAILED else "rejected by the kubelet"
+    return Loss(pod.index, cause, f"{did}: {pod.reason}{_said(pod)}", pod.name, pod.node)
 
 
 def _said(pod: WorkerPod) -> str:
@@ -187,7 +205,7 @@ def _said(pod: WorkerPod) -> str:
 def _loss_of_exit(pod: WorkerPod) -> Loss:
     exit_ = pod.exit
     if exit_ is None:
-        cause = _BY_KUBELET.get(pod.reason or "", Cause.START_FAILED)
+        cause = Cause.NODE_LOST if pod.reason == "NodeLost" else Cause.START_FAILED
         detail = f"failed without running: {pod.reason or 'no reason given'}{_said(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node)
     record = _record(exit_.message)

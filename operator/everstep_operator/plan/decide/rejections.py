@@ -1,0 +1,57 @@
+"""Counts pods that nodes rejected, and says how long their successors wait and which nodes they should avoid.
+
+A kubelet rejects a pod before a container runs: its devices are not healthy, its memory is taken, it restarts or shuts
+down. The scheduler does not know why, and would choose the same node again at once. No program is to blame, so nothing
+is charged and no start has failed (ADR 0036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from everstep_operator.api.conditions import Cause
+from everstep_operator.api.recovery import Backoff
+from everstep_operator.api.status import MAX_REJECTED_BY, Restarts
+from everstep_operator.plan.state.losses import Loss
+
+# A node may be well again after this long. Until then rejections belong to one row.
+REMEMBERED = timedelta(minutes=30)
+# Also with `backoffSeconds.initial: 0`: a kubelet rejects a pod in milliseconds.
+SHORTEST = timedelta(seconds=1)
+# Workers that were lost for other reasons wait meanwhile, too.
+LONGEST = timedelta(seconds=60)
+
+
+def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts:
+    """The counters after these losses. Pods that are rejected together count once."""
+    rejected = [loss for loss in lost if loss.cause is Cause.REJECTED]
+    if not rejected:
+        return restarts
+    before, nodes = (restarts.rejections, restarts.rejected_by) if _is_remembered(now, restarts) else (0, ())
+    nodes = (*(loss.node for loss in rejected if loss.node is not None), *nodes)
+    return restarts.model_copy(
+        update={
+            "rejections": before + 1,
+            "rejected_at": now,
+            "rejected_by": tuple(dict.fromkeys(nodes))[:MAX_REJECTED_BY],
+        }
+    )
+
+
+def held_until(restarts: Restarts, back_off: Backoff) -> datetime | None:
+    """The time from which missing workers may be created; None if nothing was rejected."""
+    if restarts.rejected_at is None or restarts.rejections == 0:
+        return None
+    first = max(timedelta(seconds=back_off.initial), SHORTEST)
+    wait: timedelta = first * (1 << min(restarts.rejections - 1, 10))
+    return restarts.rejected_at + min(wait, LONGEST)
+
+
+def avoided(now: datetime, restarts: Restarts) -> tuple[str, ...]:
+    """The nodes on which new pods are placed only if there is no other."""
+    return restarts.rejected_by if _is_remembered(now, restarts) else ()
+
+
+def _is_remembered(now: datetime, restarts: Restarts) -> bool:
+    return restarts.rejected_at is not None and now - restarts.rejected_at <= REMEMBERED
