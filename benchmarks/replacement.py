@@ -24,6 +24,7 @@ from figures import Better, Figure, finish, parser, quantile
 
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import Changed, EventType
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
@@ -82,7 +83,7 @@ async def measure(jobs: int, workers: int, losses: int, seconds: float) -> tuple
     cluster = MemoryCluster(clock, history=100_000)
     client = cluster.client()
     settings = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1"})
-    operator = Operator(cluster.client(), settings, Metrics(), clock, synced=lambda: None)
+    operator = Operator(Clients.sharing(cluster.client()), settings, Metrics(), clock, synced=lambda: None)
     kubelets = Kubelets(client)
     began = time.monotonic()
     tasks = [asyncio.create_task(kubelets.run()), asyncio.create_task(operator.run())]

@@ -19,6 +19,7 @@ from everstep.contract import labels
 from everstep_local.apiserver.client import MemoryClient
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.kube.client import TokenReview
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.clock import SystemClock
@@ -86,7 +87,13 @@ async def serve() -> None:
     settings = OperatorSettings.from_env(
         {"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1", "EVERSTEP_POD_NAME": "operator"}
     )
-    operator = Operator(Client(cluster.client()), settings, Metrics(), SystemClock(), synced=lambda: None)  # type: ignore[arg-type]
+    operator = Operator(
+        Clients.sharing(Client(cluster.client())),
+        settings,
+        Metrics(),
+        SystemClock(),
+        synced=lambda: None,  # type: ignore[arg-type]
+    )
     async with operator.server, asyncio.TaskGroup() as group:
         await start(operator, group)
         while not operator.elector.is_leader():  # noqa: ASYNC110  # it has no event for others

@@ -28,12 +28,11 @@ from everstep_operator.endpoint.reports import ReportEndpoint
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, authenticator
 from everstep_operator.endpoint.token_signatures import SigningKeys
-from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.clients import Clients, connected
 from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.kube.resources import custom_resource
-from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.plan.snapshot import Settings
+from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.rounds.agents import find_agent, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
@@ -45,6 +44,7 @@ from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
 from everstep_operator.runtime.leader_probe import LeaderProbe
 from everstep_operator.runtime.queue import WorkQueue
+from everstep_operator.runtime.write_limit import WriteLimit, WriteSlots
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
@@ -55,6 +55,7 @@ log = logging.getLogger("everstep.operator")
 LEASE = "everstep-operator"
 JOBS = custom_resource(labels.GROUP, labels.VERSION, labels.PLURAL, labels.KIND, Unstructured)
 METRICS_INTERVAL = 5.0
+WRITES = WriteSlots()
 MAX_FILES = 65_536
 
 
@@ -63,7 +64,7 @@ class Operator:
 
     def __init__(
         self,
-        client: KubeClient,
+        clients: Clients,
         settings: OperatorSettings,
         metrics: Metrics,
         clock: Clock,
@@ -75,10 +76,10 @@ class Operator:
         changes the garbage collection of the whole process, so the operator must be alone in it."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
-        self.caches = Caches.of(client, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
+        self.caches = Caches.of(clients.watches, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
         self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - which asks it in turn
         self.elector = LeaderElector(
-            client,
+            clients.lease,
             namespace=settings.namespace,
             name=LEASE,
             identity=settings.identity,
@@ -92,20 +93,25 @@ class Operator:
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
         self.rounds = RoundStore(
-            RoundDocuments(client, JOBS, require_leading=require),
+            RoundDocuments(clients.rounds, JOBS, require_leading=require),
             clock=clock,
             epoch=require,
             changed=lambda job: self.queue.add((job.namespace, job.name)),
         )
+        limit = WriteLimit(WRITES)
         applier = Applier(
-            client,
+            clients.jobs,
             JOBS,
             expectations,
             require_leading=require,
             monotonic=clock.monotonic,
             set_sizes=lambda job, sizes: self.rounds.set_sizes(JobRef(job.namespace, job.name, job.uid), sizes),
+            is_superseded=self._is_superseded,
+            limit=limit,
         )
-        recorder = Recorder(client, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now)
+        recorder = Recorder(
+            clients.jobs, JOBS, instance=settings.pod_name, require_leading=require, now=clock.now, limit=limit
+        )
         self.reconciler = Reconciler(
             self.caches,
             applier,
@@ -135,11 +141,11 @@ class Operator:
             receiver.accept(caller, report)
             on_report(caller.identity, report)
 
-        callers = Callers(self.caches.pods, self.caches.jobs, client)
+        callers = Callers(self.caches.pods, self.caches.jobs, clients.callers)
         self._identities = IdentityCache(
-            authenticator(client),
+            authenticator(clients.callers),
             audience=labels.TOKEN_AUDIENCE,
-            keys=SigningKeys(client.signing_keys, monotonic=clock.monotonic),
+            keys=SigningKeys(clients.callers.signing_keys, monotonic=clock.monotonic),
             monotonic=clock.monotonic,
             exists=callers.exists,
         )
@@ -166,6 +172,13 @@ class Operator:
             group.create_task(self.elector.run())
             group.create_task(self.leader_probe.run())
             group.create_task(self.controller.run())
+
+    def _is_superseded(self, job: JobView) -> bool:
+        """Whether that job is gone, or a newer spec of it is known: `spec.suspend`, say."""
+        known = self.caches.jobs.get(job.namespace, job.name)
+        if known is None or known.metadata.uid != job.uid or known.metadata.deletion_timestamp is not None:
+            return True
+        return known.metadata.generation > job.generation
 
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)
@@ -198,8 +211,8 @@ class Operator:
 
 async def _serve(asked: Invocation) -> None:
     settings, clock, metrics = asked.settings, SystemClock(), Metrics()
-    async with HttpKubeClient(asked.cluster.source, on_answer=metrics.api_request) as client:
-        task = asyncio.create_task(Operator(client, settings, metrics, clock).run())
+    async with connected(asked.cluster.source, WRITES.total, metrics.api_request) as clients:
+        task = asyncio.create_task(Operator(clients, settings, metrics, clock).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)

@@ -47,7 +47,7 @@ VARIABLES = (
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
     ),
     Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
-    Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 64", "8"),
+    Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 1024", "256"),
     Variable("EVERSTEP_LOG_LEVEL", "lowest level that is logged", "INFO", LEVELS),
 )
 
@@ -116,6 +116,6 @@ class OperatorSettings:
             report_url=given.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
-            workers=number("EVERSTEP_WORKERS", 1, 64),
+            workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),
         )

@@ -32,6 +32,7 @@ from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.runtime.write_limit import WriteLimit
 
 SPEC = TrainingJobSpec.model_validate({"replicas": 2, "template": {"spec": {"containers": [{"name": "worker"}]}}})
 JOB = JobView("ns", "digits", "job-1", 1, "1", SPEC, Status(), datetime(2026, 1, 1, tzinfo=UTC))
@@ -93,13 +94,17 @@ class Hand:
         self.server = Server()
         self.expectations: Expectations[tuple[str, str]] = Expectations()
         self.leads = True
+        self.edited = False
+        self.now = 0.0
         self.applier = Applier(
             self.server,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
             self.expectations,
             require_leading=self.require,
-            monotonic=lambda: 0.0,
+            monotonic=lambda: self.now,
             set_sizes=self.server.set_sizes,
+            is_superseded=lambda job: self.edited,
+            limit=WriteLimit(),
         )
 
     def require(self) -> None:
@@ -234,7 +239,7 @@ def test_toy_cluster_of_the_property_tests_fails_as_this_does(
 async def test_many_creates_run_in_parallel_up_to_a_bound(hand: Hand) -> None:
     await hand.applier.apply(JOB, creating(*(pod(i) for i in range(100))))
     assert len(hand.server.owners) == 100
-    assert 1 < hand.server.most <= 16
+    assert 1 < hand.server.most <= 24
 
 
 async def test_replica_that_lost_its_lead_writes_nothing_more(hand: Hand) -> None:
@@ -300,3 +305,30 @@ async def test_delete_of_a_pod_that_is_gone_or_replaced_is_done_and_not_waited_f
     await hand.applier.apply(JOB, staged({StageName.CLEAR: (deleting("old"),)}))
     assert hand.waits_for() == set()
     assert hand.server.uids == ({"old": known} if known else {})
+
+
+async def test_job_that_is_edited_meanwhile_leaves_its_creates_to_the_next_plan(hand: Hand) -> None:
+    create = hand.server.create
+
+    async def edited_by_the_second(resource: Any, namespace: str, body: Any) -> None:
+        hand.edited = body["metadata"]["name"] == "w1" or hand.edited
+        await create(resource, namespace, body)
+
+    hand.server.create = edited_by_the_second  # type: ignore[method-assign]
+    applied = await hand.applier.apply(JOB, creating(*(pod(i) for i in range(100))))
+    assert 0 < applied.left < 100
+    assert len(hand.server.owners) == 100 - applied.left
+    assert hand.waits_for() == set(hand.server.owners), "nothing is expected of a create that was not sent"
+
+
+async def test_creates_that_take_long_leave_the_others_to_the_next_plan(hand: Hand) -> None:
+    create = hand.server.create
+
+    async def slow(resource: Any, namespace: str, body: Any) -> None:
+        await create(resource, namespace, body)
+        hand.now += 2.5
+
+    hand.server.create = slow  # type: ignore[method-assign]
+    applied = await hand.applier.apply(JOB, creating(*(pod(i) for i in range(100))))
+    assert applied.left > 50
+    assert len(hand.server.owners) == 100 - applied.left

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from everstep_operator.api.status import Status
 from everstep_operator.controller.record import Recorder, merge_patch
 from everstep_operator.kube.wire import ObjectMeta, Unstructured
+from everstep_operator.runtime.write_limit import WriteLimit
 
 values = st.recursive(
     st.one_of(st.booleans(), st.integers(-3, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2), max_size=2)),
@@ -75,7 +76,7 @@ def recorder(server: Server, leading: bool = True) -> Recorder:
             raise PermissionError("another replica leads")
 
     now: Any = lambda: None  # noqa: E731 - no time is asked for
-    return Recorder(server, None, instance="replica", require_leading=require, now=now)  # type: ignore[arg-type]
+    return Recorder(server, None, instance="replica", require_leading=require, now=now, limit=WriteLimit())  # type: ignore[arg-type]
 
 
 WANTED = Status.model_validate({"world": {"round": 2, "size": 2}, "progress": {"metrics": {"loss": "0.1"}}})

@@ -29,6 +29,7 @@ from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.apiserver.faults import Delay, Expire, Faults, LoseAnswer, Refuse
 from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
@@ -74,7 +75,9 @@ class Stage:
 
     @asynccontextmanager
     async def operating(self) -> AsyncGenerator[Operator, None]:
-        operator = self.operator = Operator(self._operators, SETTINGS, Metrics(), self.clock, synced=self._synced)
+        operator = self.operator = Operator(
+            Clients.sharing(self._operators), SETTINGS, Metrics(), self.clock, synced=self._synced
+        )
         task = asyncio.create_task(operator.run())
         try:
             yield operator

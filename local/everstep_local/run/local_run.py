@@ -30,6 +30,7 @@ from everstep_local.run.view import EventRow, Peak, View, clock_time, condition,
 from everstep_operator.controller import observe
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import EVENTS, PODS, Resource
 from everstep_operator.kube.wire import Event, Pod, Unstructured
@@ -158,7 +159,7 @@ class LocalRun:
             log_level="INFO",
         )
         operator = Operator(
-            self.cluster.client(),
+            Clients.sharing(self.cluster.client()),
             settings,
             Metrics(process=False),
             self._clock,

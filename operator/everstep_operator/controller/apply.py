@@ -1,13 +1,16 @@
 """Carries out the stages of a plan, in the order and with the dependencies that the plan says, and nothing else.
 
-Every write is preceded by a check that this replica still leads. Creates run in parallel up to a bound; an object that
-exists already is taken as created if it is ours by UID, else it is reported as a collision. A refused create (quota,
-admission) is kept as a reason for the next plan, since it is a state of the job and not an error of the operator.
+Every write is preceded by a check that this replica still leads, and waits for its turn among the writes of all jobs
+(`runtime.write_limit`). Creates run in parallel up to a bound. No create begins once the job was edited or some seconds
+have passed, because a slow API server must not keep a job from its next plan: the rest is left to that plan. An object
+that exists already is taken as created if it is ours by UID, else it is reported as a collision. A refused create
+(quota, admission) is kept as a reason for the next plan, since it is a state of the job and not an error of the
+operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, assert_never
@@ -40,11 +43,13 @@ from everstep_operator.plan.actions import (
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName
 from everstep_operator.runtime.expectations import Expectations
-from everstep_operator.runtime.parallel import Failed, run_bounded
+from everstep_operator.runtime.fair_queueing import Flow
+from everstep_operator.runtime.parallel import Done, Failed, run_bounded
+from everstep_operator.runtime.write_limit import Lane, LimitedOutcome, NotBegun, WriteLimit
 from everstep_operator.worker_pods import Key
 
 T = TypeVar("T", bound=KubeObject)
-MAX_PARALLEL = 16
+CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seconds, and a job may have thousands
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Applied:
 
     collisions: tuple[str, ...] = ()
     create_refused: str | None = None
+    left: int = 0  # actions that did not begin, because the next plan should decide about them
 
 
 @dataclass(slots=True)
@@ -63,7 +69,7 @@ class _Refusals:
 
 class Applier:
     """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations;
-    `set_sizes` tells the agents of a job their sizes."""
+    `set_sizes` tells the agents of a job their sizes; `is_superseded`: whether a newer spec of the job is known."""
 
     def __init__(
         self,
@@ -74,6 +80,8 @@ class Applier:
         require_leading: Callable[[], object],
         monotonic: Callable[[], float],
         set_sizes: Callable[[JobView, Sizes], Awaitable[None]],
+        is_superseded: Callable[[JobView], bool],
+        limit: WriteLimit,
     ) -> None:
         self._client = client
         self._jobs = jobs
@@ -81,6 +89,8 @@ class Applier:
         self._require_leading = require_leading
         self._monotonic = monotonic
         self._set_sizes = set_sizes
+        self._is_superseded = is_superseded
+        self._limit = limit
 
     async def apply(self, job: JobView, stages: tuple[Stage, ...]) -> Applied:
         """Carry out `stages`. Raises an error after all allowed attempts; of several errors, a short-lived one first.
@@ -90,23 +100,52 @@ class Applier:
         refusals = _Refusals()
         failed: set[StageName] = set()
         errors: list[Exception] = []
+        left = 0
         for stage in stages:
             if not stage.may_begin(failed):
                 failed.add(stage.name)
                 continue
             self._require_leading()
-            calls = [partial(self._one, job, action, refusals) for action in stage.actions]
-            for outcome in await run_bounded(calls, MAX_PARALLEL):
-                if isinstance(outcome, Failed):
-                    errors.append(outcome.error)
-                if isinstance(outcome, Failed) or not outcome.value:
-                    failed.add(stage.name)
+            for outcome in await self._run(job, stage, refusals):
+                match outcome:
+                    case Done(True):
+                        continue
+                    case Failed(error):
+                        errors.append(error)
+                    case NotBegun():
+                        left += 1
+                failed.add(stage.name)
         if errors:
             self._require_leading()
             raise min(errors, key=lambda error: isinstance(error, TerminalError))
         # Creates run in parallel: which of several refusals is shown must not depend on their order.
         first = min(refusals.refused, default=None)
-        return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first])
+        return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first], left)
+
+    async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedOutcome[bool]]:
+        calls = [partial(self._one, job, action, refusals) for action in stage.actions]
+        match stage.name:
+            case StageName.SIZES:  # a write of the round store, which has connections of its own
+                return await run_bounded(calls, 1)
+            case StageName.CREATE:
+                # The first creates of a pass may wait for their turn as long as it takes: else a job whose turn comes
+                # late would ask for one again and again.
+                ends: list[float] = []
+
+                def stop() -> bool:
+                    return self._is_superseded(job) or (bool(ends) and self._monotonic() > ends[0])
+
+                async def begun(call: Callable[[], Awaitable[bool]]) -> bool:
+                    if not ends:
+                        ends.append(self._monotonic() + CREATE_SECONDS)
+                    return await call()
+
+                return await self._limit.run(
+                    Lane.CREATE, _flow(job), [partial(begun, call) for call in calls], stop=stop
+                )
+            case name:
+                lane = Lane.CREATE if name in (StageName.NETWORK, StageName.GUARD) else Lane.CHANGE
+                return await self._limit.run(lane, _flow(job), calls, stop=lambda: False)
 
     async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
         """Whether the action's goal is reached now; False if the API server refused it."""
@@ -187,3 +226,7 @@ class Applier:
         except Conflict:
             return False  # the UID precondition: the name belongs to a successor
         return True
+
+
+def _flow(job: JobView) -> Flow:
+    return Flow(job.namespace, job.name)

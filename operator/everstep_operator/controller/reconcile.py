@@ -140,7 +140,9 @@ class Reconciler:
             raise
         await self._tell(job, events)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
-        if memory.applied != before:
+        if memory.applied.left:
+            after = 0.0
+        elif memory.applied != before:
             # The next plan must know of the refusal soon. After a repeated refusal for the same reason, that plan says
             # how long to wait.
             after = _REFUSED_NEWS if after is None else min(after, _REFUSED_NEWS)

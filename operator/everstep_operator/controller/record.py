@@ -22,6 +22,8 @@ from everstep_operator.kube.resources import EVENTS, Resource
 from everstep_operator.kube.wire import Unstructured, micro_time
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import JobView
+from everstep_operator.runtime.fair_queueing import Flow
+from everstep_operator.runtime.write_limit import Lane, WriteLimit
 
 log = logging.getLogger("everstep.record")
 
@@ -55,12 +57,14 @@ class Recorder:
         instance: str,
         require_leading: Callable[[], object],
         now: Callable[[], datetime],
+        limit: WriteLimit,
     ) -> None:
         self._client = client
         self._jobs = jobs
         self._instance = instance
         self._require_leading = require_leading
         self._now = now
+        self._limit = limit
 
     async def write_status(self, obj: Unstructured, status: Status) -> str | None:
         """Compare-and-swap the status; the new resource version, None if nothing differs. Raises Conflict."""
@@ -68,22 +72,21 @@ class Recorder:
         patch = merge_patch(old, status.to_wire())
         if not patch:
             return None
-        self._require_leading()
-        written = await self._client.patch_status(
-            self._jobs,
-            obj.metadata.namespace,
-            obj.metadata.name,
-            patch,
-            resource_version=obj.metadata.resource_version,
-        )
+        namespace, name = obj.metadata.namespace, obj.metadata.name
+        async with self._limit.slot(Lane.CHANGE, Flow(namespace, name)):
+            self._require_leading()
+            written = await self._client.patch_status(
+                self._jobs, namespace, name, patch, resource_version=obj.metadata.resource_version
+            )
         return written.metadata.resource_version
 
     async def write_events(self, job: JobView, events: tuple[Event, ...]) -> None:
         """Write events. An event that cannot be written is only logged, because events are for people."""
         for event in events:
             try:
-                self._require_leading()
-                await self._write_event(job, event)
+                async with self._limit.slot(Lane.EVENT, Flow(job.namespace, job.name)):
+                    self._require_leading()
+                    await self._write_event(job, event)
             except KubeError as e:
                 log.warning("event not written", extra={"job": job.key, "reason": event.reason, "error": str(e)})
 

@@ -70,9 +70,9 @@ class Elector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ControllerLimits:
-    """`workers` passes at a time; a pass takes at most `pass_seconds`."""
+    """`workers` passes at a time: most of a pass is waiting for the API server. A pass takes at most `pass_seconds`."""
 
-    workers: int = 8
+    workers: int = 256
     pass_seconds: float = 60.0
     terminal_retry: float = 60.0
 
@@ -101,6 +101,7 @@ class Controller(Generic[K]):
         self._limits = limits
         self._on_outcome = on_outcome
         self._reasons: dict[K, str] = {}
+        self._start = asyncio.Lock()
 
     async def run(self) -> None:
         """Lead whenever allowed, until cancelled."""
@@ -129,7 +130,10 @@ class Controller(Generic[K]):
 
     async def _work(self) -> None:
         while True:
-            key = await self._queue.get()
+            # One pass begins in one turn of the event loop, since a plan of a large job takes milliseconds of it.
+            async with self._start:
+                await asyncio.sleep(0)
+                key = await self._queue.get()
             try:
                 await self._pass(key)
             finally:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,57 +16,10 @@ import pytest
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import LEASES
 from support.apiserver.operators import Place
+from support.apiserver.replica import Replica
 from support.apiserver.waiting import eventually
-from testcluster.daemon import free_ports
 
 pytestmark = pytest.mark.apiserver
-
-LEASE_SECONDS = 3
-
-
-class Replica:
-    """One `everstep-operator`, with the variables that the chart sets."""
-
-    def __init__(self, plane: Any, namespace: str, name: str, folder: Path) -> None:
-        (self.port,) = free_ports(1)
-        self.name, self.log = name, folder / f"{name}.log"
-        environ = {
-            **os.environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
-            "EVERSTEP_PORT": str(self.port), "EVERSTEP_LEASE_SECONDS": str(LEASE_SECONDS),
-        }  # fmt: skip
-        command = Path(sys.executable).with_name("everstep-operator")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [str(command), "--kubeconfig", str(plane.kubeconfig)], env=environ, stdout=log, stderr=log
-            )
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
-        self.process.wait(10)
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
-            return str(reply.read().decode())
-
-    async def is_ready(self) -> bool:
-        try:
-            await asyncio.to_thread(self.get, "/readyz")
-        except OSError:
-            assert self.process.poll() is None, self.log.read_text()
-            return False
-        return True
-
-    async def leads(self) -> bool:
-        return "everstep_leader 1.0" in await asyncio.to_thread(self.get, "/metrics")
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What it has logged; a line may not be whole yet."""
-        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 @pytest.fixture

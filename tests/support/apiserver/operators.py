@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import ConnectionFailed, KubeError, NotFound
 from everstep_operator.kube.resources import EVENTS, LEASES, PODS, SERVICES, Resource
 from everstep_operator.kube.transport import HttpKubeClient
@@ -205,7 +206,7 @@ class Operators:
             port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
         )  # fmt: skip
-        operator = Operator(client, settings, Metrics(), SystemClock(), synced=lambda: None)
+        operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         task = asyncio.create_task(operator.run())
         try:
             yield client

@@ -25,6 +25,7 @@ from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.apiserver.faults import Faults
+from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import CONFIGMAPS, LEASES, NODES, PODS
 from everstep_operator.kube.wire import Unstructured
@@ -131,7 +132,9 @@ class OperatorServer:
         if cut:
             faults.cut()
         client = self.cluster.client(faults=faults)
-        operator = Operator(client, settings, Metrics(process=False), SystemClock(), synced=lambda: None)
+        operator = Operator(
+            Clients.sharing(client), settings, Metrics(process=False), SystemClock(), synced=lambda: None
+        )
         replica = Replica(operator, faults, host)
         listening, serving = asyncio.Event(), asyncio.Event()
         replica.task = asyncio.create_task(self._run(replica, listening, serving, inside))

@@ -1,0 +1,55 @@
+"""The clients of one replica: which requests share connections, and which never do.
+
+A client has a bounded number of connections, and a request waits until one is free. So requests of different urgency
+have different clients (ADR 0034): a Lease that waits behind sixty creates is lost, and an agent whose token waits there
+forms no round. Invariant: no client carries more requests at a time than it has connections, except that of rounds,
+which has a bound in time instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.credentials import Source
+from everstep_operator.kube.transport import ClientLimits, HttpKubeClient, OnAnswer
+
+LEASE, WATCHES, CALLERS, ROUNDS = 2, 16, 48, 32  # connections
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """`lease`: the Lease, and nothing else. `watches`: the lists and watches of the caches. `callers`: what an agent's
+    call waits for (reviews of tokens, keys, look-ups of pods). `rounds`: the agents' documents. `jobs`: statuses, pods,
+    events; `runtime.write_limit` decides which of these is next."""
+
+    lease: KubeClient
+    watches: KubeClient
+    callers: KubeClient
+    rounds: KubeClient
+    jobs: KubeClient
+
+    @classmethod
+    def sharing(cls, client: KubeClient) -> Clients:
+        """One client for everything: for an API server in memory, which has no connections to wait for."""
+        return cls(client, client, client, client, client)
+
+
+@asynccontextmanager
+async def connected(source: Source, writes: int, on_answer: OnAnswer | None = None) -> AsyncIterator[Clients]:
+    """Clients over HTTP. `writes`: how many writes of jobs are under way at a time, at most."""
+    async with AsyncExitStack() as stack:
+
+        async def client(connections: int) -> HttpKubeClient:
+            limits = ClientLimits(connections=connections)
+            return await stack.enter_async_context(HttpKubeClient(source, limits=limits, on_answer=on_answer))
+
+        yield Clients(
+            lease=await client(LEASE),
+            watches=await client(WATCHES),
+            callers=await client(CALLERS),
+            rounds=await client(ROUNDS),
+            jobs=await client(writes),
+        )

@@ -1,0 +1,133 @@
+"""One limit for the writes of all jobs, so that a write that matters at once does not wait behind many that do not.
+
+A slow API server (an admission webhook that takes seconds) holds each create for as long as it likes. So writes wait in
+lanes: a status or a deletion never waits for a create, and an event, which only people read, is behind neither. In a
+lane the jobs take turns (`fair_queueing`): a small job waits for one free slot, however many creates of a large one
+wait. Invariants: at most `slots[lane]` writes of a lane are under way, and at most `of_job[lane]` of one job in one
+pass. The sum of all slots is the number of connections of the client that carries them, so no write that may begin
+waits for a connection. A write that waits can be given up at any moment, and nothing was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias, TypeVar
+
+from everstep_operator.runtime.fair_queueing import Flow, RoundRobin
+from everstep_operator.runtime.parallel import Done, Failed, Outcome
+
+T = TypeVar("T")
+
+LOOK = 0.25  # seconds: how soon a pass that waits for a slot learns that its writes are not wanted any more
+
+
+class Lane(Enum):
+    """What waits for what."""
+
+    CHANGE = "statuses, deletions"
+    CREATE = "objects that admission may hold up"
+    EVENT = "events"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlots:
+    """`of_all`: writes under way in each lane; `of_job`: of one job."""
+
+    of_all: Mapping[Lane, int] = field(default_factory=lambda: {Lane.CHANGE: 24, Lane.CREATE: 48, Lane.EVENT: 8})
+    of_job: Mapping[Lane, int] = field(default_factory=lambda: {Lane.CHANGE: 16, Lane.CREATE: 24, Lane.EVENT: 1})
+
+    @property
+    def total(self) -> int:
+        return sum(self.of_all.values())
+
+
+@dataclass(frozen=True, slots=True)
+class NotBegun:
+    """The call was given up before it began."""
+
+
+LimitedOutcome: TypeAlias = Outcome[T] | NotBegun
+
+
+class WriteLimit:
+    """Shared by everything that writes for jobs. Use it in one event loop."""
+
+    def __init__(self, slots: WriteSlots | None = None) -> None:
+        self._slots = slots or WriteSlots()
+        self._free = dict(self._slots.of_all)
+        self._waiting: dict[Lane, RoundRobin[asyncio.Future[None]]] = {lane: RoundRobin() for lane in Lane}
+
+    @asynccontextmanager
+    async def slot(self, lane: Lane, flow: Flow) -> AsyncIterator[None]:
+        """One write, as soon as there is room for it."""
+        await self._take(lane, flow, lambda: False)
+        try:
+            yield
+        finally:
+            self._give_back(lane)
+
+    async def run(
+        self, lane: Lane, flow: Flow, calls: Sequence[Callable[[], Awaitable[T]]], *, stop: Callable[[], bool]
+    ) -> list[LimitedOutcome[T]]:
+        """The outcome of each call, in their order. A failed call stops no other one. Once `stop()` is true, no further
+        call begins. Cancelling this cancels the running calls."""
+        outcomes: list[LimitedOutcome[T]] = [NotBegun()] * len(calls)
+        own = asyncio.Semaphore(self._slots.of_job[lane])
+
+        async def one(number: int) -> None:
+            try:
+                outcomes[number] = Done(await calls[number]())
+            except Exception as error:
+                outcomes[number] = Failed(error)
+
+        def ended(_: asyncio.Task[None]) -> None:  # of a task that was cancelled before its first step, too
+            own.release()
+            self._give_back(lane)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(calls)):
+                await own.acquire()
+                if not await self._take(lane, flow, stop):
+                    break
+                group.create_task(one(number)).add_done_callback(ended)
+        return outcomes
+
+    async def _take(self, lane: Lane, flow: Flow, stop: Callable[[], bool]) -> bool:
+        """Whether a slot was taken; False once `stop()` is true."""
+        if stop():
+            return False
+        if self._free[lane] and not self._waiting[lane]:
+            self._free[lane] -= 1
+            return True
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[lane].add(flow, turn)
+        try:
+            while not turn.done() and not stop():
+                await asyncio.wait((turn,), timeout=LOOK)
+            if turn.done() and not stop():
+                return True
+        except asyncio.CancelledError:
+            self._give_up(lane, turn)
+            raise
+        self._give_up(lane, turn)
+        return False
+
+    def _give_up(self, lane: Lane, turn: asyncio.Future[None]) -> None:
+        """Whoever waits no more leaves the queue when its turn comes; a slot that it has got already goes on."""
+        if turn.done():
+            self._give_back(lane)
+        else:
+            turn.cancel()
+
+    def _give_back(self, lane: Lane) -> None:
+        self._free[lane] += 1
+        waiting = self._waiting[lane]
+        while self._free[lane] and waiting:
+            turn = waiting.take()
+            if not turn.done():
+                self._free[lane] -= 1
+                turn.set_result(None)
