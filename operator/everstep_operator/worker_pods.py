@@ -50,6 +50,12 @@ def worker_exit(pod: Pod) -> ContainerTerminated | None:
     return status.state.terminated if status is not None else None
 
 
+def is_told_to_end(pod: Pod) -> bool:
+    """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer."""
+    disrupted = any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions)
+    return disrupted or pod.metadata.deletion_timestamp is not None
+
+
 def has_ended(pod: Pod) -> bool:
     """Whether the worker has ended; side-cars of its pod may still run."""
     if pod.status.phase in ("Succeeded", "Failed"):

@@ -220,6 +220,14 @@ def test_processes_that_succeed_meanwhile_end_it_well() -> None:
     assert finish.code == exit_codes.OK
 
 
+def test_processes_that_do_not_speak_and_end_with_0_meanwhile_may_have_heard_the_signal() -> None:
+    play = plain()
+    noticed(play)
+    assert play.exits(0, 0) == ()
+    (finish,) = play.exits(1, 0)
+    assert finish.code == 128 + TERM
+
+
 def test_a_seat_that_somebody_else_took_meanwhile_ends_it_as_preempted() -> None:
     play = keeping()
     noticed(play)

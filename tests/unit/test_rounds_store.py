@@ -11,17 +11,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
-from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Waited
+from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Stop, Waited
 from everstep.membership.machine import Rejected, apply
 from everstep_operator.kube.resources import CONFIGMAPS
+from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.worker_pods import is_told_to_end
 from support.operator.round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 
@@ -290,6 +293,41 @@ async def test_document_that_is_no_successor_is_refused_and_nothing_changes(
         await rounds.swap(stage.agents[0], sight.version, b"\xff\xfe{\x00")
     assert await rounds.read(stage.agents[0], 0) == sight
     assert await stage.published() == 1
+
+
+async def test_success_of_an_agent_whose_pod_was_told_to_end_is_refused_and_no_other_change_of_it() -> None:
+    """Its processes may have ended with 0 because they were told to, as by a preStop hook."""
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    for who, event, _ in STORY[:3]:
+        await change(rounds, stage.agents[who], event)
+    assert await change(rounds, stage.agents[0], lambda d: Done("a", d.round))
+    told = replace(stage.agents[1], told_to_end=True)
+    with pytest.raises(RoundsRefused, match="exit code 0 is no success"):
+        await change(rounds, told, lambda d: Done("b", d.round))
+    assert await change(rounds, told, lambda _: Stop("b"))
+    view = rounds.view(stage.job)
+    assert view is not None
+    assert (view.finished, view.closed) == (False, None)
+    assert await change(rounds, stage.agents[1], lambda d: Done("b", d.round))
+    view = rounds.view(stage.job)
+    assert view is not None
+    assert view.finished
+
+
+@pytest.mark.parametrize(
+    ("metadata", "conditions", "told"),
+    [
+        ({}, [], False),
+        ({"deletionTimestamp": "2026-01-01T00:00:30Z"}, [], True),
+        ({}, [{"type": "DisruptionTarget", "status": "True"}], True),
+        ({}, [{"type": "DisruptionTarget", "status": "False"}, {"type": "Ready", "status": "True"}], False),
+    ],
+)
+def test_pod_that_is_deleted_or_disrupted_is_told_to_end(metadata: object, conditions: object, told: bool) -> None:
+    pod = msgspec.convert({"metadata": metadata, "status": {"phase": "Running", "conditions": conditions}}, Pod)
+    assert is_told_to_end(pod) is told
 
 
 async def test_closed_job_stays_closed() -> None:

@@ -25,6 +25,7 @@ from everstep_operator.rounds.rules import (
     corrected,
     renumbered,
     require_lawful,
+    require_no_success,
     round_view,
     urgency,
     with_join_requests,
@@ -117,13 +118,15 @@ class JobRounds:
     def is_late(self, expected: int) -> bool:
         return self._stored is not None and expected < self._stored.version
 
-    async def swap(self, expected: int, text: str, document: Document) -> int | None:
+    async def swap(self, expected: int, text: str, document: Document, *, told_to_end: bool = False) -> int | None:
         async with self._lock:
             if self._stored is None or self._stored.version < expected:
                 await self._load()
             if self._stored is None or self._stored.version != expected:
                 return None
             require_lawful(self._document, document)
+            if told_to_end:
+                require_no_success(self._document, document)
             asked, (text, document) = document, corrected(text, document, self._document)
             version = await self._put(expected, text, document)
             return version if document is asked else None

@@ -31,6 +31,13 @@ def require_lawful(before: Document | None, after: Document) -> None:
         raise RoundsRefused(f"the members of round {before.round} cannot be changed, only lost")
 
 
+def require_no_success(before: Document | None, after: Document) -> None:
+    """For an agent whose pod was told to end: a program may answer that with exit code 0 (ADR 0034). Raises
+    RoundsRefused."""
+    if not set(after.done) <= set(before.done if before is not None else ()):
+        raise RoundsRefused("the pod was told to end before its processes had: their exit code 0 is no success")
+
+
 def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
     """The document of a job that may have only these sizes from now on, whatever its agents ask for.
 

@@ -27,10 +27,11 @@ log = logging.getLogger("everstep.rounds")
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The caller: a pod of a job."""
+    """The caller: a pod of a job. `told_to_end`: whatever its processes do now is not their own doing."""
 
     job: JobRef
     worker: Worker
+    told_to_end: bool = False
 
 
 class RoundStore:
@@ -80,7 +81,7 @@ class RoundStore:
         if self.is_late(agent, expected):
             return None
         text, document = await self._reader.read(data, agent.job)
-        return await self._of(agent.job).swap(expected, text, document)
+        return await self._of(agent.job).swap(expected, text, document, told_to_end=agent.told_to_end)
 
     def announce(self, agent: Agent, name: str, value: bytes, ttl: float) -> None:
         """Make an agent present. Raises DocumentInvalid, PresenceRefused, PresenceFull."""

@@ -146,6 +146,8 @@ def left(state: State) -> Step:
 def advance(state: State) -> Step:
     """The instructions of an agent that was asked to stop and has not decided yet."""
     if all(slot.phase is SlotPhase.SUCCEEDED for slot in state.slots):
+        if not state.keeps:  # they may have heard the signal, too, as under a supervisor that sends it to all
+            return end(state, _stop(_asked_by(state)), signal.SIGTERM)
         before = state
         state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
         if before.round is None or before.over or before.joining or before.done:
