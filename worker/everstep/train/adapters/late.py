@@ -18,6 +18,11 @@ class Late:
         self._target: Any = None
         self._loaded: dict[str, Any] | None = None
 
+    @property
+    def everstep_target(self) -> Any:
+        """The object that it stands for; None until `bind`."""
+        return self._target
+
     def bind(self, target: Any) -> None:
         """Stand for `target` from now on, and load the restored state into it."""
         self._target = target

@@ -36,6 +36,7 @@ from everstep.train.coordination.metrics import Metrics
 from everstep.train.coordination.save_schedule import SaveSchedule
 from everstep.train.coordination.step_agreement import StepAgreement, StepRequest, group_of_its_own
 from everstep.train.coordination.stop_signal import Left, Preempted, StopSignal
+from everstep.train.coordination.structure import StructureCheck
 
 log = logging.getLogger("everstep.train")
 
@@ -54,6 +55,7 @@ class StepCoordinator:
         self._evaluates = False
         self._stop = StopSignal()
         self._state: Mapping[str, Any] = {}
+        self._structure: StructureCheck | None = None  # where something is kept for other processes
         self._group: Any = None
         self._agreement = StepAgreement(None)
         self._rank = 0
@@ -96,6 +98,7 @@ class StepCoordinator:
     def track(self, state: Mapping[str, Any]) -> None:
         """Set the state to save, in a process that restores nothing because a peer gives it the state."""
         self._state = state
+        self._structure = self._structure or StructureCheck(state)
 
     def check_by(self, check: Callable[[], None]) -> None:
         """Call this function while waiting for a save. It raises if a rank of the save is gone."""
@@ -122,6 +125,7 @@ class StepCoordinator:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
         self._state = state
         if self._schedule is not None:
+            self._structure = self._structure or StructureCheck(state)
             with _exit_codes():
                 named = self._as_saved(state)
                 try:
@@ -229,6 +233,8 @@ class StepCoordinator:
     def _agree(self, move: bool, updates: int, calls: int) -> bool:
         with _exit_codes():
             schedule = self._schedule
+            if self._structure is not None:
+                self._structure.step_over(self.step)
             wanted = schedule is not None and self._rank == 0 and schedule.due()
             agreed = self._agreement.at_boundary(StepRequest(self._stop.asked, wanted, move, updates, calls))
             if agreed.stop:
@@ -247,6 +253,8 @@ class StepCoordinator:
                 self._begin_save(self._schedule)
 
     def _begin_save(self, schedule: SaveSchedule) -> None:
+        if self._structure is not None:
+            self._structure.check(self.step)
         schedule.save(self.step, self._as_saved(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def _as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
