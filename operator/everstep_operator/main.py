@@ -33,7 +33,7 @@ from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.kube.resources import custom_resource
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import JobView, Settings
-from everstep_operator.rounds.agents import find_agent, view_of
+from everstep_operator.rounds.agents import find_agent, job_ref, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
 from everstep_operator.rounds.store import RoundStore
@@ -122,6 +122,7 @@ class Operator:
             metrics=metrics,
             round_view=lambda job: view_of(self.rounds, job),
             forget=self.rounds.forget,
+            rounds_taken=lambda job: self.rounds.taken(job_ref(job)),
         )
         EventHandlers(self.caches, self.queue, expectations, self.rounds)
         self.controller = Controller(

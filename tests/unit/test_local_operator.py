@@ -31,7 +31,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import NotFound
-from everstep_operator.kube.resources import EVENTS, LEASES, PDBS, PODS, SERVICES
+from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.rounds.documents import JobRef
@@ -614,3 +614,72 @@ async def test_no_pod_waits_for_an_event_to_be_written() -> None:
             await stage.until("it is replaced", lambda name=name: replaced(stage, name))
             assert stage.clock.monotonic() - lost < 10
             await stage.until("it runs", stage.run_pods)
+
+
+async def test_pods_whose_common_labels_another_tool_rewrites_stay_workers() -> None:
+    """Helm, Argo CD and others write app.kubernetes.io/managed-by on what they see."""
+    stage = Stage()
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", ELASTIC)
+        await stage.until("the job runs", stage.run_pods)
+        first = await uids(stage)
+        labels = {"metadata": {"labels": {"app.kubernetes.io/managed-by": "Helm", "app.kubernetes.io/name": "other"}}}
+        for name in first:
+            await stage.client.merge_patch(PODS, "default", name, labels)
+        for resource in (SERVICES, PDBS):
+            await stage.client.merge_patch(resource, "default", "digits-workers", labels)
+        await stage.clock.advance(60)
+        assert await uids(stage) == first
+        await stage.end("digits-w3-0", 137)
+
+        async def replaced() -> bool:
+            return await stage.run_pods() and "digits-w3-1" in await stage.pods()
+
+        await stage.until("a lost one is still seen", replaced)
+    assert (await stage.client.get(JOBS, "default", "digits")).status["restarts"]["total"] == 1
+
+
+OWN_ROUNDS = {
+    "metadata": {"name": "digits"},
+    "spec": {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}},  # type: ignore[dict-item]
+}
+ORPHANS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "pod": (
+        PODS, JOB, {"metadata": {"name": "digits-w0-0"}, "spec": {"containers": [{"name": "worker", "image": "x"}]}},
+    ),
+    "service": (SERVICES, JOB, {"metadata": {"name": "digits-workers"}, "spec": {"clusterIP": "None"}}),
+    "config map": (CONFIGMAPS, OWN_ROUNDS, {"metadata": {"name": "digits-rounds"}, "data": {"document": "{}"}}),
+    "disruption budget": (PDBS, ELASTIC, {"metadata": {"name": "digits-workers"}, "spec": {"minAvailable": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ORPHANS)
+async def test_object_that_an_earlier_job_left_is_named_with_its_kind_and_the_remedy(case: str) -> None:
+    resource, job, orphan = ORPHANS[case]
+    stage = Stage()
+    await stage.client.create(resource, "default", orphan)
+    name = orphan["metadata"]["name"]
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", job)
+
+        async def told() -> bool:
+            await stage.run_pods()
+            conditions = (await stage.client.get(JOBS, "default", "digits")).status.get("conditions", ())
+            stalled = [c["message"] for c in conditions if c["type"] == "Stalled" and c["status"] == "True"]
+            notes = [e.note for e in (await stage.client.list(EVENTS, "default")).items if e.reason == "NameTaken"]
+            remedy = f"kubectl delete {resource.kind.lower()} {name} -n default"
+            return all(
+                any(f"{resource.kind} {name} has a name" in text and remedy in text for text in texts)
+                for texts in (stalled, notes)
+            )
+
+        await stage.until("status and event name it", told)
+        await stage.client.delete(resource, "default", name, grace_seconds=0)
+
+        async def begun() -> bool:
+            await stage.run_pods()
+            conditions = (await stage.client.get(JOBS, "default", "digits")).status.get("conditions", ())
+            stalled = any(c["type"] == "Stalled" and c["status"] == "True" for c in conditions)
+            return not stalled and len(await stage.pods()) == job["spec"]["replicas"]
+
+        await stage.until("the job goes on once it is deleted", begun)

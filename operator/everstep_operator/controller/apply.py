@@ -28,7 +28,8 @@ from everstep_operator.kube.errors import (
     Rejected,
 )
 from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
-from everstep_operator.kube.wire import KubeObject, Unstructured, controller_uid
+from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
@@ -56,7 +57,7 @@ CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seco
 class Applied:
     """What the API server refused, for the next plan. Retryable errors are raised instead."""
 
-    collisions: tuple[str, ...] = ()
+    collisions: tuple[str, ...] = ()  # sentences, as `names.taken` writes them
     create_refused: str | None = None
     left: int = 0  # actions that did not begin, because the next plan should decide about them
 
@@ -196,7 +197,8 @@ class Applier:
             except NotFound as e:
                 raise Conflict(f"{name} was taken and is free again", where="create") from e
             if controller_uid(found.metadata) != job.uid:
-                refusals.collisions.append(name)
+                whose = controller_of(found.metadata)
+                refusals.collisions.append(names.taken(resource.kind, name, job.namespace, job.name, whose))
                 return False
         except (Forbidden, Invalid, Rejected) as e:
             refusals.refused[name] = str(e)[:500]

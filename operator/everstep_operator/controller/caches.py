@@ -36,7 +36,9 @@ class Caches:
         relisted: Callable[[str], None],
     ) -> Caches:
         """`relisted`: see `Informer`."""
-        ours = f"{labels.MANAGED_BY}={labels.MANAGER}"
+        # A label of our own domain: other tools rewrite app.kubernetes.io/managed-by. All versions of the operator set
+        # both. Whose an object is, its owner says (`_owner`).
+        ours = labels.JOB_UID
         common: dict[str, Any] = {"clock": clock, "rng": rng, "relisted": relisted}
         of_pods = {BY_OWNER: _owner, BY_NODE: _node}
         return cls(

@@ -68,9 +68,11 @@ class Reconciler:
         metrics: Metrics,
         round_view: Callable[[Unstructured], RoundView | None],
         forget: Callable[[str], None] = lambda _: None,
+        rounds_taken: Callable[[Unstructured], str | None] = lambda _: None,
     ) -> None:
-        """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet. `forget`
-        gets the UID of a job that is gone, when no pass can use it any more."""
+        """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet.
+        `rounds_taken` tells who has the name of the job's ConfigMap, if another object has it. `forget` gets the UID of
+        a job that is gone, when no pass can use it any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -80,6 +82,7 @@ class Reconciler:
         self._metrics = metrics
         self._round_view = round_view
         self._forget = forget
+        self._rounds_taken = rounds_taken
         self._memory: dict[Key, _JobMemory] = {}
 
     def forget_all(self) -> None:
@@ -216,7 +219,7 @@ class Reconciler:
             nodes=self._nodes_of(pods),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),
-            name_collisions=memory.applied.collisions,
+            name_collisions=tuple(filter(None, (*memory.applied.collisions, self._rounds_taken(obj)))),
             create_refused=memory.applied.create_refused,
             settings=self._settings,
         )

@@ -184,6 +184,11 @@ def controller_uid(meta: ObjectMeta) -> str | None:
     return next((owner.uid for owner in meta.owner_references if owner.controller), None)
 
 
+def controller_of(meta: ObjectMeta) -> tuple[str, str] | None:
+    """Kind and name of the controlling owner."""
+    return next(((owner.kind, owner.name) for owner in meta.owner_references if owner.controller), None)
+
+
 def micro_time(moment: datetime) -> str:
     """`moment` as a Kubernetes MicroTime, whose parser requires exactly six digits."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -31,6 +31,19 @@ def selector(job: str) -> str:
     return f"{labels.JOB}={job}"
 
 
+def taken(kind: str, name: str, namespace: str, job: str, owner: tuple[str, str] | None) -> str:
+    """Says that an object has a name that the job needs, whose it is, and what to do. `owner`: kind and name of its
+    controller."""
+    if owner is None:
+        whose = "no job owns it (an earlier job was deleted without it, or somebody made it)"
+    elif owner == (labels.KIND, job):
+        whose = f"an earlier job {job} owns it, with which it should go; if it stays"
+    else:
+        whose = f"{owner[0]} {owner[1]} owns it"
+    delete = f"kubectl delete {kind.lower()} {name} -n {namespace}"
+    return f"{kind} {name} has a name that this job needs, and {whose}, delete it ({delete}), or rename this job"
+
+
 def list_of_workers(indices: Collection[int]) -> str:
     """Workers by index, for people: `workers 0, 2, 3`."""
     shown = sorted(indices)

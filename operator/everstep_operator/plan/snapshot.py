@@ -1,7 +1,7 @@
 """Everything that the planner is allowed to know: one job, its pods, their nodes, and the workers' reports.
 
 Everything here is a value taken at `now` by `controller.observe`. Invariant: every pod in `Snapshot.pods` is owned by
-this job's UID; a pod that merely has a matching name appears only in `name_collisions`.
+this job's UID; an object that merely has a matching name appears only in `name_collisions`.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Snapshot:
     service_uid: str | None = None  # of the headless service, if it is there and ours
     nodes: dict[str, NodeView] = field(default_factory=dict)
     progress: Progress = Progress()
-    name_collisions: tuple[str, ...] = ()  # pods with our names that another owner holds
+    name_collisions: tuple[str, ...] = ()  # objects of others with names that the job needs, as `names.taken` says it
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     settings: Settings = Settings()
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none

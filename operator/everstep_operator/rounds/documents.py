@@ -18,7 +18,7 @@ from everstep_operator.errors import RetryableError, TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
-from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_uid
+from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_of, controller_uid
 from everstep_operator.plan import names
 
 KEY = "document"
@@ -30,6 +30,10 @@ TRIES = 8  # attempts at a publication while the planner writes the status too
 
 class RoundsUnavailable(RetryableError):
     """The API server did not answer, or it is unknown whether it wrote: try again."""
+
+
+class NameTaken(RoundsUnavailable):
+    """The ConfigMap's name belongs to another object."""
 
 
 class RoundsRefused(TerminalError):
@@ -135,10 +139,7 @@ class RoundDocuments:
     def _kept(job: JobRef, found: ConfigMap) -> StoredDocument:
         meta = found.metadata
         if controller_uid(meta) != job.uid:
-            # It belongs to a deleted job of that name, and will go; or it is a user's own, and they must rename it.
-            raise RoundsUnavailable(
-                f"ConfigMap {meta.name} does not belong to this job: the document has no place until it is gone"
-            )
+            raise NameTaken(names.taken("ConfigMap", meta.name, job.namespace, job.name, controller_of(meta)))
         if not meta.resource_version.isdigit():
             raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
         return StoredDocument(

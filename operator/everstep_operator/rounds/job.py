@@ -19,7 +19,14 @@ from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
-from everstep_operator.rounds.documents import JobRef, RoundDocuments, RoundsRefused, RoundsUnavailable, StoredDocument
+from everstep_operator.rounds.documents import (
+    JobRef,
+    NameTaken,
+    RoundDocuments,
+    RoundsRefused,
+    RoundsUnavailable,
+    StoredDocument,
+)
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.rounds.rules import (
     corrected,
@@ -82,6 +89,7 @@ class JobRounds:
 
     def __init__(self, ref: JobRef, epoch: int, presences: Presences, environment: Environment) -> None:
         self.ref, self.epoch, self.presences, self.watches = ref, epoch, presences, Watches()
+        self.taken: str | None = None  # who has the name of the job's ConfigMap, if another object has it
         self.was_read = False  # whether the document was read in this leadership or the one before
         self._env = environment
         self._lock = asyncio.Lock()
@@ -217,9 +225,14 @@ class JobRounds:
     async def _look(self) -> None:
         try:
             await self._loaded(0)
+            self.taken = None
             self._env.changed(self.ref)
         except RoundsUnavailable as e:
             log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
+            taken = str(e) if isinstance(e, NameTaken) else None
+            if taken != self.taken:
+                self.taken = taken
+                self._env.changed(self.ref)
 
     async def _load(self) -> None:
         """Read the document from the API server. The lock is held."""

@@ -126,6 +126,11 @@ class RoundStore:
         except NotLeading:
             return None
 
+    def taken(self, ref: JobRef) -> str | None:
+        """Who has the name of the job's ConfigMap, if another object has it."""
+        job = self._jobs.get(ref.uid)
+        return None if job is None else job.taken
+
     async def set_sizes(self, ref: JobRef, sizes: Sizes) -> None:
         """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""
         await self._of(ref).set_sizes(sizes)

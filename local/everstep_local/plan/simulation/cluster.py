@@ -15,6 +15,7 @@ from everstep.contract.document import Sizes
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
@@ -345,8 +346,10 @@ class World:
     def do_refuse(self, reason: str = "") -> None:
         self.refused = reason or None
 
-    def do_collide(self, name: str = "") -> None:
-        self.collisions = (name,) if name else ()
+    def do_collide(self, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
+        """An object of somebody else has a name that the job needs; without arguments none has."""
+        whose = (owner_kind, owner) if owner_kind else None
+        self.collisions = (names.taken(kind, name, "default", "digits", whose),) if name else ()
 
     def do_deleting(self) -> None:
         self.deleting = True

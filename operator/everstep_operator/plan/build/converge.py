@@ -58,8 +58,10 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
     missing = _missing(facts)
+    # No event tells that a name is free again.
+    taken = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
     if not missing:
-        return Convergence(actions)
+        return Convergence(actions, taken)
     if (older := older_pods(facts)) is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "workers of an older spec end"), f"waits until {older}")
     start = restart_budget.held_until(snapshot.now, job.spec.recovery, restarts)
@@ -70,11 +72,9 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     actions[StageName.CREATE] = [
         _create(facts, index, avoided) for index in missing[: snapshot.settings.max_pods_per_plan]
     ]
-    # This is tried again in every pass, and after a while even without an observed change: no event tells that a name
-    # is free.
-    if snapshot.name_collisions:
-        taken = f"{snapshot.name_collisions[0]} is not ours"
-        return Convergence(actions, Requeue(REFUSED_RETRY, "name taken"), taken)
+    # This is tried again in every pass, and after a while even without an observed change.
+    if taken is not None:
+        return Convergence(actions, taken, snapshot.name_collisions[0])
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
     return Convergence(actions)
@@ -100,7 +100,8 @@ def blocked(facts: Facts) -> str | None:
     """The reason why the first missing worker does not run, if one is known."""
     snapshot = facts.snapshot
     if snapshot.name_collisions:
-        return f"the name {snapshot.name_collisions[0]} is taken by an object that this job does not own; remove it"
+        more = f" (and {len(snapshot.name_collisions) - 1} more)" if len(snapshot.name_collisions) > 1 else ""
+        return f"{snapshot.name_collisions[0]}{more}"
     if snapshot.create_refused is not None:
         return f"the API server refuses to create a worker: {snapshot.create_refused}"
     for index, pod in sorted(facts.current.items()):

@@ -57,7 +57,8 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
         return Verdict(ReadyReason(before), f"{counted}, waiting for the first step", quorum=quorum)
     training = max(0, size - len(facts.succeeded & facts.world.members))
     if size >= wanted:
-        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", quorum=quorum)
+        taken = stalled if facts.snapshot.name_collisions else None  # by a Service or a disruption budget
+        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", taken, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _ASKED_FOR and why is None
     reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
