@@ -9,7 +9,7 @@ WHEELS ?= $(wildcard ../shared/wheels)
 ifneq ($(WHEELS),)
 TORCH := --find-links $(WHEELS) 'torch==2.13.0+cpu'
 else
-TORCH := 'torch>=2.13'
+TORCH := 'torch>=2.13,<2.14'
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
