@@ -212,7 +212,7 @@ def test_owner_without_a_sign_or_a_change_is_not_waited_for_longer_than_said() -
     assert old_release.wait() == 0
     damaged = World(every=None)
     damaged.store.objects[alive_name(3)] = b"{}"
-    assert damaged.wait() == 0
+    assert QUIET_SECONDS <= damaged.wait() <= QUIET_SECONDS + 0.5, "whoever lives writes it anew"
 
 
 def test_job_waits_for_the_end_of_the_deleted_one_and_is_refused_by_one_that_stays() -> None:

@@ -11,30 +11,46 @@ from dataclasses import dataclass, replace
 from everstep.checkpoint.format import compaction, layout
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
 from everstep.checkpoint.log import decisions as log
-from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown
+from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.checkpoint.retention import plan as retention
-from support.protocol.lineage import Deleted, Log
+from support.protocol.lineage import Damaged, Deleted, Log
 from support.protocol.rules import LogRule
+
+Found = Record | Unreadable
+Copies = frozenset[OpenRecord] | None  # None: of a release that wrote none
 
 
 @dataclass(frozen=True, slots=True)
 class WriterCode:
     off: frozenset[LogRule] = frozenset()
 
-    def head_of(self, records: Log) -> Head:
+    def seen(self, n: int, found: Record | Damaged, copies: Copies, below: OpenRecord | None, me: str = "") -> Found:
+        """A record as a writer sees it that has read all below; of a damaged one it sees the copies of opens."""
+        if not isinstance(found, Damaged):
+            return found
+        unreadable = Unreadable(n, "damaged")
+        if LogRule.COPY_BEFORE_OPEN in self.off:
+            return replace(unreadable, opens=False)
+        here = sorted((c for c in copies or () if c.n == n and c.writer != me), key=lambda c: c.writer)
+        known = below is not None and any(c.n == below.n for c in copies or ())
+        return log.resolve(unreadable, here, kind="", known=known)
+
+    def head_of(self, records: Log, copies: Copies = None) -> Head:
         """What one walk over these records shows; a walk ends at the first gap that compaction did not make."""
         head = Head()
-        for record in records:
+        for n, record in enumerate(records):
             if record is None:
                 break
             if isinstance(record, Deleted):
                 continue  # a listing shows what is left
-            head = log.advance(head, record)
+            head = log.advance(head, self.seen(n, record, copies, head.open))
         return head
 
-    def open(self, head: Head, claim: Claim) -> Append | Refuse:
+    def open(self, head: Head, claim: Claim) -> Append | Refuse | Unknown:
+        if LogRule.UNKNOWN_OWNER_STOPS in self.off:
+            head = replace(head, unreadable=NONE)
         decision = log.decide_open(head, claim)
-        if isinstance(decision, Append):
+        if not isinstance(decision, Refuse):
             return decision
         owners = head.open.owners if head.open else ()
         jobs = [o.job_uid for o in owners]
@@ -57,7 +73,7 @@ class WriterCode:
             return Append(replace(draft, n=head.last + 1, open=own.n, commit=head.commit), "the rule is off")
         return decision
 
-    def conflict(self, head: Head, attempted: Record, found: Record) -> Done | Refuse | Again:
+    def conflict(self, head: Head, attempted: Record, found: Found) -> Done | Refuse | Again:
         if isinstance(found, CommitRecord) and compaction.is_compacted(found):
             found = compaction.compacted(found)  # without the ghosts
         if log.same(attempted, found) and LogRule.RECOGNISE_OWN in self.off:

@@ -24,7 +24,13 @@ class Deleted(NamedTuple):
     n: int
 
 
-Log = tuple[Record | Deleted | None, ...]
+class Damaged(NamedTuple):
+    """A record of which nobody can read a byte. What it was is a ghost."""
+
+    was: Record
+
+
+Log = tuple[Record | Deleted | Damaged | None, ...]
 
 
 def whole(commit: CommitRecord, shards: frozenset[Shard]) -> bool:
@@ -43,7 +49,10 @@ def broken(log: Log, shards: frozenset[Shard], gone: frozenset[str]) -> str | No
     owner: OpenRecord | None = None
     before: CommitRecord | None = None
     lost_by: dict[str, str] = {}  # job → the job that took the log from it
-    for n, record in enumerate(log):
+    for n, found in enumerate(log):
+        record = found.was if isinstance(found, Damaged) else found
+        if isinstance(found, Damaged) and isinstance(record, CommitRecord):
+            continue  # lost, by a fault
         match record:
             case Deleted():
                 continue

@@ -21,7 +21,7 @@ from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
 from support.protocol.code import WriterCode
-from support.protocol.lineage import Deleted, Log, Shard, broken, commits_below, whole
+from support.protocol.lineage import Damaged, Deleted, Log, Shard, broken, commits_below, whole
 from support.protocol.rules import LogRule as Rule
 
 KEEP = 1  # commits that retention keeps: the hardest setting
@@ -79,6 +79,7 @@ class Store(NamedTuple):
     faults: int = 0  # how many may still happen
     rotten: frozenset[str] = frozenset()  # ghost: saves whose bytes were damaged after they were written
     retired: frozenset[str] = frozenset()  # ghost: saves of older commits that retention removed
+    copies: frozenset[OpenRecord] | None = None  # of opens; None where no record can be damaged, or nobody writes any
     wrong: str = ""  # ghost: a step that broke an invariant
 
 
@@ -86,6 +87,8 @@ class LogModel:
     """`claims` gives one writer each, as (round, job, created); `saves` bounds how many saves each of them begins.
 
     `parts` is the number of shards of a save: two, so that one of them can be missing while the other is there.
+    `damage`: a fault may damage a record. `copies`: writers put copies of their open records, as all releases but the
+    first ones do.
     """
 
     def __init__(
@@ -96,16 +99,21 @@ class LogModel:
         saves: int = 2,
         faults: int = 2,
         parts: int = 2,
+        damage: bool = False,
+        copies: bool = True,
     ) -> None:
         self.off = off
         self.code = WriterCode(off)
+        self.damage = damage
+        self.copies = copies
         self.claims = claims
         self.saves = saves
         self.faults = faults
         self.parts = parts
 
     def initial(self) -> Store:
-        return Store(writers=tuple(Writer(i, *claim) for i, claim in enumerate(self.claims)), faults=self.faults)
+        writers = tuple(Writer(i, *claim) for i, claim in enumerate(self.claims))
+        return Store(writers=writers, faults=self.faults, copies=frozenset() if self.damage and self.copies else None)
 
     def canonical(self, s: Store) -> Hashable:
         return s
@@ -132,7 +140,7 @@ class LogModel:
                 first = Phase.LOOK if Rule.OPEN_BEFORE_RESTORE not in self.off else Phase.RESTORE
                 yield f"{w} starts", put(s, w._replace(phase=first))
             case Phase.LOOK:
-                yield f"{w} reads the tail", self._opens(s, w, self.code.head_of(s.log))
+                yield f"{w} reads the tail", self._opens(s, w, self.code.head_of(s.log, s.copies))
             case Phase.RESTORE:
                 yield from self._restores(s, w)
             case Phase.TRAIN:
@@ -148,7 +156,7 @@ class LogModel:
         match self.code.open(head, Claim(w.name, w.round, w.job, self.parts, "", w.created)):
             case Append(record):
                 return _send(s, w._replace(head=head), record)
-            case Refuse():
+            case Refuse() | Unknown():
                 return put(s, stopped(w))
 
     def _commits(self, s: Store, w: Writer, head: Head, draft: CommitRecord) -> Store:
@@ -222,9 +230,15 @@ class LogModel:
         doomed = self.code.left_over({x.save for x in s.shards}, known, KEEP, damaged, w.own.n, w.committed)
         if not doomed:
             return
+        owner = next((r.was if isinstance(r, Damaged) else r for r in s.log[::-1] if _opens(r)), None)
+        fenced = owner != w.own
+        if fenced and Rule.CLEAN_WHILE_OWNER not in self.off:
+            return  # it looks before it deletes; how long that counts is a matter of clocks, which are not modelled
         there = [c for c in commits_below(s.log, len(s.log)) if whole(c, s.shards)]
         lost = [c.n for c in there[-KEEP:] if c.save_id in doomed]
         wrong = f"{w} deleted the shards of commit {lost[0]}, the newest whole one" if lost else ""
+        if fenced and any(c.save_id in doomed for c in there):
+            wrong = wrong or f"{w} deleted commits that the newer owner may keep"
         after = s._replace(shards=frozenset(x for x in s.shards if x.save not in doomed), wrong=wrong)
         retired = frozenset(c.save_id for c in there if c.save_id in doomed)
         yield f"{w} deletes the shards of {sorted(doomed)}", after._replace(retired=s.retired | retired)
@@ -250,7 +264,7 @@ class LogModel:
         waits = w.phase is Phase.SENT and w.attempt == record
         what = "open" if isinstance(record, OpenRecord) else "commit"
         label = f"writer {w.id}'s {what} arrives at {record.n}"
-        there = s.log[record.n] if record.n < len(s.log) else None
+        there = s.log[record.n] if record.n < len(s.log) else None  # a damaged record has its place
         if there is not None and not isinstance(there, Deleted) and Rule.CONDITIONAL_CREATE not in self.off:
             yield f"{label}: refused", self._refused(s, w, record, there) if waits else s
             return
@@ -262,8 +276,13 @@ class LogModel:
             # It cannot know, so it sends the same again.
             yield f"{label}: the response is lost", _send(s._replace(faults=s.faults - 1), w, record)
 
-    def _refused(self, s: Store, w: Writer, attempt: Record, found: Record) -> Store:
-        match self.code.conflict(w.head, attempt, found):
+    def _refused(self, s: Store, w: Writer, attempt: Record, there: Record | Damaged) -> Store:
+        found = self.code.seen(attempt.n, there, s.copies, w.head.open, w.name)
+        outcome = self.code.conflict(w.head, attempt, found)
+        known = not isinstance(there, Damaged) and not isinstance(outcome, Done)
+        if isinstance(attempt, OpenRecord) and known and s.copies is not None:
+            s = s._replace(copies=s.copies - {attempt})
+        match outcome:
             case Done():
                 return self._appended(s, w, attempt)
             case Refuse():
@@ -276,7 +295,7 @@ class LogModel:
     def _faults(self, s: Store) -> Iterator[tuple[str, Store]]:
         for w in s.writers:
             if w.phase is Phase.LOOK and s.log and Rule.PROBE_PAST_LISTING in self.off:
-                yield f"{w} reads a stale listing", self._opens(s, w, self.code.head_of(s.log[:-1]))
+                yield f"{w} reads a stale listing", self._opens(s, w, self.code.head_of(s.log[:-1], s.copies))
             if w.phase is Phase.SENT and w.attempt is not None:
                 yield f"{w} hears nothing and sends again", _send(s, w, w.attempt)
                 if isinstance(w.attempt, CommitRecord):
@@ -296,6 +315,12 @@ class LogModel:
                     s._replace(shards=damaged, rotten=s.rotten | {commit.save_id}),
                 )
 
+        for n, record in enumerate(s.log) if self.damage else ():
+            if isinstance(record, OpenRecord | CommitRecord):
+                after = s._replace(log=(*s.log[:n], Damaged(record), *s.log[n + 1 :]))
+                lost = {record.save_id} if isinstance(record, CommitRecord) else set()
+                yield f"record {n} is damaged", after._replace(rotten=s.rotten | lost)
+
     def _abandons(self, s: Store, w: Writer, attempt: CommitRecord) -> Store:
         kept = s.shards
         if Rule.KEEP_UNANSWERED in self.off:
@@ -308,12 +333,18 @@ def put(s: Store, w: Writer) -> Store:
     return s._replace(writers=(*s.writers[: w.id], w, *s.writers[w.id + 1 :]))
 
 
+def _opens(found: object) -> bool:
+    return isinstance(found.was if isinstance(found, Damaged) else found, OpenRecord)
+
+
 def stopped(w: Writer) -> Writer:
     """The writer, dead. All that it knew is forgotten: states that differ only in it are one."""
     return Writer(w.id, w.round, w.job, w.created, Phase.STOPPED)
 
 
 def _send(s: Store, w: Writer, record: Record) -> Store:
+    if isinstance(record, OpenRecord) and s.copies is not None:
+        s = s._replace(copies=s.copies | {record})
     flying = sorted((*s.flying, Put(w.id, record)), key=lambda p: (p.writer, p.record.n, repr(p.record)))
     return put(s._replace(flying=tuple(flying)), w._replace(phase=Phase.SENT, attempt=record))
 

@@ -30,6 +30,9 @@ class LogRule(StrEnum):
     UNREADABLE_IS_NOT_DAMAGED = "a read that fails is tried again, it does not make a commit invalid"
     KEEP_UNANSWERED = "shards of a commit whose outcome is unknown are kept"
     CLEAN_ONLY_OLDER = "left-over shards of newer opens and of saves that may be in flight are kept"
+    CLEAN_WHILE_OWNER = "a writer that another has taken the log from deletes nothing"
+    COPY_BEFORE_OPEN = "a copy of an open record is written before it, so that a damaged one has an owner"
+    UNKNOWN_OWNER_STOPS = "nobody takes the log over a damaged record that might be another's open"
     COMPACT_IN_PLACE = "compaction replaces a record by a short one of the same number; it never deletes one"
     COMPACT_WHAT_IS_GONE = "only a commit whose shards are deleted is compacted"
 

@@ -218,7 +218,7 @@ class WorldsModel:
         match self.code.open(head, self._claim(s, p)):
             case Append(record):
                 return _send(s, p._replace(head=head), record)
-            case Refuse(reason):
+            case Refuse(reason) | Unknown(reason):
                 return _refused(s, p, reason)
 
     def _commits(self, s: State, p: Process, head: Head) -> State:

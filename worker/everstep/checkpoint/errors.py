@@ -40,6 +40,16 @@ class SaveFailed(CheckpointError):
     """A save came to nothing. Training goes on; the previous commit is still the latest."""
 
 
+class OwnerUnknown(CheckpointError):
+    """Nobody can tell who owns the log: a damaged record might be the open record of a newer run. Nothing was written.
+
+    The text names the record. Go on from the commits under another URL, which `everstep ckpt restore` fills. To start
+    again under this URL cannot help, so a script that lets it propagate should exit with `exit_code`.
+    """
+
+    exit_code = exit_codes.STORE_UNUSABLE
+
+
 class Occupied(CheckpointError):
     """Another run, of another job, has the log and is alive: nothing was written. The text names it.
 

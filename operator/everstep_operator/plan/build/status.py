@@ -31,7 +31,7 @@ from everstep_operator.plan.snapshot import Snapshot
 
 MAX_MESSAGE = 1024
 # Reasons of CheckpointHealthy, by the worker library's error with which a report begins.
-_UNUSABLE = {"Occupied": "InUse", "StoreUnusable": "Unusable"}
+_UNUSABLE = {"Occupied": "InUse", "StoreUnusable": "Unusable", "OwnerUnknown": "Unusable"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 
+import xxhash
+
 LOG = "log/"
 DATA = "data/"
 PINS = "pins/"
 LOADS = "loads/"
 ALIVE = "alive/"
+OPENS = "opens/"
 
 PIN = "pin"
 KEPT = "kept"
@@ -27,6 +30,7 @@ _HOLD = re.compile(
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
 _ALIVE = re.compile(r"alive/(\d{12})\.json")
+_OPEN_COPY = re.compile(r"opens/(\d{12})-[0-9a-f]{16}\.json")
 _SAVE_ID = re.compile(r"(\d{12})-[0-9a-f]{8}-(\d{8})")
 
 MAX_RECORD_NUMBER = 10**12 - 1
@@ -40,6 +44,17 @@ def record_name(n: int) -> str:
 def record_number(name: str) -> int | None:
     """The number of the log record with this name, or None for anything else."""
     match = _RECORD.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def open_copy_name(n: int, writer: str) -> str:
+    """The copy of open record `n` that `writer` makes before it creates the record: no other writer's has this name."""
+    return f"{OPENS}{n:012d}-{xxhash.xxh3_64_hexdigest(writer.encode('utf-8', 'replace'))}.json"
+
+
+def open_copy_number(name: str) -> int | None:
+    """The open record in the name of a copy, or None for anything else."""
+    match = _OPEN_COPY.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -57,6 +57,7 @@ class OpenRecord:
     open: int  # the open record before this one, or NONE
     commit: int  # the newest commit below, or NONE
     rendezvous: str = ""  # as in `Owner`
+    former: tuple[str, ...] = ()  # sorted; 16 hex digits each for owners that `owners` has no room for any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,8 @@ def encode_record(record: Record) -> bytes:
                 ],
                 "open": record.open, "commit": record.commit, "rendezvous": record.rendezvous,
             }  # fmt: skip
+            if record.former:
+                body["former"] = list(record.former)
         case CommitRecord():
             body = {
                 "version": VERSION, "n": record.n, "kind": "commit", "writer": record.writer, "round": record.round,
@@ -182,6 +185,7 @@ def decode_record(data: bytes, n: int, where: str) -> Record:
         return OpenRecord(
             n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("world_size", 1),
             fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n), _rendezvous(fields),
+            _former(fields),
         )  # fmt: skip
     if kind != "commit":
         raise FormatError(f"{where}: kind {kind!r} is neither open nor commit")
@@ -303,6 +307,13 @@ def _check_version(fields: Fields) -> None:
 def _rendezvous(fields: Fields) -> str:
     """Records of a release that did not know the field have none."""
     return fields.text("rendezvous") if fields.has("rendezvous") else ""
+
+
+def _former(fields: Fields) -> tuple[str, ...]:
+    found = fields.items("former") if fields.has("former") else []
+    if not all(isinstance(mark, str) and len(mark) == 16 for mark in found):
+        raise FormatError(f"{fields.where}: former is not a list of texts of 16 hex digits")
+    return tuple(str(mark) for mark in found)
 
 
 def _link(fields: Fields, name: str, n: int) -> int:

@@ -61,6 +61,9 @@ class Process:
         return _started(self.pid) == self.started
 
 
+_UNREADABLE: Final = Process("a machine that its damaged sign of life does not tell", "", 0, "")
+
+
 class Sign:
     """The sign of life of the process that made the open record `own`, on a thread of its own."""
 
@@ -182,21 +185,29 @@ def _is_same(owner: OpenRecord, claim: Claim) -> bool:
 
 def _named(owner: OpenRecord, who: Process) -> str:
     job = f"job {owner.job_uid}, " if owner.job_uid else ""
+    if who == _UNREADABLE:
+        return f"{job}writer {owner.writer}"
     return f"{job}process {who.pid} on {who.host}"
 
 
 def _read(store: ObjectStore, owner: OpenRecord, sleep: Callable[[float], None]) -> tuple[int, Process] | None:
-    """The beat, and whose it is; None without a sign that can be read."""
+    """The beat, and whose it is; None without a sign.
+
+    One that cannot be read is no sign of death: whoever lives writes it anew, so it is waited for like any other.
+    """
     name = alive_name(owner.n)
+    data: bytes | None = None
     for left in range(0 if store.capabilities.whole else _LOOKS - 1, -1, -1):
         try:
-            fields = Fields(wire.decode(store.get(name), name), name)
+            data = store.get(name)
+            fields = Fields(wire.decode(data, name), name)
             who = Process(fields.text("host"), fields.text("machine"), fields.integer("pid"), fields.text("started"))
             return fields.integer("beat"), who
-        except (NotFound, FormatError):
+        except (NotFound, FormatError) as e:
+            data = None if isinstance(e, NotFound) else data
             if left:
                 sleep(_POLL_SECONDS)
-    return None
+    return None if data is None else (-1, _UNREADABLE)
 
 
 def _machine() -> str:

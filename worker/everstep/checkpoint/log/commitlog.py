@@ -12,12 +12,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final, assert_never
 
-from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, SaveFailed
+from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, OwnerUnknown, SaveFailed
 from everstep.checkpoint.format.compaction import compacted
 from everstep.checkpoint.format.layout import LOG, MAX_RECORD_NUMBER, record_name, record_number
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record, decode_record, encode_record
 from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.log import decisions as log
+from everstep.checkpoint.log.copies import OpenCopies
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.storage import AlreadyExists, NotFound, ObjectStore, StoreUnusable
 
@@ -38,6 +39,7 @@ class CommitLog:
     def __init__(self, store: ObjectStore, start: int = 0) -> None:
         self._store = store
         self._start = start
+        self._copies = OpenCopies(store)
 
     def read(self, n: int) -> Record | Unreadable:
         """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
@@ -56,16 +58,50 @@ class CommitLog:
             if self._store.size(record_name(last + 1)) is None:
                 break
             last += 1
-        unreadable = NONE
+        damaged: list[Unreadable] = []  # above the newest record that can be read
+        head = Head()
         for n in range(last, max(NONE, last - MAX_WALK), -1):
-            match self.read(n):
-                case Unreadable():
-                    unreadable = max(unreadable, n)
-                case OpenRecord() as record:
-                    return replace(log.advance(Head(), record), last=last, unreadable=unreadable)
-                case CommitRecord() as record:
-                    return Head(last, self._open_at(record.open), record.n, unreadable)
-        return Head(last, unreadable=unreadable)
+            found = self.read(n)
+            if isinstance(found, Unreadable):
+                damaged.append(found)
+                continue
+            head = self._head_at(found)
+            break
+        for found in reversed(damaged):
+            head = log.advance(head, self._resolved(found, head))
+        return replace(head, last=last)
+
+    def _head_at(self, found: Record | Unreadable) -> Head:
+        """The head of a log that ends with this record."""
+        if isinstance(found, Unreadable):
+            return log.advance(Head(), found)
+        if isinstance(found, OpenRecord):
+            return log.advance(Head(), found)
+        own = self.read(found.open)
+        if isinstance(own, Unreadable):
+            # The commit says whose open that was, so that its copy cannot be confused with another.
+            own = self._copies.opened_by(found.open, found.writer) or own
+        if isinstance(own, OpenRecord):
+            return Head(found.n, own, found.n)
+        return Head(found.n, self._open_below(found.open), found.n, found.open)
+
+    def _resolved(self, found: Record | Unreadable, head: Head, claimant: str = "") -> Record | Unreadable:
+        """The record, or what can be told about a damaged one in the place after `head`."""
+        if not isinstance(found, Unreadable) or not self._store.capabilities.listable:
+            return found
+        return self._copies.resolve(found, head.open, claimant)
+
+    def opened_after(self, n: int) -> tuple[int, int | None]:
+        """The last record after record `n`, and the first one that is, or might be, another writer's open."""
+        head = self._head_at(self.read(n)) if self._store.size(record_name(n + 1)) is not None else Head(n)
+        for _ in range(MAX_WALK):
+            if self._store.size(record_name(head.last + 1)) is None:
+                return head.last, None
+            found = self._resolved(self.read(head.last + 1), head)
+            if isinstance(found, OpenRecord) or (isinstance(found, Unreadable) and found.opens):
+                return head.last, found.n
+            head = log.advance(head, found)
+        return head.last, None
 
     def unbegun(self) -> Head:
         """The end of a log that no run has begun: of none, or of one in which an import was cut off before its commit.
@@ -145,10 +181,16 @@ class CommitLog:
             match log.decide_open(head, claim):
                 case Refuse(reason):
                     raise Fenced(f"{self._store.url}: {reason}")
+                case Unknown(reason):
+                    raise OwnerUnknown(
+                        f"{self._store.url}: {reason}. Nobody may take this log. If no other run is alive, copy the "
+                        "newest commit with `everstep ckpt restore` to an empty URL, and start the run there"
+                    )
                 case Append(record):
                     match self._create(head, record):
                         case Done(done):
                             assert isinstance(done, OpenRecord)
+                            self._copies.sweep(done)
                             return done
                         case Refuse(reason):
                             raise Fenced(f"{self._store.url}: {reason}")
@@ -208,15 +250,22 @@ class CommitLog:
     def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
         name, data = record_name(record.n), encode_record(record)
         decode_record(data, record.n, f"{self._store.url}/{name}")  # nobody could read it: then it is not to exist
+        if isinstance(record, OpenRecord):
+            self._copies.write(record)
         try:
             self._store.create(name, data)
         except AlreadyExists:
-            return log.after_conflict(head, record, self.read(record.n))
+            there = self.read(record.n)
+            outcome = log.after_conflict(head, record, self._resolved(there, head, record.writer))
+            # A damaged record may be this one, created by a request whose answer was lost: then its copy has to stay.
+            if isinstance(record, OpenRecord) and not isinstance(there, Unreadable) and not isinstance(outcome, Done):
+                self._copies.remove(record)
+            return outcome
         return Done(record, "created")
 
-    def _open_at(self, n: int) -> OpenRecord | None:
-        """The open record `n`, or the nearest readable one below if it is damaged."""
-        for at in range(n, max(NONE, n - MAX_WALK), -1):
+    def _open_below(self, n: int) -> OpenRecord | None:
+        """The nearest open record below record `n` that can be read."""
+        for at in range(n - 1, max(NONE, n - MAX_WALK), -1):
             record = self.read(at)
             if isinstance(record, OpenRecord):
                 return record

@@ -6,6 +6,8 @@ one appends. Invariants that these functions keep, whatever the interleaving:
 - A commit is appended only by the writer of the newest open record below it. Whoever finds a newer open is fenced.
 - Within one job, or one rendezvous outside of Kubernetes, the rounds of the open records never go down; a job or
   rendezvous that another took the log from never opens it again; and no job opens it after one that was created later.
+- A damaged record that might be another's open stops whoever would have to know its owner: nobody takes the log
+  over it, and nobody commits over it (docs/adr/0038).
 - A writer whose record is already there (its response was lost) has appended it, once.
 
 `append_*` in commitlog drives these functions against a store; the executable model drives the same ones.
@@ -13,21 +15,28 @@ one appends. Invariants that these functions keep, whatever the interleaving:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
+
+import xxhash
 
 from everstep.checkpoint.format.compaction import compacted, is_compacted
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
 
 MAX_OWNERS: Final = 64
+# Beyond them an open record keeps 64 bits of each: 1.2 MB at most. Then no job or run that is new to the log opens it.
+MAX_FORMER: Final = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that is there but damaged: it takes its place in the log, and says nothing."""
+    """A record that is there but damaged: it takes its place in the log, and says nothing. `opens`: it might be an open
+    record, whose owner nobody can read."""
 
     n: int
     reason: str
+    opens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Head:
     last: int = NONE  # the greatest record number seen
     open: OpenRecord | None = None  # the newest open record at or below `last`
     commit: int = NONE  # the newest commit at or below `last`
-    unreadable: int = NONE  # the newest damaged record above `open`: it might be another open
+    unreadable: int = NONE  # the newest damaged record above `open` that might be another open
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Do not append now: who owns the log cannot be told. Nothing is lost by it but this save."""
+    """Do not append: who owns the log cannot be told. Of a commit, nothing is lost by it but this save."""
 
     reason: str
 
@@ -103,33 +112,70 @@ def advance(head: Head, found: Record | Unreadable) -> Head:
         case CommitRecord():
             return replace(head, last=found.n, commit=found.n)
         case Unreadable():
-            return replace(head, last=found.n, unreadable=found.n)
+            return replace(head, last=found.n, unreadable=found.n if found.opens else head.unreadable)
 
 
-def decide_open(head: Head, claim: Claim) -> Append | Refuse:
+def resolve(
+    found: Unreadable, copies: Sequence[OpenRecord | None], *, kind: str, known: bool
+) -> OpenRecord | Unreadable:
+    """What a damaged record was: an open record, which its copy says; no open record; or that cannot be told.
+
+    Every writer puts a copy of its open record before it creates that, so a record without one is no open record.
+    `copies` are those for this number, None for one that is damaged too; without that of the caller, if its own create
+    was refused here: what the caller did not create or cannot read it opens again under the next number. `kind` is what
+    the damaged bytes say that they are, "" if nothing. `known`: whether the newest open record below has a copy; if
+    not, a release that wrote none may have been here.
+
+    Of several writers that raced for the number and died, one has opened the log. Of one owner the newest round counts,
+    of several jobs the one that was created last: whichever it was, the log was to be theirs next.
+    """
+    if kind == "commit":
+        return replace(found, opens=False)
+    if not copies:
+        return replace(found, opens=kind == "open" or not known)
+    opens = [copy for copy in copies if copy is not None]
+    ages = {o.owners[-1].created if o.job_uid else 0 for o in opens}
+    comparable = len({(o.job_uid, o.rendezvous) for o in opens}) == 1 or (len(ages) == len(opens) and 0 not in ages)
+    if len(opens) < len(copies) or not comparable:
+        return replace(found, reason=f"{found.reason}; {len(copies)} writers may have opened the log with it")
+    return max(opens, key=lambda o: (o.owners[-1].created if o.owners else 0, o.round))
+
+
+def decide_open(head: Head, claim: Claim) -> Append | Refuse | Unknown:
     """May this claim take the log, and with which record?
 
     - Never an older round of the owner: a newer world of its job goes on without this process.
     - Never a job that another job has taken the log from: it was deleted and recreated under the same URL. Nor a
       rendezvous that another has: its store lost what it held, or a new run was started.
     - Never a job older than one that has opened it: a pod of a deleted job that starts late, for the first time.
+    - Nobody over a damaged record that might be the newest open: it might be of a newer round, and its writer alive.
     - Anyone else may: the owner's own newer (or same) round, a new job or rendezvous, a plain `python` run.
     """
     before = head.open
-    owners = before.owners if before else ()
-    if (refused := _older_than(owners, claim)) is not None:
+    owners, former = (before.owners, before.former) if before else ((), ())
+    if (refused := _older_than(owners, former, claim)) is not None:
         return Refuse(refused)
+    if head.unreadable > (before.n if before else NONE):
+        return Unknown(
+            f"record {head.unreadable} is damaged and might be the open record of a newer run, which would be fenced"
+        )
     if claim.job_uid or claim.rendezvous:
         mine = Owner(claim.job_uid, claim.round, claim.created, claim.rendezvous)
-        owners = (*(o for o in owners if _key(o) != _key(mine)), mine)[-MAX_OWNERS:]
+        owners = (*(o for o in owners if _key(o) != _key(mine)), mine)
+        former = tuple(sorted({*former, *(mark for o in owners[:-MAX_OWNERS] for mark in _marks(o))}))
+        owners = owners[-MAX_OWNERS:]
+        if len(former) > MAX_FORMER:
+            return Unknown(
+                f"{len(former)} marks of former owners leave no room for one more, who could not be told apart"
+            )
     record = OpenRecord(
         head.last + 1, claim.writer, claim.round, claim.job_uid, claim.world_size, claim.at, owners,
-        before.n if before else NONE, head.commit, claim.rendezvous,
+        before.n if before else NONE, head.commit, claim.rendezvous, former,
     )  # fmt: skip
     return Append(record, "the log is new" if before is None else f"takes over from record {before.n}")
 
 
-def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
+def _older_than(owners: tuple[Owner, ...], former: tuple[str, ...], claim: Claim) -> str | None:
     """Why an owner is newer than the claim; None if none is."""
     if not owners:
         return None
@@ -151,6 +197,11 @@ def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
             f"{older}: a newer world of this run goes on without this process; if there is none, the round store was "
             "put back to an older state: start the run under a new rendezvous id to go on from its commits"
         )
+    if known is None and (claim.job_uid or claim.rendezvous):
+        of_job, of_key = _marks(claim)
+        if of_key in former or (claim.job_uid != last.job_uid and of_job in former):
+            whose = f"job {claim.job_uid}" if claim.job_uid else f"rendezvous {claim.rendezvous}"
+            return f"{whose} lost the log long ago; {_named(last)} has it, which opened it later"
     newer = next((o for o in owners if claim.job_uid and 0 < claim.created < o.created), None)
     return None if newer is None else f"job {claim.job_uid} is older than {_named(newer)}, which has opened the log"
 
@@ -158,6 +209,16 @@ def _older_than(owners: tuple[Owner, ...], claim: Claim) -> str | None:
 def _key(who: Owner | Claim) -> tuple[str, str]:
     """Identifies the numbering of an owner's rounds: only rounds of one numbering are comparable."""
     return who.job_uid, who.rendezvous
+
+
+def _marks(who: Owner | Claim) -> tuple[str, str]:
+    """64 bits each for the job (of a run without one, its rendezvous) and for the key of a former owner."""
+    texts = (f"job {who.job_uid}" if who.job_uid else f"run {who.rendezvous}", f"{who.job_uid} {who.rendezvous}")
+    return xxhash.xxh3_64_hexdigest(_bytes(texts[0])), xxhash.xxh3_64_hexdigest(_bytes(texts[1]))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _named(owner: Owner) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, UnsupportedVersion
+from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, OwnerUnknown, UnsupportedVersion
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
 from everstep.checkpoint.handle import Events
 from everstep.checkpoint.keep import Keep
@@ -37,7 +37,16 @@ DEFAULT_LOADS = 3
 DEFAULT_SECONDS = 60.0
 
 _ERRORS: dict[str, type[Exception]] = {
-    e.__name__: e for e in (Fenced, Occupied, StoreUnusable, RetryableError, UnsupportedVersion, CheckpointError)
+    e.__name__: e
+    for e in (
+        Fenced,
+        Occupied,
+        OwnerUnknown,
+        StoreUnusable,
+        RetryableError,
+        UnsupportedVersion,
+        CheckpointError,
+    )
 }
 
 

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from typing import Any
 
-from everstep.checkpoint.errors import Fenced, Occupied
+from everstep.checkpoint.errors import Fenced, Occupied, OwnerUnknown
 from everstep.checkpoint.format.manifest import OpenRecord
 from everstep.checkpoint.format.times import stamp
 from everstep.checkpoint.handle import Events
@@ -59,8 +59,8 @@ class Owner:
                 own, self.newest = opening.open_together(self._log, probed, self._settings, claim, ranks, begins)
                 check_shared(self._store, own, ranks)
                 self.record, self._begins = own, False
-            except (Fenced, Occupied, StoreUnusable) as e:
-                # Both end the process; a person should find the reason where the exit code is shown.
+            except (Fenced, Occupied, OwnerUnknown, StoreUnusable) as e:
+                # All end the process; a person should find the reason where the exit code is shown.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
                 raise
             if ranks.rank == 0 and probed is not None:

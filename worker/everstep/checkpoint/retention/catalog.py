@@ -153,6 +153,8 @@ class Catalog:
         held = pins.holds(self._store)
         tagged = held.of_tag(tag)
         found = {r.n: r for r in self._held(tagged) if r.save_id in tagged.saves}
+        if tagged.saves and not found:  # the tag's object is damaged; its name still says which save
+            found = {r.n: r for r in self._commits() if r.save_id in tagged.saves}
         if len(found) > 1:
             steps = " and ".join(str(r.step) for r in found.values())
             raise CheckpointError(

@@ -18,6 +18,7 @@ from everstep.checkpoint.retention.compactor import Compactor
 from everstep.checkpoint.retention.marker import Marker
 from everstep.checkpoint.retention.pins import delete_save, held
 from everstep.checkpoint.retention.plan import Delete, plan_retention
+from everstep.checkpoint.retention.tenure import Tenure
 from everstep.storage import ObjectStore, StorageError
 
 log = logging.getLogger("everstep.checkpoint")
@@ -70,13 +71,18 @@ class Cleaner:
             self._recent, self._read_below = [record], False
 
     def clean(self) -> None:
-        """Delete the saves that are not needed any more. Called after `committed`.
+        """Delete the saves that are not needed any more. Called after `committed`. A writer that another has taken the
+        log from deletes nothing: see `tenure`.
 
         A commit counts only if it can be read: the newest record is read back, and shards that are not there, or not of
         their size, make room for none that are.
         """
         try:
             newest = self._recent[0]
+            tenure = Tenure(self._log, newest.n)
+            if not tenure.lasts():
+                log.warning("another writer has opened the log (record %d): nothing is deleted", tenure.ended_by)
+                return
             if isinstance(found := self._log.read(newest.n), Unreadable):
                 log.error(
                     "log record %d was just written, and cannot be read: %s; nothing is deleted", found.n, found.reason
@@ -96,7 +102,7 @@ class Cleaner:
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
                 self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
-            if self._marker is not None:
+            if self._marker is not None and tenure.lasts():
                 self._compactor.again(
                     self._marker.mark(newest.n, self._recent, sizes, lambda r: self._unfit(r, is_lost))
                 )
@@ -107,15 +113,17 @@ class Cleaner:
             owner = owner_of(newest.save_id)
             deleted = clean(
                 self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
-                suspected=self._suspected,
+                suspected=self._suspected, may=tenure.lasts,
             )  # fmt: skip
+            if not tenure.lasts():
+                return
             if not self._swept:
                 self._compactor.look(min(kept))
                 if self._loads is not None:
                     self._loads.clear(newest.n)
                 self._store.sweep_uploads(UPLOAD_SECONDS)
                 self._swept = True
-            self._compactor.run(set(sizes) - {d.save_id for d in deleted})
+            self._compactor.run(set(sizes) - {d.save_id for d in deleted}, may=tenure.lasts)
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
@@ -182,10 +190,11 @@ def clean(
     *,
     suspected: frozenset[int] = frozenset(),
     really: bool = True,
+    may: Callable[[], bool] = lambda: True,
 ) -> tuple[Delete, ...]:
     """Delete what `plan_retention` says of these commits and of the folders that exist; what was deleted.
 
-    Without `really`, what would be.
+    Without `really`, what would be. `may` is asked before each object, whether the caller still may delete it.
     """
     marked = suspected | {c.n for c in commits if nonfinite_in(c)}
     plan = plan_retention(
@@ -202,7 +211,9 @@ def clean(
         return plan
     done = []
     for delete in plan:
-        if delete_save(store, delete.save_id, list(sizes[delete.save_id])):
+        if not may():
+            break
+        if delete_save(store, delete.save_id, list(sizes[delete.save_id]), may=may):
             done.append(delete)
             log.info("deleted %s: %s", save_folder(delete.save_id), delete.reason)
     return tuple(done)

@@ -7,7 +7,7 @@ same bytes, so nobody has to be kept out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from everstep.checkpoint.format.compaction import SMALL_BYTES, is_compacted
@@ -45,17 +45,22 @@ class Compactor:
             if n is not None and n < below and info.size > SMALL_BYTES:
                 self._todo.setdefault(n, None)
 
-    def run(self, there: Collection[str], most: int = A_PASS) -> int:
-        """Compact at most `most` records, oldest first; how many were. `there` are the saves that have objects."""
+    def run(
+        self, there: Collection[str], most: int = A_PASS, *, may: Callable[[], bool] = lambda: True
+    ) -> int:  # fmt: skip
+        """Compact at most `most` records, oldest first; how many were. `there` are the saves that have objects; `may`
+        is asked before each record whether the caller still may."""
         done = 0
         for n in sorted(self._todo)[:most]:
+            if not may():
+                break
             record = self._todo[n] or self._log.read(n)
             if isinstance(record, CommitRecord) and not is_compacted(record):
-                done += self._compact(record, there)
+                done += self._compact(record, there, may)
             del self._todo[n]  # what is pinned, or damaged, is looked at again by the next writer
         return done
 
-    def _compact(self, record: CommitRecord, there: Collection[str]) -> bool:
+    def _compact(self, record: CommitRecord, there: Collection[str], may: Callable[[], bool]) -> bool:
         """Compact a record unless somebody could restore its commit; whether it was done. A listing may be stale, so
         the store is asked for a shard."""
         saves = saves_of(record)
@@ -63,7 +68,7 @@ class Compactor:
             return False
         if not record.shards:
             # All of the commit is in its record: to compact that is to delete it.
-            return delete_save(self._store, record.save_id, (), lambda: self._log.compact(record))
+            return delete_save(self._store, record.save_id, (), lambda: self._log.compact(record), may=may)
         # Shards that are missing may come back, and somebody who holds the commit counts on that.
         if self._store.size(record.shards[0].path) is not None or is_held(self._store, saves):
             return False

@@ -261,10 +261,11 @@ def _hold(
 def delete_save(
     store: ObjectStore, identifier: str, names: Iterable[str], last: Callable[[], object] = lambda: None,
     now: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic,
+    may: Callable[[], bool] = lambda: True,
 ) -> bool:  # fmt: skip
     """Delete the objects `names` of a save, then call `last`. Returns whether the save was deleted: it is not if a pin,
-    a tag or a mark holds it, or if that takes longer than `LASTS`. A pin that is written meanwhile is refused. The
-    call may be repeated."""
+    a tag or a mark holds it, if that takes longer than `LASTS`, or if `may`, which is asked before each object, says
+    no. A pin that is written meanwhile is refused. The call may be repeated."""
     mark = deletion_name(identifier, _random())
     at, started = now(), clock()
     body = wire.encode({"version": VERSION, "save_id": identifier, "at": int(at)})
@@ -275,10 +276,10 @@ def delete_save(
     store.put(mark, body)
     gives_way = is_held(store, [identifier])
     for name in sorted(names, key=is_deletion):  # objects of other deletions last
-        if gives_way := gives_way or is_late():
+        if gives_way := gives_way or is_late() or not may():
             break
         store.delete(name)
-    if gives_way or is_late():
+    if gives_way or is_late() or not may():
         # The save stays, perhaps for good. A repeated `put` may still write the mark again: this object makes it void.
         store.put(withdrawal_name(mark), body)
         store.delete(mark)
@@ -307,7 +308,11 @@ def _is_over(store: ObjectStore, identifier: str, mark: str, now: float) -> bool
     except NotFound:
         return True  # it ended after the listing; the caller then checks which shards are left
     except FormatError:
-        return False  # written by an earlier release, without the time
+        if (
+            "-" in mark.rpartition("/")[2]
+        ):  # damaged: it ends `DEAD` seconds from now, which is later than it would have
+            store.put(mark, wire.encode({"version": VERSION, "save_id": identifier, "at": int(now)}))
+        return False  # else written by an earlier release, without the time
     if now - at <= DEAD:
         return False
     store.put(withdrawal_name(mark), wire.encode({"version": VERSION, "save_id": identifier, "at": at}))
