@@ -110,7 +110,7 @@ class Turns:
             await self.client.create(JOBS, NAMESPACE, {"metadata": {"name": f"job{number}"}, "spec": spec})
         (port,) = free_ports(1)
         command = [str(Path(sys.executable).with_name("everstep-operator")), "--kubeconfig", str(self.plane.kubeconfig)]
-        flags = ["--namespace", LEASES, "--port", str(port), "--host", "127.0.0.1"]
+        flags = ["--namespace", LEASES, "--port", "0", "--probe-port", str(port), "--host", "127.0.0.1"]
         async with self._watching() as arrivals:
             process = _start([*command, *flags], self.folder / "operator.log")
             try:

@@ -15,8 +15,9 @@ worker waits for that is ours. `work_ratio` is that divided by the same without 
 
 `forged`, `expired`: made-up and old tokens. `half_sent`: documents of a megabyte of which one byte comes, from eight
 pods of another tenant. `bad_json`: a megabyte that is no document, as fast as it goes. `reports`, `reads`: another
-tenant's valid calls. `offered`: what the flood sent; it comes from an address of its own, on up to 1,000 connections,
-and gives up the one that waits longest for a new one.
+tenant's valid calls. `chunks`: chunks of one byte, with extensions. `slow_heads`: one byte on each connection.
+`offered`: what the flood sent; it comes from eight addresses (`slow_heads`: 60), on up to 1,000 connections, and gives
+up the one that waits longest for a new one. No NetworkPolicy stands in between: a worker's pod can send all of these.
 """
 
 from __future__ import annotations

@@ -136,6 +136,7 @@ class OperatorProcess:
         assert self._process.stdout is not None
         told = json.loads(self._process.stdout.readline())
         self.url, self.tokens = str(told["url"]), [str(token) for token in told["tokens"]]
+        self.probes = str(told["probes"])
 
     def __enter__(self) -> OperatorProcess:
         return self
@@ -177,7 +178,7 @@ async def watch_memory(count: int) -> tuple[float, float]:
                 asyncio.create_task(session.get(DOCUMENT_PATH, params=seen, headers=headers[i % len(headers)]))
                 for i in range(count)
             ]
-            while await waiting(session) < count:  # noqa: ASYNC110 - it is another process
+            while await waiting(session, operator.probes) < count:  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.2)
             grown = operator.memory()
             for poll in polls:
@@ -186,8 +187,8 @@ async def watch_memory(count: int) -> tuple[float, float]:
         return grown, grown - before
 
 
-async def waiting(session: aiohttp.ClientSession) -> int:
-    async with session.get("/metrics") as answer:
+async def waiting(session: aiohttp.ClientSession, probes: str) -> int:
+    async with session.get(f"{probes}/metrics") as answer:
         lines = (await answer.text()).splitlines()
     return int(float(next(line for line in lines if line.startswith("everstep_round_watches ")).split()[1]))
 

@@ -82,7 +82,9 @@ async def measure(jobs: int, workers: int, losses: int, seconds: float) -> tuple
     clock = SystemClock()
     cluster = MemoryCluster(clock, history=100_000)
     client = cluster.client()
-    settings = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_HOST": "127.0.0.1"})
+    settings = OperatorSettings.from_env(
+        {"EVERSTEP_PORT": "0", "EVERSTEP_PROBE_PORT": "0", "EVERSTEP_HOST": "127.0.0.1"}
+    )
     operator = Operator(Clients.sharing(cluster.client()), settings, Metrics(), clock, synced=lambda: None)
     kubelets = Kubelets(client)
     began = time.monotonic()

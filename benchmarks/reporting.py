@@ -26,7 +26,7 @@ from everstep.reporting.report import Reporter
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth, RequestLimits
 from everstep_operator.endpoint.reports import ReportEndpoint
-from everstep_operator.endpoint.server import EndpointServer, ServerOptions
+from everstep_operator.endpoint.server import HttpServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache
 from everstep_operator.endpoint.token_signatures import SigningKeys
@@ -80,7 +80,7 @@ async def measure(file: Path, calls: int, reports: int) -> list[Figure]:
     auth = RequestAuth(identities, LeaderHere, limits=RequestLimits(calls_rate=1e6, bytes_rate=1e9))
     endpoint = ReportEndpoint(auth, lambda _caller, report: came.append(report), metrics)
     options = ServerOptions(host="127.0.0.1", port=0)
-    server = EndpointServer([endpoint.add_to], metrics=metrics, options=options)
+    server = HttpServer([endpoint.add_to], options)
     async with server:
         url = f"http://127.0.0.1:{server.port}{REPORT_PATH}"
         there = await asyncio.to_thread(call_microseconds, url, token, calls, 5.0)

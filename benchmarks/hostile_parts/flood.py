@@ -13,24 +13,27 @@ import resource
 import sys
 from collections.abc import Callable
 
-from wire import Flood, bad, half_sent, read, report
+from wire import Flood, bad, chunks, half_sent, read, report, slow_head
 
-# Which tokens, which request, and how many connections at most.
-MIXES: dict[str, tuple[str, Callable[[str], bytes], int]] = {
-    "forged": ("forged", report, 1000),
-    "expired": ("expired", report, 1000),
-    "half_sent": ("hostile", half_sent, 1000),
-    "bad_json": ("hostile", bad, 64),
-    "reports": ("hostile", report, 1000),
-    "reads": ("hostile", read, 1000),
+PODS = 8  # as many addresses as the other tenant has pods
+# Which tokens, which request, how many connections at most, and from how many addresses.
+MIXES: dict[str, tuple[str, Callable[[str], bytes], int, int]] = {
+    "forged": ("forged", report, 1000, PODS),
+    "expired": ("expired", report, 1000, PODS),
+    "half_sent": ("hostile", half_sent, 1000, PODS),
+    "bad_json": ("hostile", bad, 64, PODS),
+    "reports": ("hostile", report, 1000, PODS),
+    "reads": ("hostile", read, 1000, PODS),
+    "chunks": ("hostile", chunks, 64, PODS),
+    "slow_heads": ("hostile", slow_head, 1000, 60),
 }
 
 
 async def main() -> None:
     mix, port, rate, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
-    whose, make, most = MIXES[mix]
+    whose, make, most, addresses = MIXES[mix]
     requests = itertools.cycle([make(token) for token in json.load(sys.stdin)[whose]])
-    flood = Flood(port, requests, rate, most)
+    flood = Flood(port, requests, rate, most, addresses)
     await flood.run(seconds)
     print(json.dumps({"sent": flood.sent, "held_back": flood.held_back, "answers": dict(flood.answers)}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
@@ -39,7 +40,15 @@ def bad(token: str) -> bytes:
     return request("PUT", DOCUMENT_PATH, token, BAD, None, f"{VERSION_HEADER}: 0\r\n")
 
 
-ADDRESS = "127.0.0.2"  # of the flood: the operator trusts its own machine
+def chunks(token: str) -> bytes:
+    """A body of chunks of one byte, each with an extension."""
+    head = request("POST", REPORT_PATH, token).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    return head + (b"1" + b";e=v" * 20 + b"\r\nx\r\n") * 1000
+
+
+def slow_head(_: str) -> bytes:
+    """The first byte of a request."""
+    return b"P"
 
 
 class Connection(asyncio.Protocol):
@@ -93,8 +102,9 @@ class Connection(asyncio.Protocol):
 class Flood:
     """`rate` requests a second, on at most `most` connections: new ones in place of those that wait longest."""
 
-    def __init__(self, port: int, requests: Iterator[bytes], rate: float, most: int) -> None:
+    def __init__(self, port: int, requests: Iterator[bytes], rate: float, most: int, addresses: int) -> None:
         self._port, self._requests, self._rate, self._most = port, requests, rate, most
+        self._addresses = itertools.cycle([f"127.0.1.{number + 1}" for number in range(addresses)])
         self._free: deque[Connection] = deque()
         self._all: dict[Connection, None] = {}
         self.sent, self.held_back = 0, 0
@@ -125,7 +135,7 @@ class Flood:
                 oldest.close()
             try:
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._answered), "127.0.0.1", self._port, local_addr=(ADDRESS, 0)
+                    lambda: Connection(self._answered), "127.0.0.1", self._port, local_addr=(next(self._addresses), 0)
                 )
             except ConnectionError:  # refused before it was heard
                 self.sent += 1

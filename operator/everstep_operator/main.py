@@ -153,16 +153,19 @@ class Operator:
         checks = auth.RequestAuth(self._identities, self._leadership, find=callers.find)
         reports = ReportEndpoint(checks, accept, metrics)
         rounds = RoundRoutes(self.rounds, checks, agent=partial(find_agent, callers), metrics=metrics)
-        self.server = server.EndpointServer(
-            [reports.add_to, rounds.add_to],
-            metrics=metrics,
-            ready={"caches": self.caches.waiting},
-            options=server.ServerOptions(host=settings.host, port=settings.port),
+        self.server = server.HttpServer(
+            [reports.add_to, rounds.add_to, server.add_alive],
+            server.ServerOptions(host=settings.host, port=settings.port),
+        )
+        self.probes = server.HttpServer(
+            [server.Probes(metrics, {"caches": self.caches.waiting}).add_to],
+            server.ServerOptions(host=settings.host, port=settings.probe_port, bounds=server.PROBE_BOUNDS),
         )
 
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
-        async with self.server, asyncio.TaskGroup() as group:
+        async with self.probes, self.server, asyncio.TaskGroup() as group:
+            log.info("serving", extra={"host": self._settings.host or "all", **self._ports()})
             for informer in self.caches.all():
                 group.create_task(informer.run())
             group.create_task(self._measure())
@@ -180,6 +183,9 @@ class Operator:
         if known is None or known.metadata.uid != job.uid or known.metadata.deletion_timestamp is not None:
             return True
         return known.metadata.generation > job.generation
+
+    def _ports(self) -> dict[str, int]:
+        return {"port": self.server.port, "probe_port": self.probes.port}
 
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)

@@ -40,8 +40,9 @@ VARIABLES = (
     NAMESPACE,
     Variable("EVERSTEP_POD_NAME", "name of this replica in the Lease (default: the host's name)"),
     Variable("EVERSTEP_POD_IP", "address that the other replicas redirect to", "127.0.0.1"),
-    Variable("EVERSTEP_HOST", "address to serve reports, metrics and probes on (default: all)"),
-    Variable("EVERSTEP_PORT", "port to serve them on, 0 to 65535; 0: any free one", "8080"),
+    Variable("EVERSTEP_HOST", "address to serve workers, probes and metrics on (default: all)"),
+    Variable("EVERSTEP_PORT", "port to serve workers on, 0 to 65535; 0: any free one", "8080"),
+    Variable("EVERSTEP_PROBE_PORT", "port to serve probes and metrics on, 0 to 65535; 0: any free one", "8081"),
     Variable("EVERSTEP_REPORT_URL", "URL to which workers report; empty: they do not report"),
     Variable(
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
@@ -73,8 +74,9 @@ class OperatorSettings:
     namespace: str  # of the Lease
     pod_name: str
     pod_ip: str
-    host: str  # the address that reports, metrics and probes are served on
-    port: int
+    host: str  # the address that workers, probes and metrics are served on; empty: all
+    port: int  # for workers
+    probe_port: int  # for probes and metrics
     report_url: str  # given to workers
     checkpoint_url_prefixes: tuple[str, ...]
     lease_seconds: int
@@ -111,8 +113,9 @@ class OperatorSettings:
             namespace=given.text("EVERSTEP_NAMESPACE", "default"),
             pod_name=given.text("EVERSTEP_POD_NAME", socket.gethostname()),
             pod_ip=given.text("EVERSTEP_POD_IP", defaults["EVERSTEP_POD_IP"]),
-            host=given.text("EVERSTEP_HOST", "0.0.0.0"),  # noqa: S104  # the pod's own addresses
+            host=given.text("EVERSTEP_HOST"),
             port=number("EVERSTEP_PORT", 0, 65535),
+            probe_port=number("EVERSTEP_PROBE_PORT", 0, 65535),
             report_url=given.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),

@@ -21,6 +21,7 @@ from everstep_operator.endpoint.auth import (
     RequestLimits,
 )
 from everstep_operator.endpoint.reports import ReportRefused
+from everstep_operator.endpoint.server import PROBE_BOUNDS, HttpServer, Probes, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.errors import ConnectionFailed
 from everstep_operator.telemetry.metrics import Metrics
@@ -46,7 +47,6 @@ class World:
     refusal: Exception | None = None
     broken: Exception | None = None
     gate: asyncio.Event | None = None
-    not_ready: str | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics(process=False))
     url: str = ""
 
@@ -81,7 +81,6 @@ async def serving(
         gate,
         accept=world.accept,
         metrics=world.metrics,
-        ready={"informers": lambda: world.not_ready},
         max_in_flight=max_in_flight,
     )
     timeout = aiohttp.ClientTimeout(total=10)
@@ -192,15 +191,22 @@ async def test_length_that_nobody_sends_is_refused(length: str, caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == []
 
 
-async def test_oversized_body_gets_413_declared_or_streamed() -> None:
-    async def stream() -> AsyncIterator[bytes]:
-        for _ in range(64):
-            yield b"x" * 1024
-
+async def test_oversized_body_gets_413() -> None:
     async with serving(world := World()) as session:
         assert (await post(session, b"x" * (MAX_REPORT_BYTES + 1)))[0] == 413
-        assert (await post(session, stream()))[0] == 413
     assert world.accepted == []
+
+
+async def test_body_in_chunks_gets_411_whoever_sends_it() -> None:
+    async def stream() -> AsyncIterator[bytes]:
+        yield BODY
+
+    async with serving(world := World()) as session:
+        for headers in (GOOD, {}):
+            status, reason = await post(session, stream(), headers)
+            assert (status, "Content-Length" in reason) == (411, True)
+        assert await post(session) == (204, "")
+    assert (len(world.accepted), world.checks) == (1, [TOKEN])
 
 
 async def test_body_that_does_not_arrive_gets_408() -> None:
@@ -215,13 +221,14 @@ async def test_body_that_does_not_arrive_gets_408() -> None:
 
 
 async def test_follower_sends_the_worker_to_the_leader() -> None:
-    async with serving(leader := World()):
-        async with serving(follower := World(leadership=LeaderAt(leader.url + "/"))) as session:
-            async with session.post(REPORT_PATH, data=BODY, headers=GOOD, allow_redirects=False) as r:
-                assert (r.status, r.headers["Location"]) == (307, leader.url + REPORT_PATH)
-            async with session.get("/readyz") as r:
-                assert r.status == 200  # a follower is Ready, else the Service would lose half its endpoints
-        assert follower.checks == []
+    leader = World()
+    async with (
+        serving(leader),
+        serving(follower := World(leadership=LeaderAt(leader.url + "/"))) as session,
+        session.post(REPORT_PATH, data=BODY, headers=GOOD, allow_redirects=False) as r,
+    ):
+        assert (r.status, r.headers["Location"]) == (307, leader.url + REPORT_PATH)
+    assert follower.checks == []
 
 
 async def test_no_leader_gets_503_with_retry_after() -> None:
@@ -333,19 +340,31 @@ async def test_compressed_body_is_not_unpacked() -> None:
         assert await post(session) == (204, "")
 
 
-async def test_probes_and_metrics_answer_on_every_replica() -> None:
-    async with serving(world := World(leadership=LeaderUnknown(), not_ready="pods were not listed yet")) as session:
+async def test_probes_and_metrics_answer_on_a_port_of_their_own() -> None:
+    """A follower is Ready too, else the Service would lose half its endpoints: nothing here asks who leads."""
+    reasons: list[str] = ["pods were not listed yet"]
+    probes = Probes(Metrics(process=False), {"informers": lambda: reasons[0] if reasons else None})
+    server = HttpServer([probes.add_to], ServerOptions(host="127.0.0.1", port=0, bounds=PROBE_BOUNDS))
+    async with server, aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
         async with session.get("/healthz") as r:
             assert r.status == 200
         async with session.get("/readyz") as r:
             assert r.status == 503
             assert "[-] informers: pods were not listed yet" in await r.text()
-        world.not_ready = None
+        reasons.clear()
         async with session.get("/readyz") as r:
             assert r.status == 200
         async with session.get("/metrics") as r:
             assert r.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert "everstep_leader 0.0" in await r.text()
+        async with session.post(REPORT_PATH, data=BODY, headers=GOOD) as r:
+            assert r.status == 404
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/readyz"])
+async def test_workers_port_has_neither_metrics_nor_readiness(path: str) -> None:
+    async with serving(World()) as session, session.get(path) as r:
+        assert r.status == 404
 
 
 async def test_stop_finishes_what_is_under_way() -> None:

@@ -50,7 +50,9 @@ JOB = {
         "template": {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["torchrun"]}]}},
     },
 }
-SETTINGS = OperatorSettings.from_env({"EVERSTEP_PORT": "0", "EVERSTEP_POD_NAME": "replica-0"})
+SETTINGS = OperatorSettings.from_env(
+    {"EVERSTEP_PORT": "0", "EVERSTEP_PROBE_PORT": "0", "EVERSTEP_POD_NAME": "replica-0"}
+)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ decides who comes first.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import resource
 import socket
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth
-from everstep_operator.endpoint.connection_limits import REFUSED_BURST
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.runtime.fair_queueing import MAX_OF_ALL, MAX_OF_GROUP, FairQueue, Flow
 from support.operator.report_server import report_server
@@ -92,32 +90,6 @@ async def test_report_that_comes_after_many_of_others_does_not_wait_for_all_of_t
             guest.close()
 
 
-async def test_transport_of_a_connection_is_freed_when_it_ends() -> None:
-    """And not by the garbage collector, with thousands of others, while the event loop stands still."""
-
-    def transports() -> int:
-        return sum("SelectorSocketTransport" in type(o).__name__ for o in gc.get_objects())
-
-    async with serving(VICTIM) as server:
-        gc.collect()
-        gc.disable()
-        try:
-            before = transports()
-            for _ in range(int(REFUSED_BURST) + 100):  # so many that most are refused
-                with server.connect("127.0.0.2") as guest:
-                    guest.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
-                await asyncio.sleep(0)
-            guests = [server.connect() for _ in range(20)]
-            for guest in guests:
-                guest.sendall(server.request(VICTIM))
-            await server.until(lambda: len(server.order) >= 20)
-            for guest in guests:
-                guest.close()
-            await server.until(lambda: transports() <= before + 10)
-        finally:
-            gc.enable()
-
-
 async def test_server_without_free_file_descriptors_accepts_again_when_it_has_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -130,7 +102,7 @@ async def test_server_without_free_file_descriptors_accepts_again_when_it_has_so
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
             guest.connect(("127.0.0.1", server.port))
             guest.sendall(server.request(VICTIM))
-            await server.until(lambda: "no connection can be accepted" in caplog.text)
+            await server.until(lambda: "out of system resource" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         await server.until(lambda: server.order == [VICTIM])

@@ -152,6 +152,7 @@ class LocalRun:
             pod_ip="127.0.0.1",
             host="127.0.0.1",
             port=self._port,
+            probe_port=0,
             report_url=f"http://127.0.0.1:{self._port}",
             checkpoint_url_prefixes=(),
             lease_seconds=LEASE_SECONDS,

@@ -18,7 +18,7 @@ from typing import TypeAlias, assert_never
 from aiohttp import web
 
 from everstep_operator.endpoint.callers import Caller
-from everstep_operator.endpoint.connection_limits import connection_of
+from everstep_operator.endpoint.connections import connection_of
 from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
@@ -36,7 +36,7 @@ FAULTS = frozenset(
         ReportResult.TIMED_OUT,
     }
 )  # fmt: skip
-LEGITIMATE = web.RequestKey("legitimate", bool)  # whether the sender did nothing wrong
+AT_FAULT = web.RequestKey("at_fault", bool)  # whether the sender did something wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ LeaderLocation: TypeAlias = LeaderHere | LeaderAt | LeaderUnknown
 
 @dataclass(slots=True)
 class Answer:
-    """A refusal, or a success without a body (204). An address whose requests are refused by its own fault is read less
-    often (`connection_limits`)."""
+    """A refusal, or a success without a body (204). A connection whose request is refused by its sender's fault is not
+    read for a moment (`connections`)."""
 
     status: int
     reason: str
@@ -74,9 +74,7 @@ class Answer:
     def response(self, request: web.Request) -> web.Response:
         if self.status == 204:
             return web.Response(status=204, headers=self.headers)
-        request[LEGITIMATE] = self.result not in FAULTS
-        if not request.content.at_eof():
-            self.headers["Connection"] = "close"  # the rest of an unwanted request is not read
+        request[AT_FAULT] = self.result in FAULTS
         return web.json_response({"reason": self.reason}, status=self.status, headers=self.headers)
 
 
@@ -144,11 +142,10 @@ class RequestAuth:
         if isinstance(identity, Answer):
             yield identity
             return
-        request[LEGITIMATE] = True
         tenant = self._find(identity).tenant
         flow = Flow(tenant.namespace, tenant.pod)
         if (connection := connection_of(request.transport)) is not None:
-            connection.authenticate(flow)
+            connection.admit(tenant)
         with room.taken(tenant) as given:
             if not given:
                 yield later("too many calls at once, of this pod, its job, its namespace or all", ReportResult.BUSY)

@@ -1,24 +1,26 @@
-"""The operator's HTTP server: probes, metrics, and the routes of its callers.
+"""The operator's HTTP servers: one for the routes of its callers, and one for probes and metrics.
 
-A follower is Ready too, so that the Service reaches every replica; `auth` redirects workers to the leader. Invariants:
-requests are bounded in size, time and number; no request of a worker can stop the server.
+They have a port each, so that whatever is sent to one leaves the other alone: the kubelet must not take an operator for
+dead because others send it too much. A follower is Ready too, so that the Service reaches every replica; `auth`
+redirects workers to the leader. Invariants: requests are bounded in size, time and number; no request of a worker can
+stop the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from everstep_operator.endpoint.auth import LEGITIMATE
-from everstep_operator.endpoint.connection_limits import ConnectionLimits, connection_of
-from everstep_operator.endpoint.listener import Listener
+from everstep_operator.endpoint.auth import AT_FAULT
+from everstep_operator.endpoint.connections import ConnectionBounds, Connections, connection_of
+from everstep_operator.endpoint.listening import listen
 from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("everstep.endpoint")
@@ -27,6 +29,13 @@ _http = logging.getLogger("everstep.endpoint.http")
 _http.addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], HttpProcessingError)))
 
 SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
+# Connections in one turn of the event loop, 0.1 ms each: open ones are answered in between, and a newcomer does not
+# wait long behind a flood of others.
+ACCEPTED_AT_ONCE = 16
+STOP_SECONDS = 5.0  # for requests in progress
+
+# Nobody is admitted there: the kubelet connects anew for each probe, Prometheus for each scrape.
+PROBE_BOUNDS = ConnectionBounds(strangers=128)
 
 # A check returns None when all is well, else the reason; it must not block.
 Check: TypeAlias = Callable[[], str | None]
@@ -34,88 +43,96 @@ Check: TypeAlias = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Bounds of the server. Times in seconds."""
+    """`port` 0: any free port, see `HttpServer.port`."""
 
-    host: str = "0.0.0.0"  # noqa: S104  # pods and the kubelet reach it through the pod's own address
-    port: int = 8080  # 0: any free port, see `EndpointServer.port`
-    keepalive_seconds: float = 75.0
-    stop_seconds: float = 5.0
+    host: str = ""  # empty: all addresses of this machine, of either family
+    port: int = 8080
     backlog: int = 1024  # connections that wait to be accepted
+    bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
 
 
-class EndpointServer:
+class HttpServer:
     """Serves until `stop()`. `start()` raises OSError when the address is taken."""
 
-    def __init__(
-        self,
-        routes: Sequence[Callable[[web.UrlDispatcher], None]],
-        *,
-        metrics: Metrics,
-        ready: Mapping[str, Check] | None = None,
-        options: ServerOptions | None = None,
-    ) -> None:
+    def __init__(self, routes: Sequence[Callable[[web.UrlDispatcher], None]], options: ServerOptions) -> None:
         """Each of `routes` adds the paths that it answers."""
-        self._routes, self._metrics, self._ready = routes, metrics, dict(ready or {})
-        self._options = options or ServerOptions()
+        self._routes, self._options = routes, options
         self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
-        self._scraped, self._scraped_at = b"", float("-inf")
-        self.port = self._options.port
+        self._connections: Connections | None = None
+        self._listening: list[asyncio.Server] = []
+        self.port = options.port
 
     async def start(self) -> None:
         """Listen; afterwards `port` is the port in use."""
-        app = web.Application(middlewares=[_heard])
+        app = web.Application(middlewares=[_counted])
         for add_to in self._routes:
             add_to(app.router)
-        app.router.add_get("/healthz", self._probe({}))
-        app.router.add_get("/readyz", self._probe(self._ready))
-        app.router.add_get("/metrics", self._scrape)
         s = self._options
         runner = web.AppRunner(
             app,
             access_log=None,
             logger=_http,
-            keepalive_timeout=s.keepalive_seconds,
-            shutdown_timeout=s.stop_seconds,
-            lingering_time=1.0,  # seconds for which the rest of an unwanted body is read and discarded
+            keepalive_timeout=s.bounds.idle_seconds,
+            shutdown_timeout=STOP_SECONDS,
+            lingering_time=1.0,  # seconds for which the rest of an unwanted body is received and dropped
             handle_signals=False,
             auto_decompress=False,  # workers do not compress, and a small body could expand to a large one
         )
         await runner.setup()
+        assert runner.server is not None
+        connections = Connections(runner.server, s.bounds)
         try:
-            assert runner.server is not None
-            listener = Listener(ConnectionLimits(runner.server))
-            self.port = await listener.open(s.host, s.port, s.backlog)
+            loop = asyncio.get_running_loop()
+            for listening in await listen(s.host, s.port):
+                self._listening.append(
+                    await loop.create_server(connections.accept, sock=listening, backlog=ACCEPTED_AT_ONCE)
+                )
+                self.port = int(listening.getsockname()[1])
+                # asyncio accepts as many at once as may wait. More may wait than are accepted at once.
+                listening.listen(s.backlog)
         except BaseException:
+            self._close()
             await runner.cleanup()
             raise
-        self._runner, self._listener = runner, listener
-        log.info("serving reports, probes and metrics", extra={"host": s.host, "port": self.port})
+        self._runner, self._connections = runner, connections
+
+    def _close(self) -> None:
+        for server in self._listening:
+            server.close()
+        self._listening.clear()
 
     async def stop(self) -> None:
-        """Stop listening, finish requests in progress (at most `stop_seconds`), close all connections."""
+        """Stop listening, finish requests in progress (at most `STOP_SECONDS`), close all connections."""
         runner, self._runner = self._runner, None
-        if runner is not None and self._listener is not None:
-            self._listener.close()
+        if runner is not None and self._connections is not None:
+            self._close()
             await runner.cleanup()
+            self._connections.close()
 
-    async def __aenter__(self) -> EndpointServer:
+    async def __aenter__(self) -> HttpServer:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _probe(self, checks: Mapping[str, Check]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(_: web.Request) -> web.StreamResponse:
-            failed = {name: reason for name, check in sorted(checks.items()) if (reason := check()) is not None}
-            lines = [f"[-] {name}: {failed[name]}" if name in failed else f"[+] {name}" for name in sorted(checks)]
-            # The fact that there is an answer shows that the event loop runs.
-            return web.Response(
-                status=503 if failed else 200, text="\n".join([*lines, "failed" if failed else "ok", ""])
-            )
 
-        return handle
+class Probes:
+    """The paths of the kubelet and of Prometheus. Nobody has to be admitted for them."""
+
+    def __init__(self, metrics: Metrics, ready: Mapping[str, Check] | None = None) -> None:
+        self._metrics, self._ready = metrics, dict(ready or {})
+        self._scraped, self._scraped_at = b"", float("-inf")
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/healthz", alive)
+        router.add_get("/readyz", self._readiness)
+        router.add_get("/metrics", self._scrape)
+
+    async def _readiness(self, _: web.Request) -> web.StreamResponse:
+        failed = {name: reason for name, check in sorted(self._ready.items()) if (reason := check()) is not None}
+        lines = [f"[-] {name}: {failed[name]}" if name in failed else f"[+] {name}" for name in sorted(self._ready)]
+        return web.Response(status=503 if failed else 200, text="\n".join([*lines, "failed" if failed else "ok", ""]))
 
     async def _scrape(self, _: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
@@ -124,11 +141,37 @@ class EndpointServer:
         return web.Response(body=self._scraped, headers={"Content-Type": CONTENT_TYPE})
 
 
+async def alive(_: web.Request) -> web.StreamResponse:
+    """The fact that there is an answer shows that the event loop runs."""
+    return web.Response(text="ok\n")
+
+
+def add_alive(router: web.UrlDispatcher) -> None:
+    """For the other replicas, which ask the leader at the address that its Lease names (`leader_probe`)."""
+    router.add_get("/healthz", alive)
+
+
 @web.middleware
-async def _heard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Charge the connection for a request that was refused by its sender's fault, or whose sender is unknown."""
+async def _counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell the connection of each request, and refuse bodies in chunks: workers send none, and a chunk of one byte, or
+    with a long extension, costs its reader as much as a large one."""
+    connection = connection_of(request.transport)
+    if connection is None or not connection.request_began(request.content_length or 0):
+        raise web.HTTPServiceUnavailable  # nobody reads it
+    response: web.StreamResponse | None = None
     try:
-        return await handler(request)
+        if hdrs.TRANSFER_ENCODING in request.headers:
+            request[AT_FAULT] = True
+            text = "send the body in one piece, with Content-Length, not with Transfer-Encoding"
+            response = web.json_response({"reason": text}, status=411)
+        else:
+            response = await handler(request)
+        return response
+    except web.HTTPException as e:
+        response, request[AT_FAULT] = e, True  # no such path or method
+        raise
     finally:
-        if (connection := connection_of(request.transport)) is not None:
-            connection.request_was_legitimate() if request.get(LEGITIMATE, False) else connection.request_was_refused()
+        whole = request.content.is_eof()
+        if not whole and response is not None:
+            response.force_close()
+        connection.request_ended(at_fault=request.get(AT_FAULT, False), whole=whole)

@@ -204,6 +204,7 @@ class Operators:
         settings = OperatorSettings(
             namespace=lease or self.place.namespace, pod_name=f"replica-{number}", pod_ip="127.0.0.1", host="127.0.0.1",
             port=0,
+            probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)

@@ -22,11 +22,12 @@ class Replica:
     """One `everstep-operator`, with the variables that the chart sets."""
 
     def __init__(self, plane: Any, namespace: str, name: str, folder: Path, lease_seconds: int = LEASE_SECONDS) -> None:
-        (self.port,) = free_ports(1)
+        self.port, self.probe_port = free_ports(2)
         self.name, self.log = name, folder / f"{name}.log"
         environ = {
             **os.environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
-            "EVERSTEP_PORT": str(self.port), "EVERSTEP_LEASE_SECONDS": str(lease_seconds),
+            "EVERSTEP_PORT": str(self.port), "EVERSTEP_PROBE_PORT": str(self.probe_port),
+            "EVERSTEP_LEASE_SECONDS": str(lease_seconds),
         }  # fmt: skip
         command = Path(sys.executable).with_name("everstep-operator")
         with self.log.open("wb") as log:
@@ -44,7 +45,7 @@ class Replica:
         self.process.wait(10)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.probe_port}{path}", timeout=5) as reply:
             return str(reply.read().decode())
 
     async def is_ready(self) -> bool:

@@ -124,7 +124,8 @@ class OperatorServer:
         number = len(self.replicas)
         settings = OperatorSettings.from_env(
             {
-                "EVERSTEP_PORT": str(port), "EVERSTEP_HOST": host, "EVERSTEP_POD_NAME": f"replica-{number}",
+                "EVERSTEP_PORT": str(port), "EVERSTEP_PROBE_PORT": "0", "EVERSTEP_HOST": host,
+                "EVERSTEP_POD_NAME": f"replica-{number}",
                 "EVERSTEP_LEASE_SECONDS": str(self._lease_seconds),
             }
         )  # fmt: skip
@@ -157,6 +158,7 @@ class OperatorServer:
         async with contextlib.AsyncExitStack() as stack:
             with inside():
                 await stack.enter_async_context(operator.server)
+                await stack.enter_async_context(operator.probes)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.
@@ -252,7 +254,9 @@ def main() -> None:
         replica = server.start()
         job = server.create_job()
         pods = [server.create_pod(job, i) for i in range(int(sys.argv[1]))]
-        print(json.dumps({"url": replica.url, "tokens": [pod.token for pod in pods]}), flush=True)
+        probes = f"http://{replica.host}:{replica.operator.probes.port}"
+        told = {"url": replica.url, "probes": probes, "tokens": [pod.token for pod in pods]}
+        print(json.dumps(told), flush=True)
         sys.stdin.read()
         server.stop()
 
