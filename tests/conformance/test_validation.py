@@ -63,6 +63,20 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"replicas": 3, "elastic": {**ELASTIC, "groupSize": 2}},
         ("FieldValueInvalid", "spec.replicas"),
     ),
+    "host_name": ({"template.spec.hostname": "a"}, ("FieldValueInvalid", "spec.template.spec.hostname")),
+    "subdomain": ({"template.spec.subdomain": "a"}, ("FieldValueInvalid", "spec.template.spec.subdomain")),
+    "restart_policy": (
+        {"template.spec.restartPolicy": "OnFailure"},
+        ("FieldValueInvalid", "spec.template.spec.restartPolicy"),
+    ),
+    "label_of_ours": (
+        {"template.metadata": {"labels": {"a": "b", "everstep.dev/round": "9"}}},
+        ("FieldValueInvalid", "spec.template.metadata.labels"),
+    ),
+    "volume_of_ours": (
+        {"template.spec.volumes": [{"name": "a"}, {"name": "everstep-etcd"}]},
+        ("FieldValueInvalid", "spec.template.spec.volumes"),
+    ),
     "beyond_64_bits": ({"replicas": 2**63}, ("FieldValueTypeInvalid", "spec.replicas")),
 }
 

@@ -13,6 +13,8 @@ import pytest
 
 from everstep.agent.arguments import read
 from everstep.membership.backends.configuration import read_operator
+from everstep_local.kubelet import environment as kubelet
+from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names
@@ -23,10 +25,13 @@ from everstep_operator.plan.state import pod_hash
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 SETTINGS = Settings(report_url="http://everstep.everstep-system:8080/")
 TEMPLATE: dict[str, Any] = {
-    "metadata": {"labels": {"team": "vision", "everstep.dev/round": "99"}, "annotations": {"note": "kept"}},
+    "metadata": {
+        "labels": {"team": "vision", "app.kubernetes.io/managed-by": "Helm"},
+        "annotations": {"note": "kept"},
+    },
     "spec": {
-        "restartPolicy": "Always",
-        "volumes": [{"name": "data", "emptyDir": {}}, {"name": "everstep-token", "emptyDir": {}}],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "setHostnameAsFQDN": False,
         "nodeSelector": {"zone": "a"},
         "initContainers": [{"name": "fetch", "image": "fetch:1", "env": [{"name": "A", "value": "b"}]}],
         "containers": [
@@ -95,6 +100,22 @@ def test_identity_that_the_user_sets_is_replaced_and_tuning_is_kept() -> None:
     }
 
 
+async def test_variable_of_the_template_may_refer_to_ours_and_to_its_own() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    listed = template["spec"]["containers"][1]["env"]
+    listed += [
+        {"name": "RUN", "value": "$(EPOCHS)-$(EVERSTEP_WORKER_INDEX)-$(EVERSTEP_ROUND)"},
+        {"name": "WHERE", "value": "$(EVERSTEP_POD_NAME)@$(EVERSTEP_CHECKPOINT_URL)"},
+    ]
+    body = pods.worker_pod(job(template, checkpoint={"url": "s3://b/$(EPOCHS)"}), 1, 7, 2, SETTINGS)
+    read: dict[str, str] = {}
+    for entry in container(body)["env"]:  # as the kubelet does: in order, from those that came before
+        given = entry.get("value")
+        read[entry["name"]] = body["metadata"]["name"] if given is None else kubelet.expand(given, read)
+    assert read["RUN"] == "3-1-7"
+    assert read["WHERE"] == "digits-w1-6@s3://b/$(EPOCHS)"
+
+
 def test_labels_of_identity_are_ours_and_the_rest_of_the_template_is_kept() -> None:
     body = pods.worker_pod(job(), 1, 7, 2, SETTINGS)
     assert body["metadata"]["labels"] == {
@@ -105,12 +126,13 @@ def test_labels_of_identity_are_ours_and_the_rest_of_the_template_is_kept() -> N
         "everstep.dev/incarnation": "6",
         "everstep.dev/round": "7",
         "everstep.dev/spec-hash": pod_hash.of_spec(job().spec),
-        "app.kubernetes.io/managed-by": "everstep",
+        "app.kubernetes.io/managed-by": "Helm",
     }
     assert body["metadata"]["annotations"]["note"] == "kept"
     [owner] = body["metadata"]["ownerReferences"]
     assert (owner["uid"], owner["kind"], owner["controller"]) == ("uid-1", "TrainingJob", True)
     assert body["spec"]["restartPolicy"] == "Never"
+    assert body["spec"]["setHostnameAsFQDN"] is False
     assert body["spec"]["nodeSelector"] == {"zone": "a"}
     assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-w1-6", "digits-workers")
     assert container(body, "sidecar") == {"name": "sidecar", "image": "side:1"}
@@ -259,9 +281,7 @@ def test_hang_settings_of_the_template_win_and_the_rendezvous_settings_do_not() 
 def test_secret_of_etcd_is_mounted_into_the_worker_container_only() -> None:
     """Case 12, and the settings are such as the agent reads."""
     etcd = {"endpoints": ["https://etcd-0:2379"], "secretRef": {"name": "etcd-credentials"}}
-    template = copy.deepcopy(TEMPLATE)
-    template["spec"]["volumes"].append({"name": "everstep-etcd", "hostPath": {"path": "/"}})
-    body = pods.agent_pod(job(template, rendezvous={"backend": "etcd", "etcd": etcd}), 0, 0, SETTINGS)
+    body = pods.agent_pod(job(rendezvous={"backend": "etcd", "etcd": etcd}), 0, 0, SETTINGS)
     volumes = [v for v in body["spec"]["volumes"] if v["name"] == "everstep-etcd"]
     assert volumes == [{"name": "everstep-etcd", "secret": {"secretName": "etcd-credentials"}}]
     [mount] = [m for m in container(body)["volumeMounts"] if m["name"] == "everstep-etcd"]
@@ -313,3 +333,35 @@ def test_injected_settings_are_what_torchrun_itself_reads() -> None:
         "last_call_timeout": 1,
         "keep_alive_interval": 1,
     }
+
+
+OURS: dict[str, tuple[dict[str, Any], str]] = {
+    "hostname": ({"spec": {"hostname": "trainer"}}, "spec.template.spec.hostname"),
+    "subdomain": ({"spec": {"subdomain": "trainers"}}, "spec.template.spec.subdomain"),
+    "restart_policy": ({"spec": {"restartPolicy": "OnFailure"}}, "spec.template.spec.restartPolicy"),
+    "label": ({"metadata": {"labels": {"everstep.dev/round": "99"}}}, "spec.template.metadata.labels"),
+    "volume": ({"spec": {"volumes": [{"name": "everstep-token"}]}}, "spec.template.spec.volumes"),
+    "volume_of_etcd": (
+        {"spec": {"volumes": [{"name": "a"}, {"name": "everstep-etcd", "hostPath": {"path": "/"}}]}},
+        "spec.template.spec.volumes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_field_of_the_template_that_could_not_be_kept_is_refused_by_its_name(case: str) -> None:
+    change, field = OURS[case]
+    template = copy.deepcopy(TEMPLATE)
+    for part, fields in change.items():
+        template[part].update(fields)
+    with pytest.raises(SpecError) as refused:
+        job(template)
+    assert refused.value.path == field
+    assert "operator" in refused.value.problem or "worker" in refused.value.problem
+
+
+def test_fields_of_the_template_that_say_what_we_do_anyway_are_accepted() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"].update(hostname="", subdomain=None, restartPolicy="Never")
+    spec = pods.worker_pod(job(template), 1, 7, 2, SETTINGS)["spec"]
+    assert (spec["hostname"], spec["subdomain"], spec["restartPolicy"]) == ("digits-w1-6", "digits-workers", "Never")

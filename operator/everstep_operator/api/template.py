@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from everstep.contract.labels import WORKER_CONTAINER
-from everstep_operator.api.base import FieldError
+from everstep.contract.labels import GROUP, WORKER_CONTAINER
+from everstep_operator.api.base import Check, FieldError
 
 MAX_CONTAINERS = 20
 MAX_ENV = 1000
 MAX_VOLUMES = 256
 MAX_ARGS = 256
+# Volumes that the operator adds: the worker's token, and the Secret of etcd.
+TOKEN_VOLUME, ETCD_VOLUME = "everstep-token", "everstep-etcd"
 # Linux takes at most 128 KiB in one argument or variable (MAX_ARG_STRLEN).
 MAX_ARG_LENGTH = 32 * 1024
 
@@ -68,7 +70,12 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
             "properties": {
                 "containers": {**_list_of(_CONTAINER, MAX_CONTAINERS), "minItems": 1},
                 "initContainers": _list_of(_CONTAINER, MAX_CONTAINERS),
-                "volumes": _list_of(_OPEN, MAX_VOLUMES),
+                "volumes": _list_of(
+                    {**_OPEN, "properties": {"name": {"type": "string", "maxLength": 253}}}, MAX_VOLUMES
+                ),
+                "hostname": {"type": "string", "maxLength": 253},
+                "subdomain": {"type": "string", "maxLength": 253},
+                "restartPolicy": {"type": "string", "maxLength": 63},
                 "tolerations": _list_of(_OPEN, 64),
                 "imagePullSecrets": _list_of(_OPEN, 64),
                 "hostAliases": _list_of(_OPEN, 64),
@@ -118,3 +125,54 @@ def _require_bounded_fields(value: Mapping[str, Any], schema: Mapping[str, Any],
         inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
         if inner is not None and child is not None:
             require_bounded(child, inner, f"{path}.{name}")
+
+
+# Fields of a template that the operator sets itself. A user's value is refused by name, because it could not be kept.
+# (Variables of a worker's identity are replaced: docs/reference/everstep-operator.md names them.)
+
+
+def _pod_field(template: Mapping[str, Any], name: str) -> Any:
+    return (template.get("spec") or {}).get(name)
+
+
+def _ours(name: str, why: str, *allowed: str) -> Check:
+    values = ", ".join(f"'{value}'" for value in ("", *allowed))
+    given = " or ".join([*allowed, "absent"])
+    return Check(
+        cel=f"!has(self.template.spec.{name}) || self.template.spec.{name} in [{values}]",
+        message=f"spec.template.spec.{name} must be {given}: {why}",
+        field=f".template.spec.{name}",
+        holds=lambda s: _pod_field(s.template, name) in (None, "", *allowed),
+    )
+
+
+def _labels(template: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (template.get("metadata") or {}).get("labels") or {}
+
+
+TEMPLATE_CHECKS: tuple[Check, ...] = (
+    _ours("hostname", "each worker has its pod's name, by which the others find it"),
+    _ours("subdomain", "workers are in the subdomain of the job's own Service"),
+    _ours("restartPolicy", "the operator restarts workers", "Never"),
+    Check(
+        cel="!has(self.template.metadata) || !has(self.template.metadata.labels) || "
+        f"self.template.metadata.labels.all(k, !k.startsWith('{GROUP}/'))",
+        message=f"spec.template.metadata.labels must not have labels that begin with {GROUP}/: they say which worker a "
+        "pod is, and the operator sets them",
+        field=".template.metadata.labels",
+        holds=lambda s: not any(str(key).startswith(f"{GROUP}/") for key in _labels(s.template)),
+    ),
+    Check(
+        cel="!has(self.template.spec.volumes) || self.template.spec.volumes.all(v, "
+        f"!has(v.name) || !(v.name in ['{TOKEN_VOLUME}', '{ETCD_VOLUME}']))",
+        message=f"spec.template.spec.volumes must not have the names {TOKEN_VOLUME} and {ETCD_VOLUME}: the operator "
+        "adds volumes of these names",
+        field=".template.spec.volumes",
+        holds=lambda s: (
+            not any(
+                isinstance(v, Mapping) and v.get("name") in (TOKEN_VOLUME, ETCD_VOLUME)
+                for v in _pod_field(s.template, "volumes") or ()
+            )
+        ),
+    ),
+)

@@ -16,7 +16,7 @@ from everstep.contract.labels import WORKER_CONTAINER
 from everstep_operator.api import devices
 from everstep_operator.api.base import ApiModel, Bool, Check, FieldError, Int32, ObjectName, section
 from everstep_operator.api.recovery import YEAR, HangMode, Recovery
-from everstep_operator.api.template import TEMPLATE_SCHEMA, require_bounded, worker_container
+from everstep_operator.api.template import TEMPLATE_CHECKS, TEMPLATE_SCHEMA, require_bounded, worker_container
 
 MAX_REPLICAS = 4096
 MAX_PROCESSES = 64
@@ -308,6 +308,7 @@ class TrainingJobSpec(ApiModel):
             field=".template",
             holds=lambda s: worker_container(s.template) is not None,
         ),
+        *TEMPLATE_CHECKS,
     )
 
     @field_validator("template")

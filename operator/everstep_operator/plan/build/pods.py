@@ -1,8 +1,10 @@
 """Builds a job's worker pods and headless service, as the API server will store them.
 
 The user's template is kept. We add the identity (labels, owner, host name), torchrun's settings, the worker's token and
-the checkpoint settings. Variables of the identity replace the user's, because a pod that claims another round could not
-be fenced. Tuning settings are only defaults.
+the checkpoint settings. A field that would have to be replaced is refused by name when the job is read
+(`api.template`). Only variables of the identity replace the user's, because a pod that claims another round could not
+be fenced. Tuning settings are only defaults. Our variables come first, because Kubernetes expands $(NAME) only from
+earlier ones.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ from typing import Any
 
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
+from everstep_operator.api.template import ETCD_VOLUME, TOKEN_VOLUME
 from everstep_operator.plan import names
 from everstep_operator.plan.build import agents, rendezvous
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
-TOKEN_VOLUME = "everstep-token"
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
 TOKEN_SECONDS = 3600
-ETCD_VOLUME = "everstep-etcd"
 DEFAULT_GRACE_SECONDS = 30
 
 
@@ -104,8 +105,10 @@ def _pod(
         "metadata": {
             **ours,
             "labels": {
-                **{k: v for k, v in (meta.get("labels") or {}).items() if k != labels.ROUND},
                 **ours["labels"],
+                **(meta.get("labels") or {}),  # may have app.kubernetes.io/managed-by, but no label of our domain
+                labels.JOB: job.name,
+                labels.JOB_UID: job.uid,
                 labels.WORKER_INDEX: str(index),
                 labels.INCARNATION: str(incarnation),
                 labels.SPEC_HASH: pod_hash.of_spec(job.spec),
@@ -117,11 +120,10 @@ def _pod(
 
 
 def _mount(spec: dict[str, Any], container: dict[str, Any], path: str, volume: dict[str, Any]) -> None:
-    """Mount our volume into the worker container alone. A user's volume with our name is replaced."""
-    name = volume["name"]
-    mounts = [m for m in (container.get("volumeMounts") or ()) if m.get("name") != name]
-    container["volumeMounts"] = [*mounts, {"name": name, "mountPath": path, "readOnly": True}]
-    spec["volumes"] = [*(v for v in (spec.get("volumes") or ()) if v.get("name") != name), volume]
+    """Mount our volume into the worker container alone."""
+    mount = {"name": volume["name"], "mountPath": path, "readOnly": True}
+    container["volumeMounts"] = [*(container.get("volumeMounts") or ()), mount]
+    spec["volumes"] = [*(spec.get("volumes") or ()), volume]
 
 
 def _token_volume() -> dict[str, Any]:
@@ -149,9 +151,9 @@ def _inject_environment(
         taken.add(env.MAX_RESTARTS)  # a user who sets the one means both
     ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
     container["env"] = [
-        *theirs,
         *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": path}}} for k, path in sorted(_FIELDS.items())),
         *({"name": k, "value": _literal(v)} for k, v in sorted(ours.items())),
+        *theirs,
     ]
     if job.spec.checkpoint is not None and job.spec.checkpoint.secret_ref is not None:
         source = {"secretRef": {"name": job.spec.checkpoint.secret_ref.name}}
