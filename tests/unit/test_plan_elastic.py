@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation.cluster import TEMPLATE, Cut
+from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeletePod
@@ -41,6 +42,9 @@ faults = st.one_of(
     st.tuples(st.just("succeed"), index),
     st.tuples(st.just("fail"), index, st.sampled_from([1, 84, 86, 137, 143])),
     st.tuples(st.just("evict"), index),
+    st.tuples(st.just("reject"), index),
+    st.tuples(st.just("side_car"), index),
+    st.tuples(st.just("obey"), index),
     st.tuples(st.just("delete"), index),
     st.tuples(st.just("gone"), index),
     st.tuples(st.just("node"), st.sampled_from(["n1", "n2"]), st.booleans()),
@@ -75,6 +79,7 @@ class History:
         self.version = 0
         self.kept: tuple[int, Snapshot] | None = None
         self.finished: dict[str, Any] | None = None
+        self.obeyed: set[str] = set()  # pods whose programs ended with 0 because they were told to
         self.published: set[tuple[int, int]] = set()
 
     def do(self, name: str, *args: Any) -> None:
@@ -117,6 +122,19 @@ class History:
     def evict(self, index: int) -> None:
         if self.running(index):
             self.world.do_evict(str(index))
+
+    def reject(self, index: int) -> None:
+        if (name := self.running(index)) is not None and not self.world.pods[name].ready:
+            self.world.do_reject(str(index))
+
+    def side_car(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_side_car(str(index))
+
+    def obey(self, index: int) -> None:
+        if (name := self.running(index)) is not None:
+            self.obeyed.add(name)
+            self.world.do_obey(str(index))
 
     def delete(self, index: int) -> None:
         if self.pod(index):
@@ -201,10 +219,18 @@ class History:
         lost = losses_among(snapshot, current, {i: life.started for i, life in old.workers.items()})
         known = {loss.index for loss in lost} | {p.index for p in snapshot.pods if p.incarnation > 0}
         known |= {p.index for p in pod_hash.outdated(snapshot, current.values())}
-        finished = {i for i, p in current.items() if p.phase is PodPhase.SUCCEEDED}
+        finished = {i for i, p in current.items() if p.succeeded}
         for i, life in new.workers.items():
             if i in old.workers and life.number != old.workers[i].number:
                 assert i in known or (i in finished and (lost or known)), f"worker {i} was replaced, and was not lost"
+        if (
+            is_complete(decided.status)
+            and not is_finished(snapshot.job.status)
+            and (snapshot.world is None or not snapshot.world.finished)
+        ):
+            assert not self.obeyed & {p.name for p in current.values()}, (
+                "who ended because it was told to has succeeded"
+            )
         restarts, charged = snapshot.job.status.restarts, decided.status.restarts.user_code
         if charged != restarts.user_code:
             assert charged == restarts.user_code + 1
@@ -256,6 +282,11 @@ class History:
         done = any(p.finished for p in self.world.pods.values())
         trains = self.world.view is None or dict(self.world.view.members) == alive or done
         return whole and len(lives) == self.world.spec["replicas"] and trains and all_of_the_present_spec(self.world)
+
+
+def is_complete(status: Status) -> bool:
+    complete = status.condition(ConditionType.COMPLETE)
+    return complete is not None and complete.status is ConditionStatus.TRUE
 
 
 @pytest.mark.parametrize("etcd", [False, True])

@@ -54,6 +54,9 @@ faults = st.one_of(
     st.tuples(st.just("fail"), index, st.sampled_from([1, 2, 64, 84, 85, 137, 143, 255]), st.sampled_from(MESSAGES)),
     st.tuples(st.just("oom"), index),
     st.tuples(st.just("evict"), index),
+    st.tuples(st.just("reject"), index),
+    st.tuples(st.just("side_car"), index),
+    st.tuples(st.just("obey"), index),
     st.tuples(st.just("delete"), index),
     st.tuples(st.just("gone"), index),
     st.tuples(st.just("node"), st.sampled_from(["n1", "n2"]), st.booleans()),
@@ -87,6 +90,7 @@ class History:
         self.version = 0
         self.kept: tuple[int, Snapshot] | None = None
         self.finished: dict[str, Any] | None = None
+        self.obeyed: set[str] = set()  # pods whose programs ended with 0 because they were told to
         self.said: list[str] = []
 
     def do(self, name: str, *args: Any) -> None:
@@ -126,6 +130,19 @@ class History:
     def evict(self, index: int) -> None:
         if self.running(index):
             self.world.do_evict(str(index))
+
+    def reject(self, index: int) -> None:
+        if (name := self.running(index)) is not None and not self.world.pods[name].ready:
+            self.world.do_reject(str(index))
+
+    def side_car(self, index: int) -> None:
+        if self.running(index):
+            self.world.do_side_car(str(index))
+
+    def obey(self, index: int) -> None:
+        if (name := self.running(index)) is not None:
+            self.obeyed.add(name)
+            self.world.do_obey(str(index))
 
     def delete(self, index: int) -> None:
         if self.pod(index):
@@ -190,6 +207,10 @@ class History:
         decided = plan(snapshot)
         assert plan(snapshot) == decided, "the same snapshot gave another plan"
         self.said.append(explain(snapshot, decided) + repr(decided.status) + repr(decided.events) + decided.reason)
+        complete = decided.status.condition(ConditionType.COMPLETE)
+        if complete is not None and complete.status == "True" and not is_finished(snapshot.job.status):
+            current = {p.name for p in snapshot.pods if p.round == snapshot.job.status.world.round}
+            assert not self.obeyed & current, "who ended because it was told to has succeeded"
         before = self.world.status
         writes = decided.publish or decided.status != snapshot.job.status
         if writes and version != self.version:

@@ -84,6 +84,7 @@ class World:
         self.uids = 0
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
+        self.side_cars: set[str] = set()
         self.pods_linger = False
         self.generation = 1
 
@@ -202,7 +203,10 @@ class World:
         return f"digits-w{index}-{self.status.world.round - 1}"
 
     def change(self, name: str, **fields: object) -> None:
-        self.pods[name] = replace(self.pods[name], **fields)  # type: ignore[arg-type]
+        pod = replace(self.pods[name], **fields)  # type: ignore[arg-type]
+        if name in self.side_cars and pod.over and pod.exit is not None and pod.reason is None:
+            pod = replace(pod, phase=PodPhase.RUNNING)
+        self.pods[name] = pod
 
     def run(self, line: str) -> str:
         """Run one command. An unknown command is an error of the transcript."""
@@ -260,6 +264,16 @@ class World:
         """The kubelet does not let the pod run."""
         pod = self.current(int(index))
         self.change(pod, phase=PodPhase.FAILED, ready=False, reason=reason, message=message or None)
+
+    def do_side_car(self, *indexes: str) -> None:
+        """These pods have a side-car that never ends."""
+        self.side_cars |= {self.current(int(index)) for index in indexes}
+
+    def do_obey(self, index: str) -> None:
+        """The pod is told to end, and its program answers with exit code 0."""
+        name = self.current(int(index))
+        self.change(name, deleted_at=self.now)
+        self.change(name, phase=PodPhase.SUCCEEDED, ready=False, exit=Exit(0, "Completed", finished_at=self.now))
 
     def do_delete(self, index: str) -> None:
         self.change(self.current(int(index)), deleted_at=self.now)
