@@ -6,6 +6,7 @@ It is the only reader of these labels. Invariant: labels with invalid values, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TypeAlias
 
 from everstep.contract import labels
@@ -54,6 +55,15 @@ def is_told_to_end(pod: Pod) -> bool:
     """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer."""
     disrupted = any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions)
     return disrupted or pod.metadata.deletion_timestamp is not None
+
+
+def worker_started_at(pod: Pod) -> datetime | None:
+    """When the worker's container began to run; None if it has not."""
+    status = worker_container(pod)
+    if status is None:
+        return None
+    ran = status.state.running or status.state.terminated
+    return ran.started_at if ran is not None else None
 
 
 def has_ended(pod: Pod) -> bool:

@@ -14,6 +14,7 @@ from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
+from everstep_operator.plan.state.facts import derive
 from everstep_operator.plan.state.losses import losses_among
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -86,6 +87,11 @@ def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
     for one in lost:
         (loss,) = losses_among(world.snapshot(), {0: one}, {0: True})
         found.add(loss.cause)
+    elastic = elastic_world.ElasticWorld()
+    elastic.do_fixed()
+    elastic.do_settle()
+    elastic.do_fail("0", "1", "RendezvousTimeoutError")  # the other workers never ran
+    found |= {loss.cause for loss in derive(elastic.snapshot()).lost}
     assert found == set(Cause)
 
 

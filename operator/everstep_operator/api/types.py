@@ -154,7 +154,10 @@ class Rendezvous(ApiModel):
     )
     etcd: Etcd | None = Field(default=None, description="Settings of `backend: etcd`.")
     join_timeout_seconds: Annotated[Int32, Field(ge=10, le=86_400)] = Field(
-        default=600, description="Seconds that a round may take to form before it is given up (RendezvousTimeout)."
+        default=600,
+        description="Seconds that a round may take to form before it is given up (RendezvousTimeout). A worker that "
+        "waits so long for one that cannot run, for want of a node, quota or image, is replaced too (PeerMissing); "
+        "that never ends the job.",
     )
 
     CHECKS: ClassVar[tuple[Check, ...]] = (

@@ -15,7 +15,7 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
 from everstep_operator.plan.snapshot import DisruptionBudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
-from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels
+from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels, worker_started_at
 
 # Reasons for which a container waits until a person changes something.
 _STUCK = frozenset(
@@ -84,6 +84,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         message=pod.status.message or None,
         disrupted_at=disruption.last_transition_time if disruption is not None and _is_true(disruption) else None,
         spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
+        started_at=worker_started_at(pod),
     )
 
 

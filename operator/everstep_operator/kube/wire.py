@@ -70,6 +70,7 @@ class ContainerTerminated(Wire, frozen=True, kw_only=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
+    started_at: datetime | None = None
     finished_at: datetime | None = None
 
 

@@ -60,6 +60,7 @@ class WorkerPod:
     ready_at: datetime | None = None  # when `ready` became what it is
     message: str | None = None  # status.message: what the kubelet says of `reason`
     spec_hash: str | None = None  # of the spec that it was made from; None: an older operator made it
+    started_at: datetime | None = None  # when the worker container began to run
     disrupted_at: datetime | None = None  # when `disruption` became true
 
     @property

@@ -245,7 +245,16 @@ class World:
         for index in indexes:
             name = self.current(int(index))
             since = self.pods[name].ready_at if self.pods[name].ready else self.now
-            self.change(name, phase=PodPhase.RUNNING, ready=True, ready_at=since)
+            started = self.pods[name].started_at or self.now
+            self.change(
+                name,
+                phase=PodPhase.RUNNING,
+                ready=True,
+                ready_at=since,
+                started_at=started,
+                waiting=None,
+                unschedulable=None,
+            )
 
     def do_succeed(self, *indexes: str) -> None:
         for index in indexes:

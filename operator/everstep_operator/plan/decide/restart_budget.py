@@ -17,9 +17,16 @@ from everstep_operator.plan.decide import mismatches, refusals, rejections, star
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
-# The loss of a machine says nothing about whether the program can take a step.
+# The loss of a machine, or the lack of one, says nothing about whether the program can take a step.
 _SAYS_NOTHING_ABOUT_PROGRESS = frozenset(
-    {Cause.NODE_LOST, Cause.POD_DELETED, Cause.EVICTED, Cause.DISRUPTION_TARGET, Cause.REJECTED}
+    {
+        Cause.NODE_LOST,
+        Cause.POD_DELETED,
+        Cause.EVICTED,
+        Cause.DISRUPTION_TARGET,
+        Cause.REJECTED,
+        Cause.PEER_MISSING,
+    }
 )
 
 

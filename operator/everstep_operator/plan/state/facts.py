@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import JobView, RoundView, Snapshot, WorkerPod
-from everstep_operator.plan.state import losses, pod_hash, roster, sizing, world_state
+from everstep_operator.plan.state import losses, missing_peers, pod_hash, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.roster import Roster
 from everstep_operator.plan.state.world_state import WorldState
@@ -83,7 +83,7 @@ def _derive(snapshot: Snapshot, published: Roster | None, made: Roster, outdated
         sizing.wanted(snapshot.job.spec),
         sizes,
         current,
-        losses.losses_among(snapshot, current, expected),
+        missing_peers.excused(snapshot, made, current, sizes, losses.losses_among(snapshot, current, expected)),
         outdated_pods,
         world_state.of(snapshot, made, current, sizes),
     )

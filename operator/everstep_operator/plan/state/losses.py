@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -86,6 +86,7 @@ CHARGES: dict[Cause, Charge] = {
     Cause.REJECTED: Charge.INFRASTRUCTURE,
     Cause.FENCED: Charge.INFRASTRUCTURE,
     Cause.RENDEZVOUS_TIMEOUT: Charge.INFRASTRUCTURE,
+    Cause.PEER_MISSING: Charge.INFRASTRUCTURE,
     Cause.EVICTED: Charge.PREEMPTION,
     Cause.DISRUPTION_TARGET: Charge.PREEMPTION,
     Cause.PREEMPTED: Charge.PREEMPTION,
@@ -137,12 +138,17 @@ def losses_among(
                 found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
         elif (loss := _loss_of(pod, snapshot.nodes, snapshot.now)) is not None:
             found.append(loss)
+    return root_cause_first(found)
+
+
+def root_cause_first(found: Iterable[Loss]) -> tuple[Loss, ...]:
     return tuple(sorted(found, key=_first_cause))
 
 
 # Causes of losses that cause no other loss, or may follow from one. A rejected worker has met nobody. A worker that is
-# asked to stop makes its peers stop in order; a worker that dies breaks their collectives.
-_CONSEQUENCES = (Cause.REJECTED, Cause.PREEMPTED, Cause.PEER_LOST)
+# asked to stop makes its peers stop in order; a worker that dies breaks their collectives; a worker that cannot run is
+# waited for in vain.
+_CONSEQUENCES = (Cause.REJECTED, Cause.PREEMPTED, Cause.PEER_LOST, Cause.PEER_MISSING)
 
 
 def _first_cause(loss: Loss) -> tuple[int, float, int]:
