@@ -33,7 +33,7 @@ from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.kube.resources import custom_resource
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import JobView, Settings
-from everstep_operator.rounds.agents import find_agent, job_ref, view_of
+from everstep_operator.rounds.agents import answers, find_agent, job_ref, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
 from everstep_operator.rounds.store import RoundStore
@@ -121,6 +121,7 @@ class Operator:
             settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
             metrics=metrics,
             round_view=lambda job: view_of(self.rounds, job),
+            answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,
             rounds_taken=lambda job: self.rounds.taken(job_ref(job)),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def trained(backend: str, workers: int = 2, minimum: int | None = None) -> Any:
 def together(world: Any, step: int) -> None:
     """All workers run, meet and take a step."""
     for name in [n for n, p in world.pods.items() if p.started_at is None and not p.finished]:
-        world.pods[name] = plan_world.replace(
+        world.pods[name] = replace(
             world.pods[name], unschedulable=None, waiting=None, node=world.pods[name].node or "n1"
         )
     world.do_ready(*(str(p.index) for p in world.pods.values() if p.name == world.current(p.index) and not p.finished))

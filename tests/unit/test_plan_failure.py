@@ -16,7 +16,7 @@ import pytest
 
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan.snapshot import Exit, NodeView, PodPhase, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, NodeHealth, NodeView, PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.state.losses import CHARGES, Charge, losses_among
 
 SAMPLES = Path(__file__).parent / "transcripts/torchrun"
@@ -49,7 +49,11 @@ def judge() -> Any:
     def call(*pods: dict[str, Any] | None, nodes: dict[str, bool] | None = None, formed: bool = True) -> Any:
         base: Snapshot = plan_world.World().snapshot()
         ready = {"n1": True, **(nodes or {})}
-        snapshot = replace(base, now=NOW, nodes={n: NodeView(n, up, NOW) for n, up in ready.items()})
+        snapshot = replace(
+            base,
+            now=NOW,
+            nodes={n: NodeView(n, NodeHealth.READY if up else NodeHealth.SILENT, NOW) for n, up in ready.items()},
+        )
         current = {}
         for index, fields in enumerate(pods):
             if fields is not None:

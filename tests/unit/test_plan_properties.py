@@ -24,7 +24,17 @@ from everstep_operator.plan.decide.finish import is_finished
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, JobView, NodeView, PodPhase, Progress, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import (
+    Exit,
+    JobView,
+    NodeHealth,
+    NodeView,
+    PodPhase,
+    Progress,
+    RoundView,
+    Snapshot,
+    WorkerPod,
+)
 from support.operator.programs import all_of_the_present_spec, no_two_programs
 
 PASSES = 12  # more than any settled job needs
@@ -367,7 +377,7 @@ odd_rosters = st.one_of(
 @given(
     pods=st.lists(odd_pods(), max_size=6),
     progress=odd_progress,
-    nodes=st.dictionaries(st.sampled_from(["n1", "n2"]), st.booleans()),
+    nodes=st.dictionaries(st.sampled_from(["n1", "n2"]), st.sampled_from(NodeHealth)),
     world=st.tuples(st.integers(0, 5), st.integers(0, 4), st.booleans()),
     refused=texts,
     reported=st.booleans(),
@@ -378,7 +388,7 @@ odd_rosters = st.one_of(
 def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
     pods: list[Any],
     progress: dict[str, Any],
-    nodes: dict[str, bool],
+    nodes: dict[str, NodeHealth],
     world: tuple[int, int, bool],
     refused: str | None,
     reported: bool,
@@ -408,7 +418,7 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
         JobView("default", "digits", "uid-1", 1, "1", spec, made, start),
         tuple(seen.values()),
         "uid-s",
-        {name: NodeView(name, ready, start) for name, ready in nodes.items()},
+        {name: NodeView(name, health, start) for name, health in nodes.items()},
         Progress(**progress, **times),
         (),
         refused,

@@ -494,6 +494,23 @@ async def test_pod_that_dies_between_two_leaderships_of_a_replica_is_not_remembe
     assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a"}
 
 
+async def test_pod_answers_while_its_agent_renews_its_presence() -> None:
+    """A node that is not ready takes no worker whose agent answers; a new leader gives every agent one lease's time."""
+    stage = Stage()
+    await stage.start()
+    rounds = stage.operator()
+    a, b = stage.agents[:2]
+    assert rounds.answers(stage.job, b.worker.pod_uid)  # it may announce itself in a moment
+    rounds.announce(a, A.agent, JoinRequest(A, 0, SIZES).encode(), 3.0)
+    await stage.clock.advance(2.0)
+    assert rounds.renew(a, A.agent)
+    await stage.clock.advance(2.0)
+    assert rounds.answers(stage.job, a.worker.pod_uid)
+    assert not rounds.answers(stage.job, b.worker.pod_uid)
+    await stage.clock.advance(1.5)
+    assert not rounds.answers(stage.job, a.worker.pod_uid)
+
+
 async def test_pod_that_dies_while_its_agent_is_awaited_is_not_awaited_any_more() -> None:
     stage = Stage()
     await stage.start()

@@ -36,7 +36,7 @@ from everstep_operator.kube.wire import (
 )
 from everstep_operator.main import JOBS
 from everstep_operator.plan import names
-from everstep_operator.plan.snapshot import NodeView, RoundView, Snapshot
+from everstep_operator.plan.snapshot import NodeHealth, NodeView, RoundView, Snapshot
 from everstep_operator.plan.state import pod_hash
 from everstep_operator.rounds.agents import BACKEND, rendezvous_backend
 from everstep_operator.rounds.documents import KEY, config_map_name
@@ -120,7 +120,7 @@ def snapshot(taken: Taken) -> Snapshot:
     pods = tuple(worker for pod in taken.pods if (worker := observe.worker_pod(pod)) is not None)
     nodes = {node.metadata.name: observe.node_view(node) for node in taken.nodes}
     if taken.nodes_hidden:
-        nodes = {pod.node: NodeView(pod.node, ready=True) for pod in pods if pod.node}
+        nodes = {pod.node: NodeView(pod.node, NodeHealth.READY) for pod in pods if pod.node}
     return Snapshot(
         now=taken.taken_at,
         job=job,

@@ -104,6 +104,9 @@ class Rule(ApiModel):
     )
 
 
+MAX_NODE_GRACE = 86_400
+
+
 class Recovery(ApiModel):
     """How often, how soon and after which losses the job restarts."""
 
@@ -118,6 +121,15 @@ class Recovery(ApiModel):
         default=3,
         description="The job fails after so many restarts in a row without one new step. It also fails after so many "
         "failed starts of a program that has never run.",
+    )
+    node_grace_seconds: Annotated[Int32, Field(ge=0, le=MAX_NODE_GRACE)] | None = Field(
+        default=None,
+        description="Seconds for which a worker is left on a node that is not Ready. Absent: tolerationSeconds of "
+        "the template's own toleration of node.kubernetes.io/not-ready, or of node.kubernetes.io/unreachable where the "
+        "node is silent; else 60 while the kubelet says that the node is not ready, and 0 when it is silent, because "
+        "Kubernetes has waited by then. A node that is deleted is lost at once. A worker whose agent still answers the "
+        "operator is never lost by the state of its node; Kubernetes itself evicts it when its pod's tolerationSeconds "
+        "(300 by default) are over.",
     )
     hang: Hang = section(Hang, "When a silent process counts as hung.")
     rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first matching rule decides.")

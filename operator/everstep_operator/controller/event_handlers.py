@@ -62,11 +62,12 @@ class EventHandlers:
             self._queue.add(key)
 
     def _node(self, delta: Delta[Node]) -> None:
-        """React to a change of a node's Ready condition and to its end, but not to its heartbeats."""
+        """React to a change of a node's Ready condition and to its end, but not to its heartbeats. The agents on a node
+        that is not ready may live: their presence tells, and ends by itself."""
         node = delta.object
-        if isinstance(delta, Updated) and observe.node_view(delta.old).ready == observe.node_view(node).ready:
+        if isinstance(delta, Updated) and observe.node_view(delta.old).health == observe.node_view(node).health:
             return
-        lost = isinstance(delta, Deleted) or not observe.node_view(node).ready
+        lost = isinstance(delta, Deleted)
         for pod in self._caches.pods.by_index(BY_NODE, node.metadata.name):
             if lost:
                 self._withdraw(pod)

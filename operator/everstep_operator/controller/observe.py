@@ -14,7 +14,15 @@ from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
-from everstep_operator.plan.snapshot import DisruptionBudgetView, Exit, JobView, NodeView, PodPhase, WorkerPod
+from everstep_operator.plan.snapshot import (
+    DisruptionBudgetView,
+    Exit,
+    JobView,
+    NodeHealth,
+    NodeView,
+    PodPhase,
+    WorkerPod,
+)
 from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels, worker_started_at
 
 # Reasons for which a container waits until a person changes something.
@@ -108,7 +116,10 @@ _PHASES = frozenset(PodPhase)
 
 def node_view(node: Node) -> NodeView:
     ready = next((c for c in node.status.conditions if c.type == "Ready"), None)
-    return NodeView(node.metadata.name, _is_true(ready), ready.last_transition_time if ready is not None else None)
+    if ready is None:
+        return NodeView(node.metadata.name, NodeHealth.SILENT)
+    health = {"True": NodeHealth.READY, "False": NodeHealth.NOT_READY}.get(ready.status, NodeHealth.SILENT)
+    return NodeView(node.metadata.name, health, ready.last_transition_time, ready.reason[:100])
 
 
 def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> DisruptionBudgetView | None:

@@ -67,12 +67,14 @@ class Reconciler:
         settings: Settings,
         metrics: Metrics,
         round_view: Callable[[Unstructured], RoundView | None],
+        answers: Callable[[Unstructured, str], bool] = lambda _, __: False,
         forget: Callable[[str], None] = lambda _: None,
         rounds_taken: Callable[[Unstructured], str | None] = lambda _: None,
     ) -> None:
-        """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet.
-        `rounds_taken` tells who has the name of the job's ConfigMap, if another object has it. `forget` gets the UID of
-        a job that is gone, when no pass can use it any more."""
+        """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet. `answers`:
+        whether an agent of the pod with this UID renews its presence here. `rounds_taken` tells who has the name of the
+        job's ConfigMap, if another object has it. `forget` gets the UID of a job that is gone, when no pass can use it
+        any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -81,6 +83,7 @@ class Reconciler:
         self._settings = settings
         self._metrics = metrics
         self._round_view = round_view
+        self._answers = answers
         self._forget = forget
         self._rounds_taken = rounds_taken
         self._memory: dict[Key, _JobMemory] = {}
@@ -210,13 +213,16 @@ class Reconciler:
         pods = self._pods_of(job)
         service = self._caches.services.get(job.namespace, names.service_name(job.name))
         budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
+        nodes = self._nodes_of(pods)
+        doubted = {name for name, node in nodes.items() if not node.ready}
         return Snapshot(
             now=self._clock.now(),
             job=job,
             pods=pods,
             service_uid=_own_uid(service, job),
             disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
-            nodes=self._nodes_of(pods),
+            nodes=nodes,
+            answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),
             name_collisions=tuple(filter(None, (*memory.applied.collisions, self._rounds_taken(obj)))),

@@ -121,13 +121,27 @@ class WorkerPod:
         return min(times, default=None)
 
 
+class NodeHealth(StrEnum):
+    """What a node's Ready condition says."""
+
+    READY = "Ready"
+    NOT_READY = "NotReady"  # the kubelet says so, and is alive
+    SILENT = "Silent"  # the node controller says so: the kubelet has not answered for its whole grace period
+
+
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node that runs a pod of this job. `ready_since`/`lost_since` is when its Ready condition last changed."""
+    """A node that runs a pod of this job. `changed_at` is when its Ready condition last changed, and `reason` its
+    reason."""
 
     name: str
-    ready: bool
+    health: NodeHealth
     changed_at: datetime | None = None
+    reason: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.health is NodeHealth.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +247,4 @@ class Snapshot:
     settings: Settings = Settings()
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
+    answering: frozenset[str] = frozenset()  # UIDs of the pods on nodes that are not ready whose agents answer us

@@ -28,6 +28,11 @@ def view_of(rounds: RoundStore, job: Unstructured) -> RoundView | None:
     return rounds.view(job_ref(job)) if rendezvous_backend(job) == BACKEND else None
 
 
+def answers(rounds: RoundStore, job: Unstructured, pod_uid: str) -> bool:
+    """Whether an agent of this pod renews its presence here."""
+    return rendezvous_backend(job) == BACKEND and rounds.answers(job_ref(job), pod_uid)
+
+
 async def find_agent(callers: Callers, caller: Caller) -> Agent:
     """The agent that the caller is. Raises RoundsRefused, RoundsUnavailable, and the errors of `Callers.look_up`."""
     caller = await callers.look_up(caller)

@@ -186,6 +186,9 @@ class JobRounds:
 
     # --- what the operator calls
 
+    def answers(self, pod_uid: str) -> bool:
+        return self.presences.answers(pod_uid, self._now())
+
     def view(self) -> RoundView | None:
         """The round, for a plan. None: not known yet; then it is read, and `changed` is called."""
         if self._stored is None:

@@ -180,6 +180,12 @@ class Presences:
         found = {agent: presence.value.decode() for agent, presence in self._present.items()}
         return {**found, **{agent: join_request.encode().decode() for agent, join_request in self._settled().items()}}
 
+    def answers(self, pod_uid: str, now: float) -> bool:
+        """Whether an agent of this pod renews its presence. Before one lease's time every pod may have one, because
+        agents announce themselves to a new leader again."""
+        self.expire(now)
+        return pod_uid in self._of_pod or now < self._began + self.lease
+
     def join_requests(self, now: float) -> dict[str, JoinRequest]:
         """Each agent's join request: `present`, decoded."""
         self.expire(now)

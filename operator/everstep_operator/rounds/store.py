@@ -119,6 +119,13 @@ class RoundStore:
         log.info("agents of a dead pod are withdrawn", extra={**extra, "incarnation": worker.incarnation})
         job.after_presence()
 
+    def answers(self, ref: JobRef, pod_uid: str) -> bool:
+        """Whether an agent of this pod answers this leader."""
+        try:
+            return self._of(ref).answers(pod_uid)
+        except NotLeading:
+            return False
+
     def view(self, ref: JobRef) -> RoundView | None:
         """The job's round, for a plan. None: not known yet; then it is read, and `changed` is called."""
         try:

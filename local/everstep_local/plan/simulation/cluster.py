@@ -34,6 +34,7 @@ from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
     JobView,
+    NodeHealth,
     NodeView,
     PodPhase,
     Progress,
@@ -75,13 +76,14 @@ class World:
         self.spec: dict[str, object] = {"replicas": 2, "rendezvous": {"backend": "c10d"}, "template": TEMPLATE}
         self.status = Status()
         self.pods: dict[str, WorkerPod] = {}
-        self.nodes = {f"n{i}": NodeView(f"n{i}", ready=True, changed_at=START) for i in (1, 2)}
+        self.nodes = {f"n{i}": NodeView(f"n{i}", NodeHealth.READY, START) for i in (1, 2)}
         self.service: str | None = None
         self.progress = Progress()
         self.deleting = False
         self.refused: str | None = None
         self.collisions: tuple[str, ...] = ()
         self.uids = 0
+        self.answering: frozenset[str] = frozenset()
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
         self.side_cars: set[str] = set()
@@ -112,6 +114,7 @@ class World:
             self.refused,
             world=self.view,
             disruption_budget=self.disruption_budget,
+            answering=self.answering,
         )
 
     def reconcile(self) -> str:
@@ -324,10 +327,29 @@ class World:
         self.change(self.current(int(index)), node=None, unschedulable=why)
 
     def do_node_lost(self, name: str) -> None:
-        self.nodes[name] = NodeView(name, ready=False, changed_at=self.now)
+        self.nodes[name] = NodeView(name, NodeHealth.SILENT, self.now, "NodeStatusUnknown")
+
+    def do_node_not_ready(self, name: str) -> None:
+        """Its kubelet says so; the containers go on."""
+        self.nodes[name] = NodeView(name, NodeHealth.NOT_READY, self.now, "KubeletNotReady")
+
+    def do_node_gone(self, name: str) -> None:
+        del self.nodes[name]
+
+    def do_answer(self, *indexes: str) -> None:
+        """The agents of these workers alone renew their presence from now on."""
+        self.answering = frozenset(self.pods[self.current(int(index))].uid for index in indexes)
+
+    def do_toleration(self, taint: str, seconds: str = "") -> None:
+        """Write one into the template."""
+        template = copy.deepcopy(self.spec["template"])
+        toleration = {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
+        given = {"tolerationSeconds": int(seconds)} if seconds else {}
+        template["spec"].setdefault("tolerations", []).append({**toleration, **given})  # type: ignore[index]
+        self.spec["template"] = template
 
     def do_node_back(self, name: str) -> None:
-        self.nodes[name] = NodeView(name, ready=True, changed_at=self.now)
+        self.nodes[name] = NodeView(name, NodeHealth.READY, self.now)
 
     def do_advance(self, seconds: str) -> None:
         self.now += timedelta(seconds=float(seconds))

@@ -18,9 +18,8 @@ from everstep_operator.plan.decide import finish, rejections, restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
-from everstep_operator.plan.state import sizing
+from everstep_operator.plan.state import node_loss, sizing
 from everstep_operator.plan.state.facts import Facts
-from everstep_operator.plan.state.losses import on_lost_node
 
 # The commit log or the peers have all that a superseded worker holds, and its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
@@ -90,10 +89,16 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     return (SetSizes(sizes, why),)
 
 
-def or_deadline(snapshot: Snapshot, requeue: Requeue | None) -> Requeue | None:
-    """When to plan again if no change is observed."""
-    due = finish.deadline(snapshot)
-    return Requeue(due - snapshot.now, "activeDeadlineSeconds") if requeue is None and due is not None else requeue
+def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
+    """When to plan again if no change is observed: at one of `requeues`, at the deadline, or to look again at a worker
+    whose node is not ready."""
+    found = [requeue for requeue in requeues if requeue is not None]
+    if (due := finish.deadline(facts.snapshot)) is not None:
+        found.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
+    for pod in facts.current.values():
+        if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
+            found.append(Requeue(left, f"node {pod.node} is not ready"))
+    return min(found, key=lambda requeue: requeue.after, default=None)
 
 
 def blocked(facts: Facts) -> str | None:
@@ -190,4 +195,4 @@ def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:
 
 
 def _is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
-    return on_lost_node(pod, snapshot.nodes, snapshot.now)
+    return node_loss.why_lost(snapshot, pod) is not None

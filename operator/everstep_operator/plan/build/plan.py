@@ -62,13 +62,13 @@ def _publish(facts: Facts, change: Publish) -> Plan:
 def _keep(facts: Facts) -> Plan:
     observed = _status(facts)
     convergence = converge.converge(facts, observed.restarts)
-    requeue = convergence.requeue or ready_condition.patience(facts)
+    requeue = converge.soonest(facts, convergence.requeue, ready_condition.patience(facts))
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,
         _stages(facts, convergence),
         events.of_pass(facts, observed),
-        converge.or_deadline(facts.snapshot, requeue),
+        requeue,
         reason=convergence.waits or (ready.message if ready is not None else ""),
     )
 

@@ -14,14 +14,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 
 from everstep.contract import exit_codes, redact, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan import sanitize
-from everstep_operator.plan.snapshot import Exit, NodeView, Snapshot, WorkerPod
-from everstep_operator.plan.state import exit_text
+from everstep_operator.plan.snapshot import Exit, Snapshot, WorkerPod
+from everstep_operator.plan.state import exit_text, node_loss
 
 MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
@@ -29,7 +29,6 @@ MAX_ERROR = termination.MAX_BRIEF  # and of an error; of a longer one the beginn
 MAX_READ = 2000  # of an error, before it is cut
 MAX_PLACE = 80  # and of a file's name with a line's number
 SIGKILL, SIGTERM = 9, 15
-NODE_SEEN_WITHIN = timedelta(seconds=30)
 # The kubelet's reason for a container whose end it did not see, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
 
@@ -136,7 +135,7 @@ def losses_among(
         if pod is None:
             if was_there:
                 found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
-        elif (loss := _loss_of(pod, snapshot.nodes, snapshot.now)) is not None:
+        elif (loss := _loss_of(snapshot, pod)) is not None:
             found.append(loss)
     return root_cause_first(found)
 
@@ -158,26 +157,14 @@ def _first_cause(loss: Loss) -> tuple[int, float, int]:
     return (order, loss.at.timestamp() if loss.at else 0.0, loss.index)
 
 
-def on_lost_node(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> bool:
-    """Whether the pod's node is known to be gone, or not to be ready."""
-    if pod.node is None:
-        return False
-    node = nodes.get(pod.node)
-    if node is not None:
-        return not node.ready
-    # The caches of pods and nodes fill independently: a node that has just joined may not be seen yet.
-    return pod.created_at is None or now - pod.created_at > NODE_SEEN_WITHIN
-
-
-def _loss_of(pod: WorkerPod, nodes: dict[str, NodeView], now: datetime) -> Loss | None:
+def _loss_of(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
     """Why this pod no longer trains; None while it may still."""
     if pod.succeeded:
         return None
     if pod.ended_by_itself:
         return _loss_of_exit(pod)
-    if not pod.finished and on_lost_node(pod, nodes, now):
-        node = nodes.get(pod.node or "")
-        detail = f"node {pod.node} " + ("is gone" if node is None else "is not ready")
+    if not pod.finished and (detail := node_loss.why_lost(snapshot, pod)) is not None:
+        node = snapshot.nodes.get(pod.node or "")
         return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
     if pod.reason == "Evicted":
         detail = f"evicted by the kubelet{_said(pod)}"
