@@ -43,6 +43,7 @@ from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming
 from everstep_operator.runtime.leader_probe import LeaderProbe
+from everstep_operator.runtime.leaderless import Leaderless
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.runtime.write_limit import WriteLimit, WriteSlots
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
@@ -71,9 +72,11 @@ class Operator:
         *,
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
         synced: Callable[[], None] = freeze_startup_objects,
+        alone: bool = False,
     ) -> None:
         """`on_report` is called with every accepted report. `synced` is called once, when the caches are full. It
-        changes the garbage collection of the whole process, so the operator must be alone in it."""
+        changes the garbage collection of the whole process, so the operator must be alone in it. `alone`: this API
+        server can have no other operator; see `LeaderElector`."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
         self.caches = Caches.of(clients.watches, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
@@ -88,7 +91,9 @@ class Operator:
             timing=LeaseTiming.of(settings.lease_seconds),
             on_change=self._leadership_changed,
             is_gone=self.leader_probe.is_gone,
+            alone=alone,
         )
+        self.leaderless = Leaderless(self.elector, clock)
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
@@ -170,6 +175,7 @@ class Operator:
             for informer in self.caches.all():
                 group.create_task(informer.run())
             group.create_task(self._measure())
+            group.create_task(self.leaderless.run())
             for informer in self.caches.all():
                 await informer.wait_synced()
             self._synced()
@@ -203,7 +209,10 @@ class Operator:
         if address is not None:
             return auth.LeaderAt(f"http://{address}")
         starting = self.caches.waiting()
-        return auth.LeaderUnknown(f"this replica starts: it {starting}") if starting else auth.LeaderUnknown()
+        if starting:
+            return auth.LeaderUnknown(f"this replica starts: it {starting}")
+        notice = self.leaderless.notice()
+        return auth.LeaderUnknown() if notice is None else auth.LeaderUnknown(notice)
 
     def _outcome(self, key: Key, outcome: Outcome, seconds: float) -> None:
         self.metrics.reconciled(seconds, failed=not isinstance(outcome, Succeeded))
@@ -211,6 +220,7 @@ class Operator:
     async def _measure(self) -> None:
         while True:
             self.metrics.queue_depth(len(self.queue))
+            self.metrics.leaderless(self.leaderless.seconds())
             leads = self.elector.is_leader()
             self.metrics.jobs(self.reconciler.jobs_by_status() if leads else {})
             self.metrics.peak_memory(*(self.reconciler.peak_memory() if leads else (0, 0)))

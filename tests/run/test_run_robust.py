@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from everstep_local.run.local_run import LEASE_SECONDS
 from everstep_operator.plan.decide.loss import INCIDENT
 from support.local.local_job import LocalJob, descendants
 from support.scenarios.player import wait_for
@@ -35,6 +36,20 @@ def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[
     job.expect_undisturbed()
     job.expect_restarts("total", 0)
     assert job.status()["checkpoint"]["lastCommittedStep"] == 300
+
+
+def test_run_that_is_stopped_for_longer_than_a_lease_goes_on_in_the_same_term(new_job: Callable[..., LocalJob]) -> None:
+    """A machine that is too busy to run the operator, or Ctrl-Z: no other operator could have led meanwhile."""
+    job = new_job()
+    job.apply(workers=2, steps=300, pause=0.02, every=20)
+    job.until_step(20, "progress.step")
+    assert job.process is not None
+    job.process.send_signal(signal.SIGSTOP)
+    time.sleep(LEASE_SECONDS + 1)
+    job.process.send_signal(signal.SIGCONT)
+    job.until_complete()
+    log = (job.out / "operator.log").read_text()
+    assert log.count("term begins") == 1, log
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -382,6 +382,27 @@ async def call(stage: Stage, operator: Operator, pod: str, method: str, path: st
         return (await calling).status
 
 
+async def test_agent_that_calls_while_nobody_leads_is_told_so_and_why() -> None:
+    faults = Faults()
+    stage = Stage(faults)
+    async with stage.operating() as operator:
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        faults.add(Refuse(500, message="etcd is full"), "replace", resource=LEASES)
+        await stage.until("it does not lead", lambda: not operator.elector.is_leader())
+        await stage.clock.advance(15)
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{operator.server.port}{REPORT_PATH}"
+            calling = asyncio.create_task(session.post(url, data=b"{}"))
+            await stage.until("it is answered", calling.done)
+            answer = await calling
+            reason = (await answer.json())["reason"]
+        assert answer.status == 503
+        assert re.match(r"no operator has led for \d+ s: the Lease cannot be reached: .*etcd is full", reason), reason
+        await stage.clock.advance(10)
+        assert (operator.metrics.registry.get_sample_value("everstep_leaderless_seconds") or 0) > 10
+
+
 async def send(stage: Stage, operator: Operator, pod: str, report: Report | bytes) -> int:
     body = report if isinstance(report, bytes) else report.encode()
     return await call(stage, operator, pod, "POST", REPORT_PATH, data=body)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from everstep_operator.kube.errors import AlreadyExists, Conflict, ConnectionFailed, NotFound
 from everstep_operator.kube.wire import Lease, LeaseSpec, ObjectMeta
 from everstep_operator.runtime.errors import NotLeading
-from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, LeaseTiming, address_of
+from everstep_operator.runtime.leader import Following, LeaderElector, Leadership, Leading, LeaseTiming, address_of
+from everstep_operator.runtime.leaderless import NOTICE, Leaderless
 from support.clocks.manual import ManualClock
 
 
@@ -135,7 +136,7 @@ class World:
     replicas: list[Replica] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)  # addresses of whose processes it is said
 
-    def replica(self, identity: str) -> Replica:
+    def replica(self, identity: str, *, alone: bool = False) -> Replica:
         clock = Stoppable(self.clock)
         link = Link(self.leases, clock)
         changes: list[Leadership] = []
@@ -148,6 +149,7 @@ class World:
             rng=lambda: 0.5,
             on_change=changes.append,
             is_gone=self.gone.__contains__,
+            alone=alone,
         )
         made = Replica(clock, link, elector, changes)
         self.replicas.append(made)
@@ -437,3 +439,65 @@ def test_there_are_never_two_leaders_and_one_again_once_faults_end(script: list[
             await world.end()
 
     asyncio.run(play_and_end())
+
+
+@pytest.mark.parametrize(("alone", "terms"), [(True, 1), (False, 2)])
+async def test_only_operator_of_an_api_server_leads_on_after_it_was_stopped(
+    world: World, alone: bool, terms: int
+) -> None:
+    """As local mode on a busy machine: with a clock, each pause of some seconds began a new term."""
+    one = world.replica("a_10.0.0.1:8080", alone=alone)
+    one.start()
+    await world.advance(2)
+    one.clock.stop()
+    await world.advance(60)
+    assert one.elector.is_leader() is alone
+    one.clock.go_on()
+    await world.advance(10)
+    assert one.elector.require() == terms
+    assert [isinstance(state, Leading) for state in one.changes].count(True) == terms
+
+
+async def test_operator_that_is_alone_gives_the_lease_back_to_the_next_one(world: World) -> None:
+    first, second = world.replica("a_10.0.0.1:8080", alone=True), world.replica("a_10.0.0.1:8080", alone=True)
+    first.start()
+    await world.advance(2)
+    assert first.task is not None
+    first.task.cancel()
+    await world.advance(2)
+    second.start()
+    await world.advance(2)
+    assert not first.elector.is_leader()
+    assert second.elector.require() == 2
+
+
+async def test_whoever_asks_is_told_when_nobody_has_led_for_a_while(world: World) -> None:
+    a, b = await pair(world)
+    watching = [Leaderless(one.elector, world.clock) for one in (a, b)]
+    assert [one.notice() for one in watching] == [None, None]
+    a.link.down = b.link.down = True
+    await world.advance(6.0)
+    assert [one.notice() for one in watching] == [None, None], "a fail-over may take so long"
+    await world.advance(NOTICE + 4.0)
+    for one in watching:
+        assert one.seconds() >= NOTICE
+        assert "the Lease cannot be reached: down" in (one.notice() or ""), one.notice()
+    a.link.down = b.link.down = False
+    await world.advance(10)
+    assert [one.notice() for one in watching] == [None, None]
+    assert [one.seconds() for one in watching] == [0.0, 0.0]
+
+
+async def test_lack_of_a_leader_and_its_end_are_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "everstep_operator.runtime.leaderless")
+    a, _ = await pair(world)
+    watching = asyncio.create_task(Leaderless(a.elector, world.clock).run())
+    for replica in world.replicas:
+        replica.link.down = True
+    await world.advance(30)
+    for replica in world.replicas:
+        replica.link.down = False
+    await world.advance(10)
+    watching.cancel()
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("leaderless")]
+    assert said == ["nobody leads: running jobs go on, nothing is repaired", "an operator leads again"]

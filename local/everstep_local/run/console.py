@@ -38,7 +38,8 @@ def render(view: View) -> Group:
         style = "red" if event.type == "Warning" else ""
         # It is shown as text, because a message of the program may look like markup.
         events.add_row(Text(event.at, "dim"), Text(event.reason, style), Text(event.message))
-    return Group(head, Text(view.message, "dim"), table, events)
+    notice = [Text(view.notice, "red")] if view.notice else []
+    return Group(head, Text(view.message, "dim"), *notice, table, events)
 
 
 class Plain:

@@ -38,6 +38,7 @@ from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.cache import Deleted, Delta
 from everstep_operator.runtime.clock import SystemClock, cancel
 from everstep_operator.runtime.informer import Informer
+from everstep_operator.runtime.leaderless import Leaderless
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
 
@@ -90,6 +91,7 @@ class LocalRun:
         )
         self._port = _free_port()
         self._operator: asyncio.Task[None]  # `run` starts it
+        self._leaderless: Leaderless | None = None
         self._steps: dict[str, StepSeen] = {}
         self._memory: dict[str, Peak] = {}  # by pod
         self._events: deque[EventRow] = deque(maxlen=EVENTS_SHOWN)
@@ -166,7 +168,9 @@ class LocalRun:
             self._clock,
             on_report=self._reported,
             synced=lambda: None,  # the operator is not alone in this process
+            alone=True,  # and no other one can reach this API server
         )
+        self._leaderless = operator.leaderless
         self._operator = asyncio.create_task(operator.run(), name="operator")
 
     async def restart_operator(self) -> None:
@@ -174,6 +178,10 @@ class LocalRun:
         async with self._restarting:
             await cancel(self._operator)
             self.start_operator()
+
+    def notice(self) -> str:
+        """Why nothing happens to the job at the moment; empty if an operator leads."""
+        return (self._leaderless.notice() or "") if self._leaderless is not None else ""
 
     def close(self) -> None:
         """Remove the files of a run that never began."""
@@ -197,7 +205,7 @@ class LocalRun:
             return None
         pods = [p for p in self._pods.list() if p.metadata.labels.get(labels.JOB) == self.job.name]
         pids = {p.metadata.name: pid for p in pods if (pid := self._pid(p))}
-        return view(job, pods, self._steps, pids, self._events, self._memory)
+        return view(job, pods, self._steps, pids, self._events, self._memory, self.notice())
 
     def pod_names(self) -> list[str]:
         return sorted(p.metadata.name for p in self._pods.list())

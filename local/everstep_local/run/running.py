@@ -236,7 +236,8 @@ class Handlers:
 
     def _did(self, what: str, worker: int | None = None) -> Answer:
         self._local.did(what, worker)
-        return {"done": what}
+        notice = self._local.notice()
+        return {"done": f"{what}; note: {notice}" if notice else what}
 
     def _pod(self, request: dict[str, Any]) -> str:
         names = self._local.pod_names()

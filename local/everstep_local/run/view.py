@@ -53,6 +53,7 @@ class View:
     workers: tuple[WorkerRow, ...]
     events: tuple[EventRow, ...]
     raw_status: Mapping[str, Any]
+    notice: str = ""  # why nothing happens to the job at the moment
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +78,7 @@ def view(
     pids: Mapping[str, int],
     events: Iterable[EventRow],
     memory: Mapping[str, Peak],
+    notice: str = "",
 ) -> View:
     """`steps` has each pod's newest report, `pids` its main process, `memory` its greatest peaks."""
     status = job.status
@@ -99,6 +101,7 @@ def view(
         workers=tuple(sorted(rows, key=lambda r: (r.worker, r.restarts))),
         events=tuple(events)[-EVENTS:],
         raw_status=dict(status),
+        notice=notice,
     )
 
 

@@ -1,7 +1,7 @@
 """The clients of one replica: which requests share connections, and which never do.
 
 A client has a bounded number of connections, and a request waits until one is free. So requests of different urgency
-have different clients (ADR 0034): a Lease that waits behind sixty creates is lost, and an agent whose token waits there
+have different clients (ADR 0039): a Lease that waits behind sixty creates is lost, and an agent whose token waits there
 forms no round. Invariant: no client carries more requests at a time than it has connections, except that of rounds,
 which has a bound in time instead.
 """

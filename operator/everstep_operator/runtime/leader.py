@@ -14,10 +14,14 @@ depend on this, because each write of a leader is a compare-and-swap (ADR 0009).
 goes on renewing, and is never replaced.
 
 If somebody deletes the Lease, only a replica that never saw it takes over sooner.
+
+A replica that is `alone` has no other to give way to, as in local mode, where API server and operator are one process:
+there the leadership has no clock, and a busy machine does not end it. It takes the Lease all the same, for its epoch.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -107,8 +111,11 @@ class LeaderElector:
         timing: LeaseTiming = LeaseTiming(),
         on_change: Callable[[Leadership], None] | None = None,
         is_gone: Callable[[str], bool] = lambda _address: False,
+        alone: bool = False,
     ) -> None:
-        """`is_gone`: whether the process at an address is known to be gone; see above."""
+        """`is_gone`: whether the process at an address is known to be gone; `alone`: there is no other candidate; see
+        above."""
+        self._alone = alone
         self._client = client
         self._namespace = namespace
         self._name = name
@@ -152,6 +159,16 @@ class LeaderElector:
                     return None
                 return None if self._holder_is_gone(self._seen) else address_of(holder)
 
+    def is_led(self) -> bool:
+        """Whether this replica leads, or sees that another one does."""
+        match self.state():
+            case Leading():
+                return True
+            case Following():
+                seen = self._seen
+                holder = seen.lease.spec.holder_identity if seen is not None and not self._is_free(seen) else None
+                return bool(holder) and holder != self._identity
+
     def other_holder_address(self) -> str | None:
         """The address of another replica that holds the Lease, or held it last."""
         holder = self._seen.lease.spec.holder_identity if self._seen is not None else None
@@ -172,7 +189,8 @@ class LeaderElector:
                 case Leading(current, until) if current == epoch:
                     # The clock is checked too, because nothing sets the event when the deadline passes.
                     self._changed.clear()
-                    await wait_event(self._clock, self._changed, until - self._clock.monotonic())
+                    left = None if until == math.inf else until - self._clock.monotonic()
+                    await wait_event(self._clock, self._changed, left)
                 case Leading():
                     return "leads again in a later epoch"
                 case Following(_, _, reason):
@@ -279,7 +297,7 @@ class LeaderElector:
             # The answer came too late. Callers of `wait_lost` saw this term end, and wait for another epoch.
             self._state = self.state()
             return
-        self._state = Leading(epoch, sent + self._timing.renew_deadline)
+        self._state = Leading(epoch, math.inf if self._alone else sent + self._timing.renew_deadline)
 
     def _follow(self, reason: str) -> None:
         spec = self._seen.lease.spec if self._seen else None

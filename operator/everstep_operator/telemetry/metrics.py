@@ -102,6 +102,9 @@ class Metrics:
         )
         self._round_watches = Gauge("everstep_round_watches", "Agents that wait for their round to change.", registry=r)
         self._leader = Gauge("everstep_leader", "1 while this replica holds the Lease.", registry=r)
+        self._leaderless = Gauge(
+            "everstep_leaderless_seconds", "For how long this replica has seen no replica lead.", registry=r
+        )
         self._memory = Gauge(
             "everstep_process_peak_memory_bytes",
             "Greatest peak of memory of a training process of any job: RAM (host), accelerator (device).",
@@ -168,6 +171,10 @@ class Metrics:
     def leader(self, leading: bool) -> None:
         """Whether this replica holds the Lease now."""
         self._leader.set(1 if leading else 0)
+
+    def leaderless(self, seconds: float) -> None:
+        """For how long this replica has seen nobody lead."""
+        self._leaderless.set(seconds)
 
     def peak_memory(self, host: int, device: int) -> None:
         """The greatest peaks of a training process of any job, in bytes."""
