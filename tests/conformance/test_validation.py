@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
         {"template.spec.restartPolicy": "OnFailure"},
         ("FieldValueInvalid", "spec.template.spec.restartPolicy"),
     ),
+    "container_that_restarts_itself": (
+        {"template.spec.containers": [{"name": "worker", "image": "a", "restartPolicy": "Always"}]},
+        ("FieldValueInvalid", "spec.template.spec.containers"),
+    ),
     "label_of_ours": (
         {"template.metadata": {"labels": {"a": "b", "everstep.dev/round": "9"}}},
         ("FieldValueInvalid", "spec.template.metadata.labels"),

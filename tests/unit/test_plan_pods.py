@@ -339,6 +339,14 @@ OURS: dict[str, tuple[dict[str, Any], str]] = {
     "hostname": ({"spec": {"hostname": "trainer"}}, "spec.template.spec.hostname"),
     "subdomain": ({"spec": {"subdomain": "trainers"}}, "spec.template.spec.subdomain"),
     "restart_policy": ({"spec": {"restartPolicy": "OnFailure"}}, "spec.template.spec.restartPolicy"),
+    "restarts_itself": (
+        {"spec": {"containers": [{"name": "worker", "restartPolicy": "OnFailure"}]}},
+        "spec.template.spec.containers",
+    ),
+    "restarts_by_rules": (
+        {"spec": {"containers": [{"name": "worker", "restartPolicy": "Never", "restartPolicyRules": [{}]}]}},
+        "spec.template.spec.containers",
+    ),
     "label": ({"metadata": {"labels": {"everstep.dev/round": "99"}}}, "spec.template.metadata.labels"),
     "volume": ({"spec": {"volumes": [{"name": "everstep-token"}]}}, "spec.template.spec.volumes"),
     "volume_of_etcd": (

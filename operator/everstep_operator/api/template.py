@@ -51,6 +51,8 @@ _CONTAINER: dict[str, Any] = {
         "envFrom": _list_of(_OPEN, 64),
         "ports": _list_of(_OPEN, 100),
         "volumeMounts": _list_of(_OPEN, MAX_VOLUMES),
+        "restartPolicy": {"type": "string", "maxLength": 63},
+        "restartPolicyRules": _list_of(_OPEN, 20),
     },
 }
 _STRINGS: dict[str, Any] = {
@@ -146,6 +148,11 @@ def _ours(name: str, why: str, *allowed: str) -> Check:
     )
 
 
+def _restarts_itself(template: Mapping[str, Any]) -> bool:
+    worker = worker_container(template) or {}
+    return worker.get("restartPolicy") not in (None, "", "Never") or bool(worker.get("restartPolicyRules"))
+
+
 def _labels(template: Mapping[str, Any]) -> Mapping[str, Any]:
     return (template.get("metadata") or {}).get("labels") or {}
 
@@ -154,6 +161,15 @@ TEMPLATE_CHECKS: tuple[Check, ...] = (
     _ours("hostname", "each worker has its pod's name, by which the others find it"),
     _ours("subdomain", "workers are in the subdomain of the job's own Service"),
     _ours("restartPolicy", "the operator restarts workers", "Never"),
+    Check(
+        cel="self.template.spec.containers.all(c, "
+        f"c.name != '{WORKER_CONTAINER}' || ((!has(c.restartPolicy) || c.restartPolicy in ['', 'Never']) && "
+        "(!has(c.restartPolicyRules) || c.restartPolicyRules.size() == 0)))",
+        message=f"spec.template.spec.containers: the container '{WORKER_CONTAINER}' must not have restartPolicyRules, "
+        "nor a restartPolicy other than Never: the operator restarts workers, and its end is the worker's",
+        field=".template.spec.containers",
+        holds=lambda s: not _restarts_itself(s.template),
+    ),
     Check(
         cel="!has(self.template.metadata) || !has(self.template.metadata.labels) || "
         f"self.template.metadata.labels.all(k, !k.startsWith('{GROUP}/'))",
