@@ -315,6 +315,11 @@ class World:
         """What the scale subresource shows."""
         return f"replicas {self.status.replicas}, {len(self.pods)} pods"
 
+    def do_stalled(self) -> str:
+        """What the condition Stalled says."""
+        stalled = next((c for c in self.status.conditions if c.type == "Stalled"), None)
+        return "" if stalled is None else f"stalled {stalled.status}: {stalled.message}"
+
     def do_older_operator(self) -> None:
         """All pods were made by an operator that did not write on them what they were made from."""
         for name in self.pods:

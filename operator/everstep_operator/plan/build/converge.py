@@ -24,6 +24,8 @@ from everstep_operator.plan.state.facts import Facts
 # The commit log or the peers have all that a superseded worker holds, and its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
+# A kubelet kills a pod when its grace period is over. One that has not after this long needs a person.
+OVERSTAYED = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,16 @@ def older_pods(facts: Facts) -> str | None:
         return None
     more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
     return f"pod {alive[0]}{more} of an older spec {'have' if more else 'has'} ended"
+
+
+def older_pods_stay(facts: Facts) -> bool:
+    """Whether a pod of an older spec lives much longer than the grace period that it was given."""
+    patience = timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
+    return any(
+        pod.deleted_at is not None and facts.snapshot.now - pod.deleted_at > patience
+        for pod in facts.snapshot.pods
+        if pod.uid in facts.outdated_pods and not pod.finished
+    )
 
 
 def _superseded(facts: Facts) -> list[Superseded]:

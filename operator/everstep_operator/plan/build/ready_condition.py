@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan.build.converge import blocked, older_pods
+from everstep_operator.plan.build.converge import blocked, older_pods, older_pods_stay
 from everstep_operator.plan.build.status import Quorum, Verdict
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
@@ -39,7 +39,7 @@ def verdict(facts: Facts) -> Verdict:
             ReadyReason.SUSPENDED, f"spec.suspend is true: {left}", quorum=_quorum(facts, "the job is suspended")
         )
     why = blocked(facts)
-    stalled = why if why is not None and _has_waited_long(facts) else None
+    stalled = why if why is not None and _has_waited_long(facts) else _overstayed(facts)
     return _of_standing(facts, why, stalled) if facts.world.stands else _of_broken(facts, why, stalled)
 
 
@@ -123,6 +123,14 @@ def _backs_off(facts: Facts) -> str | None:
     if start is None or len(facts.current) >= facts.roster.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
+
+
+def _overstayed(facts: Facts) -> str | None:
+    """Says that a pod of an older spec does not end, and what to do."""
+    older = _outlived(facts)
+    if older is None or not older_pods_stay(facts):
+        return None
+    return f"{older}; its node does not end it: look with kubectl describe, and remove it with kubectl delete --force"
 
 
 def _outlived(facts: Facts) -> str | None:
