@@ -76,9 +76,9 @@ class Stage:
         self.synced.append(all(i.has_synced for i in (self.operator.caches.jobs, self.operator.caches.pods)))
 
     @asynccontextmanager
-    async def operating(self) -> AsyncGenerator[Operator, None]:
+    async def operating(self, settings: OperatorSettings = SETTINGS) -> AsyncGenerator[Operator, None]:
         operator = self.operator = Operator(
-            Clients.sharing(self._operators), SETTINGS, Metrics(), self.clock, synced=self._synced
+            Clients.sharing(self._operators), settings, Metrics(), self.clock, synced=self._synced
         )
         task = asyncio.create_task(operator.run())
         try:
@@ -637,6 +637,27 @@ async def test_no_pod_waits_for_an_event_to_be_written() -> None:
             await stage.until("it is replaced", lambda name=name: replaced(stage, name))
             assert stage.clock.monotonic() - lost < 10
             await stage.until("it runs", stage.run_pods)
+
+
+async def test_finished_job_whose_spec_a_newer_version_refuses_stays_finished() -> None:
+    stage = Stage()
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        for name in await stage.pods():
+            await stage.end(name, 0)
+        await stage.until("the job is complete", stage.complete)
+    before = (await stage.client.get(JOBS, "default", "digits")).status
+    settings = OperatorSettings.from_env(
+        {"EVERSTEP_PORT": "0", "EVERSTEP_POD_NAME": "replica-1", "EVERSTEP_CHECKPOINT_URL_PREFIXES": "s3://ours/"}
+    )
+    change = {"spec": {"suspend": True, "checkpoint": {"url": "s3://others/x"}}}
+    await stage.client.merge_patch(JOBS, "default", "digits", change)
+    async with stage.operating(settings):
+        await stage.until("it leads", stage.operator.elector.is_leader)  # type: ignore[union-attr]
+        await stage.clock.advance(60)
+    after = (await stage.client.get(JOBS, "default", "digits")).status
+    assert after["conditions"] == before["conditions"]
 
 
 async def test_pods_whose_common_labels_another_tool_rewrites_stay_workers() -> None:

@@ -24,6 +24,7 @@ from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.wire import Service, Unstructured, controller_uid
 from everstep_operator.plan import names
 from everstep_operator.plan.build import recovery_record
+from everstep_operator.plan.decide.finish import is_finished
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
@@ -242,6 +243,8 @@ class Reconciler:
     async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
         """Report a spec that the API server should have refused (an older CRD): once, and without any other action."""
         status = parse_status(obj.status)
+        if is_finished(status):
+            return Result(f"finished; this version refuses its spec: {error}")
         made = {c.type: c for c in status.conditions}
         for type_, value in (
             (ConditionType.READY, ConditionStatus.FALSE),
