@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep.contract.addresses import host_and_port
 from everstep_operator.errors import TerminalError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -86,7 +87,7 @@ class OperatorSettings:
     @property
     def identity(self) -> str:
         """The holder's identity in the Lease. It contains the address to which followers redirect."""
-        return f"{self.pod_name}_{self.pod_ip}:{self.port}"
+        return f"{self.pod_name}_{host_and_port(self.pod_ip, self.port)}"
 
     @classmethod
     def from_env(

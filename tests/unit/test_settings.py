@@ -37,6 +37,11 @@ def test_identity_carries_the_address_that_followers_redirect_to() -> None:
     assert settings.identity == "op-1_10.0.0.7:9000"
 
 
+def test_identity_of_an_ipv6_pod_is_a_part_of_a_url() -> None:
+    settings = OperatorSettings.from_env({"EVERSTEP_POD_NAME": "op-1", "EVERSTEP_POD_IP": "fd00:10:244::7"})
+    assert settings.identity == "op-1_[fd00:10:244::7]:8080"
+
+
 def test_prefixes_are_split_and_trimmed() -> None:
     settings = OperatorSettings.from_env({"EVERSTEP_CHECKPOINT_URL_PREFIXES": " s3://a/ , ,s3://b/"})
     assert settings.checkpoint_url_prefixes == ("s3://a/", "s3://b/")

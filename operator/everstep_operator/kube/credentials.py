@@ -100,7 +100,8 @@ def look_up(source: Source) -> Cluster:
     """Which cluster that is, read from files alone. Raises `CredentialsError` for a file or context that does not
     exist."""
     if isinstance(source, InCluster):
-        return Cluster(source, f"https://{source.host}:{source.port}")
+        host = f"[{source.host}]" if ":" in source.host else source.host  # an IPv6 address
+        return Cluster(source, f"https://{host}:{source.port}")
     if not any(Path(path).expanduser().is_file() for path in source.path.split(os.pathsep)):
         raise CredentialsError(f"kubeconfig {source.path}: there is no such file")
     try:

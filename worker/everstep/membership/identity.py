@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -23,9 +24,10 @@ def own_address(urls: tuple[str, ...]) -> str:
         split = urlsplit(url)
         try:
             found = socket.getaddrinfo(split.hostname, split.port, type=socket.SOCK_DGRAM)
-            with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
-                probe.connect(found[0][4])  # sends nothing
-                return str(probe.getsockname()[0])
         except OSError:
             continue
+        for family, *_, address in found:  # a name may have addresses of both families, and this machine routes to one
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
     return socket.getfqdn()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from everstep.contract.addresses import host_and_port
 from everstep.roles import wire
 from everstep.roles.directory import Address, Directory, Over, directory
 from everstep.roles.errors import HubLost, RolesError
@@ -71,14 +72,14 @@ def _connected(to: Address) -> socket.socket:
     try:
         connection = socket.create_connection((to.host, to.port), CONNECT_SECONDS)
     except OSError as e:
-        raise HubLost(f"{to.host}:{to.port}: {e}") from e
+        raise HubLost(f"{host_and_port(to.host, to.port)}: {e}") from e
     try:
         wire.prepare(connection)
         wire.greet(connection, to.token)
     except BaseException as e:
         connection.close()
         if isinstance(e, HubLost | OSError):
-            raise HubLost(f"{to.host}:{to.port}: {e}") from e
+            raise HubLost(f"{host_and_port(to.host, to.port)}: {e}") from e
         raise
     return connection
 

@@ -19,6 +19,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, NameResolutionError, NewConnectionError, ProtocolError, ReadTimeoutError
 from urllib3.exceptions import SSLError as TransportSSLError
 
+from everstep.contract.addresses import host_and_port
 from everstep.membership.backends.forks import after_fork
 from everstep.membership.backends.sockets import Sockets
 from everstep.membership.errors import StoreRefused, StoreUnavailable
@@ -75,8 +76,7 @@ def endpoints(text: str, *, tls: bool = False) -> tuple[str, ...]:
         split = urlsplit(part if "://" in part else f"{'https' if tls else 'http'}://{part}")
         if split.scheme not in ("http", "https") or not split.hostname or split.path not in ("", "/") or split.username:
             raise ValueError(f"endpoint {part!r}: [http[s]://]host[:port] is expected")
-        host = f"[{split.hostname}]" if ":" in split.hostname else split.hostname
-        found.append(f"{split.scheme}://{host}:{split.port or DEFAULT_PORT}")
+        found.append(f"{split.scheme}://{host_and_port(split.hostname, split.port or DEFAULT_PORT)}")
     if not 1 <= len(found) <= MAX_ENDPOINTS:
         raise ValueError(f"{len(found)} endpoints in {text!r}: 1 to {MAX_ENDPOINTS} are expected, with commas between")
     return tuple(found)

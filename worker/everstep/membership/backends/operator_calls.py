@@ -26,6 +26,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, NameResolutionError, ReadTimeoutError
 from urllib3.exceptions import SSLError as TransportSSLError
 
+from everstep.contract.addresses import host_and_port
 from everstep.contract.answers import is_refusal, words
 from everstep.membership.backends.connections import Pool
 from everstep.membership.backends.forks import after_fork
@@ -64,9 +65,9 @@ def base_url(text: str, default_port: int, *, tls: bool = False) -> str:
     split = urlsplit(text if "://" in text else f"{'https' if tls else 'http'}://{text}")
     if split.scheme not in ("http", "https") or not split.hostname or split.path not in ("", "/") or split.username:
         raise ValueError(f"{text!r}: [http[s]://]host[:port] is expected")
-    host = f"[{split.hostname}]" if ":" in split.hostname else split.hostname
     standard = 443 if split.scheme == "https" else 80
-    return f"{split.scheme}://{host}:{split.port or (standard if '://' in text else default_port)}"
+    port = split.port or (standard if "://" in text else default_port)
+    return f"{split.scheme}://{host_and_port(split.hostname, port)}"
 
 
 class OperatorCalls:

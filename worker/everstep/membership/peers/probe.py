@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.contract.addresses import host_and_port
 from everstep.contract.document import Member
 from everstep.contract.fields import MAX_AGENT
 
@@ -68,7 +69,7 @@ def probe(
     member: Member, stopped: Callable[[], bool], *, attempts: int = ATTEMPTS, rest: float = MOST_REST
 ) -> ProbeResult:
     """Try to connect to a member until an attempt succeeds; the last one has `rest` seconds."""
-    where = f"{member.address}:{member.link_port} ({member.agent})"
+    where = f"{host_and_port(member.address, member.link_port)} ({member.agent})"
     try:
         family, _, _, _, address = socket.getaddrinfo(member.address, member.link_port, type=socket.SOCK_STREAM)[0]
         made = connect(family, address, attempts, rest, stopped)
