@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from everstep.contract import labels
+
 pytestmark = pytest.mark.apiserver
 
 NAMESPACE = "everstep-chart"
@@ -210,6 +212,35 @@ def test_operator_reads_the_settings_that_the_chart_writes(helm: Any) -> None:
     assert settings.checkpoint_url_prefixes == ("s3://a/",)
 
 
+def test_operators_port_is_for_workers_and_replicas_and_its_probes_for_whoever_is_named(crd: Any, helm: Any) -> None:
+    prometheus = '[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"monitoring"}}}]'
+    objects = _objects(helm, "--set-json", f"networkPolicy.probesFrom={prometheus}")
+    policy, (pod, ports) = _only(objects, "NetworkPolicy"), _pod_of(objects)
+    policy["metadata"]["namespace"] = "default"
+    done = crd.kubectl("create", "--dry-run=server", "-f", "-", input=yaml.safe_dump(policy))
+    assert done.returncode == 0, done.stderr
+    spec = policy["spec"]
+    assert spec["podSelector"]["matchLabels"].items() <= pod.items()
+    workers, probes = spec["ingress"]
+    assert {p["port"] for rule in (workers, probes) for p in rule["ports"]} == ports
+    every, own = workers["from"]
+    (label,) = every["podSelector"]["matchExpressions"]
+    assert every["namespaceSelector"] == {}
+    assert label == {"key": labels.JOB_UID, "operator": "Exists"}
+    assert own == {"podSelector": spec["podSelector"]}
+    assert probes["from"][0]["namespaceSelector"]
+    assert "from" not in _only(_objects(helm), "NetworkPolicy")["spec"]["ingress"][1]  # the kubelet is no pod
+    off = _objects(helm, "--set", "networkPolicy.enabled=false")
+    assert "NetworkPolicy" not in {o["kind"] for o in off}
+
+
+def _pod_of(objects: list[dict[str, Any]]) -> tuple[dict[str, str], set[str]]:
+    """The labels of the operator's pods, and the names of their ports."""
+    template = _only(objects, "Deployment")["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    return template["metadata"]["labels"], {port["name"] for port in container["ports"]}
+
+
 def test_one_replica_has_no_disruption_budget_that_blocks_drains(helm: Any) -> None:
     assert "PodDisruptionBudget" not in {o["kind"] for o in _objects(helm, "--set", "replicas=1")}
 
@@ -230,6 +261,7 @@ def test_uninstall_keeps_the_crd_and_its_jobs(helm: Any) -> None:
         ("image.repository=", "/image/repository"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("polcy.enabled=false", "polcy"),
+        ("networkPolicy.alsoFrom[0].podSelektor.x=y", "podSelektor"),
         ("policy.enabeld=false", "enabeld"),
         ("policy.checkpointUrlPrefixes={s3://team}", "/policy/checkpointUrlPrefixes/0"),
         ("policy.checkpointUrlPrefixes={/data}", "/policy/checkpointUrlPrefixes/0"),
