@@ -639,6 +639,45 @@ async def test_no_pod_waits_for_an_event_to_be_written() -> None:
             await stage.until("it runs", stage.run_pods)
 
 
+@pytest.mark.parametrize("backend", ["everstep", "c10d"])
+async def test_job_edited_while_no_operator_runs_ends_with_one_program_uncharged(backend: str) -> None:
+    """As a queue does: suspended, then changed and resumed in one update, before an operator looks."""
+    stage = Stage()
+    job = {"metadata": JOB["metadata"], "spec": {**JOB["spec"], "rendezvous": {"backend": backend}}}  # type: ignore[dict-item]
+    template = {"spec": {"containers": [{**JOB["spec"]["template"]["spec"]["containers"][0], "image": "train:2"}]}}  # type: ignore[index]
+
+    def images(pods: dict[str, Pod]) -> list[str]:
+        return [one.metadata.labels["everstep.dev/spec-hash"] for one in pods.values()]
+
+    async with stage.operating():
+        await stage.client.create(JOBS, "default", job)
+
+        async def all_run() -> bool:
+            await stage.run_pods()
+            return len(await stage.pods()) == 3 and all(
+                p.status.phase == "Running" for p in (await stage.pods()).values()
+            )
+
+        await stage.until("all run", all_run)
+    first = await stage.pods()
+    await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"suspend": True}})
+    await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"suspend": False, "template": template}})
+    async with stage.operating():
+
+        async def replaced() -> bool:
+            now = await stage.pods()
+            return await all_run() and not {p.metadata.uid for p in first.values()} & {
+                p.metadata.uid for p in now.values()
+            }
+
+        await stage.until("all are new", replaced)
+    assert len(set(images(await stage.pods()))) == 1
+    assert set(images(await stage.pods())) != set(images(first))
+    assert (await stage.client.get(JOBS, "default", "digits")).status["restarts"]["total"] == 0
+    events = (await stage.client.list(EVENTS, "default")).items
+    assert [e.reason for e in events].count("WorkersUpdated") == 1
+
+
 async def test_finished_job_whose_spec_a_newer_version_refuses_stays_finished() -> None:
     stage = Stage()
     async with stage.operating():
