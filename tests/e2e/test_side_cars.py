@@ -1,0 +1,90 @@
+"""Pods of several containers on real kubelets, and programs that end with 0 because their pod was told to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.e2e.driver import Job
+from support.scenarios.player import wait_for
+
+pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+GRACE = 5
+# Ends with 0 as soon as it is told to end, long before its work is done.
+OBEDIENT = "trap 'exit 0' TERM; while true; do sleep 0.2; done"
+
+
+def container_named(pod: dict[str, Any], name: str) -> dict[str, Any]:
+    status = pod["status"]
+    every = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
+    found: dict[str, Any] = next((c for c in every if c["name"] == name), {"state": {}})
+    return found
+
+
+@pytest.mark.parametrize("backend", ["everstep", "c10d"])
+def test_side_cars_neither_keep_a_job_alive_nor_fail_it(new_job: Callable[..., Job], backend: str) -> None:
+    """A plain side-car that never ends, one that fails while the worker trains, and a native one; a worker fails."""
+    job = new_job()
+    manifest = job.elastic(steps=150, pause=0.05)
+    spec = manifest["spec"]
+    del spec["elastic"]
+    spec |= {"replicas": 2, "rendezvous": {"backend": backend}}
+    pods = spec["template"]["spec"]
+    pods["terminationGracePeriodSeconds"] = GRACE
+    worker = pods["containers"][0]
+    if backend == "c10d":
+        worker["command"][0] = "torchrun"
+    image = {"image": worker["image"], "imagePullPolicy": worker.get("imagePullPolicy", "IfNotPresent")}
+    forever = [{"name": "mesh", **image, "command": ["sleep", "infinity"]}]
+    failing = [{"name": "logs", **image, "command": ["sh", "-c", "sleep 3; exit 137"]}]
+    # What is injected may well come first.
+    pods["containers"] = [*forever, worker, *failing]
+    pods["initContainers"] = [{"name": "proxy", **image, "command": ["sleep", "infinity"], "restartPolicy": "Always"}]
+    job.submit(manifest)
+    job.until_step(20)
+
+    def side_cars_failed() -> bool:
+        return all("terminated" in container_named(p, "logs")["state"] for p in job.pods())
+
+    wait_for("the side-cars have failed", side_cars_failed, 60)
+    assert job.status()["restarts"]["total"] == 0
+    job.kill_torchrun(1)
+    job.until_recovered()
+    job.until_complete()
+    assert job.status()["restarts"]["total"] == 1
+    # Only side-cars are left: they get their grace period, and then their pods are deleted.
+    wait_for("the pods are gone", lambda: job.pods() == [], 60)
+
+
+@pytest.mark.parametrize("backend", ["everstep", "c10d"])
+def test_exit_0_because_of_an_eviction_or_a_suspension_is_no_success(new_job: Callable[..., Job], backend: str) -> None:
+    job = new_job()
+    manifest = job.elastic(steps=1, pause=0.0)
+    spec = manifest["spec"]
+    del spec["elastic"]
+    spec |= {"replicas": 1, "rendezvous": {"backend": backend}}
+    spec["template"]["spec"]["containers"][0]["command"] = ["sh", "-c", OBEDIENT]
+    job.submit(manifest)
+    job.kubectl("wait", "--for=condition=Ready", f"tjob/{job.name}", "--timeout=120s")
+    first = job.pod(0)["metadata"]["name"]
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": first, "namespace": job.namespace}}
+    path = f"/api/v1/namespaces/{job.namespace}/pods/{first}/eviction"
+    job.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body))
+
+    def replaced() -> bool:
+        alive = job.newest_pods()
+        return 0 in alive and alive[0]["metadata"]["name"] != first and alive[0]["status"]["phase"] == "Running"
+
+    wait_for("the worker is replaced", replaced, 60)
+    restarts = job.status()["restarts"]
+    assert (restarts["userCode"], restarts["preemption"]) == (0, 1), restarts
+    job.suspend(True)
+    job.kubectl("wait", "--for=condition=Suspended", f"tjob/{job.name}", "--timeout=60s")
+    wait_for("the pods are gone", lambda: job.pods() == [], 60)
+    job.suspend(False)
+    wait_for("the worker is back", lambda: bool(job.newest_pods()), 60)
+    complete = [c["status"] for c in job.status()["conditions"] if c["type"] == "Complete"]
+    assert complete == ["False"]
