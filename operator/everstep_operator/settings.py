@@ -49,7 +49,7 @@ VARIABLES = (
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
     ),
     Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
-    Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 1024", "256"),
+    Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 1024", "32"),
     Variable("EVERSTEP_LOG_LEVEL", "lowest level that is logged", "INFO", LEVELS),
 )
 

@@ -26,7 +26,7 @@ def test_settings_are_documented_with_their_flags_and_defaults() -> None:
 
 def test_empty_environment_gives_working_defaults() -> None:
     settings = OperatorSettings.from_env({})
-    assert (settings.port, settings.lease_seconds, settings.workers, settings.log_level) == (8080, 6, 256, "INFO")
+    assert (settings.port, settings.lease_seconds, settings.workers, settings.log_level) == (8080, 6, 32, "INFO")
     assert settings.checkpoint_url_prefixes == ()
 
 

@@ -72,7 +72,7 @@ class Elector(Protocol):
 class ControllerLimits:
     """`workers` passes at a time: most of a pass is waiting for the API server. A pass takes at most `pass_seconds`."""
 
-    workers: int = 256
+    workers: int = 32
     pass_seconds: float = 60.0
     terminal_retry: float = 60.0
 
