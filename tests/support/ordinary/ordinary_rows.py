@@ -129,6 +129,10 @@ ROWS = (
         "accumulated_over_steps",
         refused="micro_batch=",
     ),
+    # --- the ranks' data
+    Row(
+        "split_unseeded", refused=r"another sample than rank 0 under index.*random_split\(dataset, lengths, generator="
+    ),
     # --- loaders
     Row(
         "distributed_sampler",

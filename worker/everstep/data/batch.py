@@ -10,6 +10,7 @@ import torch
 
 from everstep.data.errors import BatchUnusable
 from everstep.data.plan.permutation import Indices
+from everstep.data.plan.reading import Read
 
 T = TypeVar("T")
 
@@ -100,3 +101,19 @@ def _moved(data: Any, device: Any) -> Any:
     if isinstance(data, Mapping):
         return {key: _moved(one, device) for key, one in data.items()}
     return data
+
+
+def batch_of(data: Any, epoch: int, read: Read) -> Batch[Any]:
+    """The batch of a read that was handed out."""
+    share = read.share
+    return Batch(
+        data=data,
+        epoch=epoch,
+        step=share.step.number,
+        indices=read.samples,
+        count=share.count,
+        global_count=share.step.count,
+        weighing=Weight(share.weight),
+        micro=share.micro,
+        micros=share.micros,
+    )

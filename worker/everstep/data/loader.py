@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from everstep.data.batch import Batch, Weight
+from everstep.data.batch import Batch, Weight, batch_of
+from everstep.data.common import Sketch, is_comparable, read_samples
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fetching import Collating, Fetching, Request
 from everstep.data.fingerprints import fingerprint
@@ -25,7 +26,6 @@ from everstep.data.plan.assignment import Epoch, World, whole
 from everstep.data.plan.cursor import Cursor, check_changes, parse
 from everstep.data.plan.order import Drawn, Own, Shuffle, label, order_of, shuffle_of
 from everstep.data.plan.progress import Progress
-from everstep.data.plan.reading import Read
 from everstep.data.randomness.draws import Draws, digest, drawn_by
 from everstep.data.randomness.seeding import sample_seed
 from everstep.data.shards import blocks_of
@@ -71,6 +71,7 @@ class ElasticLoader:
     - `num_workers`, `collate_fn`, `prefetch_factor`, `pin_memory`, `timeout`, `worker_init_fn`: as torch's.
     - `persistent_workers`: keep workers from epoch to epoch; what the training process changes in the dataset later
       does not reach them. `multiprocessing_context`: "fork" on Linux.
+    - `compare_samples`: in a session, compare a few samples with those of the other ranks and of the saved run.
 
     Raises DatasetUnusable, BatchUnusable or DataError for what cannot work, before anything is read.
     """
@@ -101,6 +102,7 @@ class ElasticLoader:
         worker_init_fn: Callable[[int], None] | None = None,
         persistent_workers: bool = True,
         multiprocessing_context: Any = DEFAULT_CONTEXT,
+        compare_samples: bool = True,
     ) -> None:
         global_batch, seed = whole("global_batch", global_batch), whole("seed", seed)
         micro_batch = None if micro_batch is None else whole("micro_batch", micro_batch)
@@ -126,6 +128,7 @@ class ElasticLoader:
             micro_batch=micro_batch,
             shards=shards,
         )
+        self._compares = compare_samples and is_comparable(dataset)
         self._start = WorkerStart(worker_init_fn)
         self._generator = torch.Generator()
         self._requests = _Requests(self._progress)
@@ -255,6 +258,18 @@ class ElasticLoader:
         """The dataset that was passed."""
         return self._dataset
 
+    @property
+    def may_change(self) -> bool:
+        """Whether a restart may go on with another dataset."""
+        return "dataset" in self._allowed
+
+    def sketches(self) -> dict[int, Sketch]:
+        """Sketches of a few samples, by index; none where they are not to be compared. Reads them anew."""
+        if not self._compares:
+            return {}
+        names = ("num_workers", "multiprocessing_context", "worker_init_fn")
+        return read_samples(self._dataset, **{name: self._options[name] for name in names})
+
     def reads(self, dataset: Any) -> bool:
         """Whether this is what the loader's own DataLoader reads from."""
         return dataset is self._options["dataset"]
@@ -286,7 +301,7 @@ class ElasticLoader:
                 self._marks.add(epoch, read.share.step.first, Mark(*json.loads(mark)) if mark else None)
             else:
                 read = self._progress.hand_out()
-            batch = _batch(data, epoch, read)
+            batch = batch_of(data, epoch, read)
             looks = self.micro_batch is None and not torch.is_grad_enabled()
             self._looked_at = batch.weighing if looks else None
             return batch
@@ -378,18 +393,3 @@ def _kind_of(dataset: Any, shuffle: bool | Shuffle | None, sampler: Any, samples
             )
         shuffle = False
     return shuffle_of(shuffle is None or shuffle) if sampler is None else drawn_by(sampler, samples)
-
-
-def _batch(data: Any, epoch: int, read: Read) -> Batch[Any]:
-    share = read.share
-    return Batch(
-        data=data,
-        epoch=epoch,
-        step=share.step.number,
-        indices=read.samples,
-        count=share.count,
-        global_count=share.step.count,
-        weighing=Weight(share.weight),
-        micro=share.micro,
-        micros=share.micros,
-    )

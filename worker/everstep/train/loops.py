@@ -32,6 +32,7 @@ from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
 from everstep.train.guards import call_mistakes, calls_before_steps
+from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
@@ -289,6 +290,7 @@ class Loops:
         self._loop, self._feed = True, feed
         if feed is not None:
             self._state["data"] = feed.saved
+            self._state[SAMPLES] = CommonSamples(feed.sources())
             if nested:
                 self._nesting.begin(feed, self._state)
         if len(self._onces):

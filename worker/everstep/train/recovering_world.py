@@ -28,6 +28,7 @@ from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.straggler import Straggler, StragglerDetector
 from everstep.train.feeding.feed import Feed
 from everstep.train.feeding.resharding import Resharding
+from everstep.train.guards.common_samples import SAMPLES
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.gradient_reduction import GradientReduction
@@ -247,6 +248,8 @@ class RecoveringWorld:
     def _completed(self, *, last: bool = False) -> None:
         self._all_left_out()
         self._reducers.learn()
+        if (samples := self._state.get(SAMPLES)) is not None:
+            samples.completed(self._coordinator.gather)
         size = self._recovery.members.world_size
         self._replicas.completed(size, self._coordinator.same, self._coordinator.gather, last=last)
         self._hooks.check()
@@ -374,6 +377,8 @@ class RecoveringWorld:
         self._coordinator.move(members, round_.number, round_.rendezvous)
         self._profile.moved()
         self._between_steps.meet(self._coordinator.step, members)
+        if (samples := self._state.get(SAMPLES)) is not None:
+            samples.moved()
         self._replicas.moved()
         self._scales.moved()
         self._untracked_check.moved()

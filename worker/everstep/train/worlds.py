@@ -31,6 +31,7 @@ from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.messages import Messages
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.feeding.feed import Feed
+from everstep.train.guards.common_samples import SAMPLES
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.gradient_reduction import GradientReduction
 from everstep.train.guards.replicas import Replicas
@@ -40,7 +41,7 @@ from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase, StepScope
 
 # The names under which the session tracks objects of its own.
-RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, once.KEY)
+RESERVED = (*OWN_NAMES, BUCKETS, STATE, SWITCHES, SAMPLES, once.KEY)
 
 
 class World(StepScope, Protocol):
@@ -221,6 +222,8 @@ class FixedWorld:
     def _completed(self, *, last: bool = False) -> None:
         self._all_left_out()
         self._reducers.learn()
+        if (samples := self._state.get(SAMPLES)) is not None:
+            samples.completed(self._coordinator.gather)
         self._replicas.completed(self._size, self._coordinator.same, self._coordinator.gather, last=last)
         if self._hooks is not None:
             self._hooks.check()

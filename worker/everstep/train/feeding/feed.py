@@ -20,6 +20,7 @@ from everstep.data.takeover import TakenOver, name_of
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import Gather
 from everstep.train.guards import call_mistakes
+from everstep.train.guards.common_samples import Source
 
 
 class Feed:
@@ -150,6 +151,13 @@ class Feed:
     def reads(self, dataset: Any) -> bool:
         """Whether one of the loaders' own DataLoaders reads from this."""
         return any(loader.reads(dataset) for loader in self._loaders.values())
+
+    def sources(self) -> dict[str, Source]:
+        """What the loaders read, for `CommonSamples`."""
+        return {
+            name: Source(loader.cursor.dataset.kind, loader.dataset, loader.sketches, loader.may_change)
+            for name, loader in self._loaders.items()
+        }
 
     @property
     def datasets(self) -> set[int]:
