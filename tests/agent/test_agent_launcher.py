@@ -144,15 +144,31 @@ def test_standalone_processes_find_each_other_and_reduce(script: Path) -> None:
 # --- a refusal
 
 
-@pytest.mark.parametrize(("cause", "starts"), [("None", 1), ("OSError('the store is away')", 3)])
-def test_refusal_that_tells_of_another_error_is_restarted(script: Path, cause: str, starts: int) -> None:
-    """The script has caught what a restart may heal, and was refused for that: `LoopError … from error`."""
+@pytest.mark.parametrize(
+    ("ends", "starts"),
+    [
+        ("raise refused from None", 1),
+        ("raise refused from KeyError('fc.weight')", 1),
+        ("raise ValueError('no data') from refused", 1),
+        ("try: raise refused\nexcept StateMismatch: raise ValueError('no data')", 1),
+        ("try: raise refused\nexcept StateMismatch as e: sys.exit(3)", 1),
+        ("raise ExceptionGroup('threads', [refused])", 1),
+        ("raise refused from OSError('the store is away')", 3),  # a restart may heal that
+    ],
+)
+def test_refusal_is_final_whatever_way_it_leaves_the_script(script: Path, ends: str, starts: int) -> None:
+    said = "fc.weight has another shape"
     script.write_text(
-        "class Refusal(RuntimeError):\n    everstep_refused_after = 0\n"
-        f"print('start')\nraise Refusal('its loop was ended by an error') from {cause}\n"
+        f"import sys\nfrom everstep.checkpoint.errors import StateMismatch\nprint('start')\n"
+        f"refused = StateMismatch('{said}')\n{ends}\n"
     )
     done = run("--standalone", "--max-restarts=2", script)
     assert (done.returncode, done.stdout.split()) == (1, ["start"] * starts), done.stderr
+    if starts == 1:
+        assert "the script is refused, and not restarted" in done.stderr
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        assert said in lines[-1]
+        assert said in next(line for line in lines if "refused" in line)
 
 
 # --- the first error

@@ -1,5 +1,6 @@
 """Connections are told apart by address, and only those of the round are closed."""
 
+import os
 import socket
 import threading
 from typing import Any
@@ -90,3 +91,22 @@ def test_listeners_that_keep_coming_are_an_error() -> None:
         gloo_sockets.listening(make)
     for s in made:
         s.close()
+
+
+def test_copy_that_is_no_socket_any_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor may become a file between the look at it and the copy; nobody else closes the copy."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    copied: list[int] = []
+    duplicate = os.dup
+
+    def becomes_a_file(descriptor: int) -> int:
+        copied.append(os.open(os.devnull, os.O_RDONLY) if descriptor == listener.fileno() else duplicate(descriptor))
+        return copied[-1]
+
+    monkeypatch.setattr(os, "dup", becomes_a_file)
+    with listener:
+        list(gloo_sockets._listeners())
+    assert copied
+    for descriptor in copied:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

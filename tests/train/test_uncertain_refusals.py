@@ -1,5 +1,5 @@
 """A refusal that rests on time is a failure like others: a slow disk or a busy machine may be the reason, and a restart
-may help. Only what is wrong by the script itself ends a job at once (`contract/termination.py::refused_after`)."""
+may help. Only what is wrong by the script itself ends a job at once (`contract/refusal.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from everstep.contract.termination import refused_after
+from everstep.contract.refusal import refused_after, steps_done
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
@@ -35,7 +35,7 @@ def test_ranks_that_left_after_other_steps_are_refused_for_good() -> None:
     store.set("everstep/left/1", "2")
     with pytest.raises(LoopError, match="after other steps each") as found:
         early_exit.all_leave(store, 0, 2, 1, 0.0)
-    assert refused_after(found.value) == LoopError.steps_done
+    assert refused_after(found.value) == steps_done()
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -47,4 +47,4 @@ def test_peers_are_told_whether_a_refusal_rests_on_time(certain: bool) -> None:
     alone = cast(AnnouncedRound, SimpleNamespace(rank=1, world_size=2))
     with pytest.raises(LoopError, match=r"^rank 0 left$") as found:
         forming._check_made(store, alone, "")
-    assert refused_after(found.value) == (LoopError.steps_done if certain else None)
+    assert refused_after(found.value) == (steps_done() if certain else None)

@@ -129,7 +129,8 @@ def test_refusal_reaches_the_operator_with_the_line_of_the_script(
     script.write_text(
         "from concurrent.futures import Future\n"
         "from everstep.recovery.errors import LoopError\n"
-        "LoopError.steps_done = 2\n"
+        "from everstep.contract import refusal\n"
+        "refusal.count_step(); refusal.count_step()\n"
         "refused = Future()\n"
         "refused.set_exception(LoopError('write this'))\n"
         "refused.result()  # raised in a file of Python's own\n"
@@ -137,7 +138,7 @@ def test_refusal_reaches_the_operator_with_the_line_of_the_script(
     dies(log, f"import runpy; runpy.run_path({str(script)!r})")
     assert json.loads(log.read_text())["refused_after"] == 2
     loss = judged(log.read_text())
-    assert (loss.detail, loss.refusal) == ("LoopError: write this", Refusal("train.py:6"))
+    assert (loss.detail, loss.refusal) == ("LoopError: write this", Refusal("train.py:7"))
 
 
 def test_other_error_is_no_refusal(log: Path, judged: Callable[[str], Loss]) -> None:

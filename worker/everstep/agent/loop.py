@@ -30,11 +30,11 @@ from everstep.agent.processes.control_socket import ControlSocket
 from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.agent.processes.faults import FirstError, judge, memory_kills
 from everstep.agent.processes.output import Output
-from everstep.agent.processes.program import ERROR_FILE
 from everstep.agent.processes.running import Running, Settling
 from everstep.agent.requests import Requests
 from everstep.agent.tasks import Tasks
 from everstep.contract import env, exit_codes, termination
+from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.backends.opening import remedy
 from everstep.membership.world_state import Round
 

@@ -18,9 +18,10 @@ from everstep.agent.processes.client import ForkServerError
 from everstep.agent.processes.control_socket import StoresUnavailable
 from everstep.agent.processes.environ import DEBUG
 from everstep.agent.processes.faults import FirstError
-from everstep.agent.processes.program import ERROR_FILE, cannot_start
+from everstep.agent.processes.program import cannot_start
 from everstep.agent.startable import problem
 from everstep.contract import env, variables
+from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.errors import RendezvousFailed
 
 log = logging.getLogger("everstep.agent")

@@ -47,6 +47,7 @@ __all__ = [
     "RngState",
     "SaveFailed",
     "SaveHandle",
+    "SettingUnusable",
     "StateMismatch",
     "Union",
     "UnsupportedVersion",

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint.commits import Commits
-from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed
+from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
 from everstep.checkpoint.format.times import stamp
@@ -115,7 +115,7 @@ class Checkpointer(Commits):
         self._log = CommitLog(self._store)
         self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
         if not peer_timeout > 0:
-            raise CheckpointError(f"peer_timeout={peer_timeout}: seconds are expected, more than 0")
+            raise SettingUnusable(f"peer_timeout={peer_timeout}: seconds are expected, more than 0")
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
         said = (process_group, rank, world_size)
@@ -338,11 +338,11 @@ class Checkpointer(Commits):
         the good one."""
         self._check_process()
         if self._closed.is_set():
-            raise CheckpointError("the Checkpointer is closed" + at_exit.late(self))
+            raise SettingUnusable("the Checkpointer is closed" + at_exit.late(self))
         if self._writer is None:
             own, _ = self._owner.take()
             if own.commit >= 0 and self._owner.round is None:
-                raise CheckpointError(
+                raise SettingUnusable(
                     f"{self._store.url}: log record {own.commit} is a commit that was not restored; call restore() "
                     "before the first save, or save to an empty URL"
                 )
@@ -371,7 +371,7 @@ class Checkpointer(Commits):
 
     def _check_process(self) -> None:
         if self._writer is not None and self._process != os.getpid():
-            raise CheckpointError(
+            raise SettingUnusable(
                 f"{self._store.url}: this process was forked from the one that the Checkpointer belongs to, and has no "
                 "thread that writes: make a Checkpointer in the child, with a URL of its own"
             )

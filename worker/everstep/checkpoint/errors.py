@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.contract import exit_codes
+from everstep.contract.refusal import Refusal
 
 
 class CheckpointError(Exception):
@@ -13,7 +14,11 @@ class FormatError(CheckpointError):
     """Bytes are not what the commit format says: damaged, forged or cut. The text names the object and the field."""
 
 
-class UnsupportedVersion(CheckpointError):
+class SettingUnusable(Refusal, CheckpointError):
+    """An argument, a variable of the environment, or the order of calls is none that works. The text says what does."""
+
+
+class UnsupportedVersion(Refusal, CheckpointError):
     """A record of a newer format. Nobody may train past what they cannot read: use a newer everstep."""
 
 
@@ -25,7 +30,7 @@ class NoCommit(CheckpointError):
     """There is no such commit: none at all, none of the step, or none with the number that was asked for."""
 
 
-class StateMismatch(CheckpointError):
+class StateMismatch(Refusal, CheckpointError):
     """The state passed in does not fit the commit, or holds a value that no checkpoint can hold."""
 
 

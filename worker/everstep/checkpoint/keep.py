@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import SettingUnusable
 
 STEPS: Final = "steps"
 HOURS: Final = "hours"
@@ -33,7 +33,7 @@ class Keep:
       says whether "min" or "max" is better. Of equal ones the newer is. A commit without the metric, or with NaN or
       infinity, is not among them.
 
-    Raises `CheckpointError` naming the field that is wrong.
+    Raises `SettingUnusable` naming the field that is wrong.
     """
 
     last: int = 3
@@ -50,16 +50,16 @@ class Keep:
             ("best", self.best, 0),
         ):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise CheckpointError(f"keep: {name}={value!r}: an integer of at least {least} is expected")
+                raise SettingUnusable(f"keep: {name}={value!r}: an integer of at least {least} is expected")
         hours = self.every_hours
         if hours is not None and (not isinstance(hours, int | float) or not 0 < hours < math.inf):
-            raise CheckpointError(f"keep: every_hours={hours!r}: a positive number of hours is expected")
+            raise SettingUnusable(f"keep: every_hours={hours!r}: a positive number of hours is expected")
         if self.best > MAX_KEPT or self.last > MAX_KEPT:
-            raise CheckpointError(f"keep: last and best may be at most {MAX_KEPT}; for more, use every_steps")
+            raise SettingUnusable(f"keep: last and best may be at most {MAX_KEPT}; for more, use every_steps")
         if not isinstance(self.metric, str) or not self.metric:
-            raise CheckpointError(f"keep: metric={self.metric!r}: the name of a metric is expected, such as 'loss'")
+            raise SettingUnusable(f"keep: metric={self.metric!r}: the name of a metric is expected, such as 'loss'")
         if self.mode not in ("min", "max"):
-            raise CheckpointError(f"keep: mode={self.mode!r}: 'min' or 'max' is expected")
+            raise SettingUnusable(f"keep: mode={self.mode!r}: 'min' or 'max' is expected")
 
     @property
     def more(self) -> bool:
@@ -108,14 +108,14 @@ def metrics_of(values: object) -> dict[str, float]:
 def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """The metrics as a record can hold them: NaN and infinity, which a loss may well be, are left out.
 
-    Raises `CheckpointError` naming what is no number: a tensor of one element is one.
+    Raises `SettingUnusable` naming what is no number: a tensor of one element is one.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise CheckpointError(f"metrics={metrics!r}: a dict of names and numbers is expected")
+        raise SettingUnusable(f"metrics={metrics!r}: a dict of names and numbers is expected")
     found: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not name:
-            raise CheckpointError(f"metrics: the name {name!r} is no text")
+            raise SettingUnusable(f"metrics: the name {name!r} is no text")
         try:
             number = None if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
         except OverflowError:
@@ -123,7 +123,7 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):
             number = None
         if number is None:
-            raise CheckpointError(f"metrics[{name!r}]={value!r}: a number, or a tensor of one element, is expected")
+            raise SettingUnusable(f"metrics[{name!r}]={value!r}: a number, or a tensor of one element, is expected")
         if math.isfinite(number):
             found[name] = number
     return found

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import SettingUnusable
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -160,7 +160,7 @@ class Group(Broadcasting):
 def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:
     """The world this process is in. Collective where there is a process group.
 
-    Raises `CheckpointError` if it is said to have several ranks, and no process group connects them.
+    Raises `SettingUnusable` if it is said to have several ranks, and no process group connects them.
     """
     if dist.is_available() and dist.is_initialized():
         group = process_group
@@ -170,12 +170,12 @@ def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:
     else:
         size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
-            raise CheckpointError(
+            raise SettingUnusable(
                 f"WORLD_SIZE is {size} but torch.distributed is not initialised: call "
                 "torch.distributed.init_process_group() before restore() or save()"
             )
         ranks = Alone()
     for name, said, found in (("rank", rank, ranks.rank), ("world_size", world_size, ranks.world_size)):
         if said is not None and said != found:
-            raise CheckpointError(f"{name}={said} was passed, but the process group says {found}")
+            raise SettingUnusable(f"{name}={said} was passed, but the process group says {found}")
     return ranks

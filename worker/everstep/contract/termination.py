@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from everstep.contract import env, redact
+from everstep.contract import env, redact, refusal
 from everstep.contract.library_files import is_library
 
 LOG = "/dev/termination-log"
@@ -31,18 +31,6 @@ MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looke
 _TOLD = "__everstep_told__"
 
 
-def refused_after(error: BaseException) -> int | None:
-    """How many steps the process had completed when the session refused the script; None for other errors.
-
-    A refusal is known by an attribute, because the library that raises it may not be imported here. One that was raised
-    from another error is not counted: a restart may heal that error.
-    """
-    if error.__cause__ is not None:
-        return None
-    steps = getattr(error, "everstep_refused_after", None)
-    return steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
-
-
 def write(
     error: str,
     exit_code: int,
@@ -54,7 +42,7 @@ def write(
 ) -> None:
     """Append one record. Several processes of one pod may write; the operator takes the first that blames no peer.
 
-    Of a refusal (see `refused_after`), `line` is the place in the script.
+    Of a refusal (see `refusal.refused_after`), `line` is the place in the script.
     """
     if env.JOB_UID not in environ:
         return
@@ -82,21 +70,26 @@ def write(
 
 
 def write_error(error: BaseException) -> None:
-    """The record of an exception, once; its `exit_code` attribute is used if it has one, else 1, as Python does."""
-    if getattr(error, _TOLD, False):
+    """The record of an exception, once; its `exit_code` attribute is used if it has one, else 1, as Python does.
+
+    If a refusal led to it, the record is that of the refusal."""
+    refused = refusal.find(error)
+    told = refused or error
+    if getattr(error, _TOLD, False) or getattr(told, _TOLD, False):
         return
-    with contextlib.suppress(AttributeError):
-        setattr(error, _TOLD, True)
-    text = f"{type(error).__name__}: {error}"
-    if len(text) > MAX_BRIEF and (brief := getattr(error, "everstep_brief", "")):
-        text = f"{type(error).__name__}: {brief}"
+    for one in (error, told):
+        with contextlib.suppress(AttributeError):
+            setattr(one, _TOLD, True)
+    text = refusal.sentence(told)
+    if len(text) > MAX_BRIEF and (brief := getattr(told, "everstep_brief", "")):
+        text = f"{type(told).__name__}: {brief}"
     lines = "".join(traceback.format_exception(error)).splitlines()
     write(
         text,
         int(getattr(error, "exit_code", 1)),
         [line for line in lines if line.strip()],
-        refused_after=refused_after(error),
-        line=_line_of_the_script(error.__traceback__),
+        refused_after=refusal.refused_after(error),
+        line=_line_of_the_script(told.__traceback__) or _line_of_the_script(error.__traceback__),
     )
 
 
@@ -120,6 +113,7 @@ def install() -> None:
         with contextlib.suppress(Exception):
             if not isinstance(error, KeyboardInterrupt):
                 write_error(error)
-        previous(kind, error, trace)
+        with refusal.framed(error):
+            previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from everstep.contract.refusal import Refusal
 
-class DataError(Exception):
+
+class DataError(Refusal):
     """Base of every error that the data package raises itself. The text names what is wrong, where, and the fix."""
 
 
@@ -32,7 +34,11 @@ class LoaderUnusable(DataError):
 
 
 class CacheError(DataError):
-    """A file cannot be had: the store has not got it, or it is not what the index says."""
+    """A file cannot be had: the store has not got it, or it is not what the index says. A restart may help."""
+
+    def __init__(self, *words: object) -> None:
+        super().__init__(*words)
+        self.may_pass()
 
 
 class CacheFull(CacheError):

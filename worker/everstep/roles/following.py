@@ -104,5 +104,7 @@ class _Asking:
             self.over, self.answered = False, True
         said = wire.unpacked(found)
         if "error" in said:
-            raise RolesError(f"the hub's answer failed: {said['error']}")
+            failed = RolesError(f"the hub's answer failed: {said['error']}")
+            failed.may_pass()  # the error is the hub's, whatever it is
+            raise failed
         return said["reply"]

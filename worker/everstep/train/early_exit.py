@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from everstep.contract import refusal
 from everstep.recovery.errors import LoopError
 from everstep.train.step import Phase, Step, failed
 
@@ -32,7 +33,8 @@ def check_error(error: BaseException | None, step: int, goal: int) -> None:
     if error is not None and step < goal:
         raise LoopError(
             f"the run did not come to step {goal}: its loop was ended after step {step} by an error that the script "
-            f"has caught: {type(error).__name__}: {error}"
+            f"has caught: {type(error).__name__}: {error}",
+            certain=refusal.find(error) is not None,
         ) from error
 
 
@@ -41,7 +43,8 @@ def check_step(step: Step | None) -> None:
     if step is not None and step.error is not None and not isinstance(step.error, SystemExit):
         raise LoopError(
             f"{failed(step)}, which the script caught outside of the loop: what the step has changed is not whole, and "
-            "the run cannot end there as if it were complete. Take that `try` away, and mend what raises"
+            "the run cannot end there as if it were complete. Take that `try` away, and mend what raises",
+            certain=refusal.find(step.error) is not None,
         ) from step.error
     if step is not None and step.phase in (Phase.ENTERED, Phase.FAILED):
         raise LoopError(

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from everstep.checkpoint import RngState
+from everstep.contract import refusal
 from everstep.data import DataError
 from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
@@ -97,7 +98,8 @@ def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], Wo
         try:
             taken = TakenOver(loader, ranks=ranks, world=world, sizes=frozenset({1, ranks, world.size}))
         except DataError as e:
-            raise LoopError(f"evaluate(fn, loader): {e}. Or iterate it in fn: `run.evaluate(fn)`") from e
+            text = f"evaluate(fn, loader): {e}. Or iterate it in fn: `run.evaluate(fn)`"
+            raise LoopError(text, certain=refusal.find(e) is not None) from e
         taken.agree(0)  # all ranks use one order, even if they were seeded differently
         try:
             for batch in taken:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from everstep.checkpoint import RngState
-from everstep.contract import exit_codes
+from everstep.contract import exit_codes, refusal
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
@@ -23,7 +23,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE, Randomness, Rng
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES, Switches
-from everstep.train import early_exit, once
+from everstep.train import early_exit, once, refused_end
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.stop_signal import Left, Preempted
@@ -213,7 +213,8 @@ class Loops:
                             "For a loop over epochs with a loop over steps in it: `for epoch in run.epochs(loader, 10)"
                             ":`, and in it `for step in run.steps():`")  # fmt: skip
         self._ask(calls_before_steps.loop(loader, until, epochs, nested=nested), sys._getframe(1))
-        feed, world = self._join_world(loader, nested)
+        with refused_end.remembered():
+            feed, world = self._join_world(loader, nested)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
         self._coordinator.watch()
         self._unmanaged.begin(feed, self._state)
@@ -221,6 +222,7 @@ class Loops:
             yield world, self._nesting
         except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
+            refusal.stands(e)
             raise
         finally:
             self._unmanaged.end()
@@ -250,7 +252,8 @@ class Loops:
             raise LoopError(
                 f"{failed(step)}, which the script caught outside of `with step`: what the step has changed is not "
                 "whole, and the step is not counted. Take that `try` away, and mend what raises. To leave a bad batch "
-                "out, test for it inside the block, and decide on all ranks alike"
+                "out, test for it inside the block, and decide on all ranks alike",
+                certain=refusal.find(step.error) is not None,
             ) from step.error
         elif step.phase is not Phase.LOST:
             raise LoopError(
@@ -271,6 +274,7 @@ class Loops:
         if not (world.ready() and world.finish()):
             return False
         self._world = None
+        refusal.settled()
         self._random.begin(self.step, self._rank)  # so later code draws the same numbers, however the run came here
         return True
 
@@ -370,6 +374,7 @@ class Loops:
                       "one takes its place")  # fmt: skip
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
+        refusal.settled()
 
     def _cut(self) -> DataWorld:
         """This process's share of the data, in the present world."""

@@ -38,7 +38,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
-from everstep.train import early_exit, evaluation, once
+from everstep.train import early_exit, evaluation, once, refused_end
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -290,8 +290,10 @@ class Run(Loops):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not early_exit.is_done(error):
-            return
-        if self._world is not None:
-            self._end_early(self._world)
-        self._close()
+        with refused_end.remembered():
+            if not early_exit.is_done(error):
+                refused_end.remember(error)
+                return
+            if self._world is not None:
+                self._end_early(self._world)
+            self._close()

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+from everstep.contract import refusal
 from everstep.data import Batch, BatchUnusable
 from everstep.recovery.errors import LoopError
 
@@ -120,10 +121,19 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.phase, self.error = Phase.FAILED, error
+        try:
+            return self._leave(error, trace)
+        except Exception as e:
+            self.error = e
+            refusal.stands(e)
+            raise
+
+    def _leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
         self._scope.step_over()
         if isinstance(error, BatchUnusable):  # `with step as (x, y)`
             raise LoopError(str(error)) from error
         if error is not None and not self._scope.step_lost(error):
+            refusal.stands(error)
             return False
         if error is not None or not self._scope.step_ended():
             self.phase, self.error = Phase.LOST, None
@@ -136,7 +146,7 @@ class Step:
                 "them all: `with step as batches: for batch in batches: …`"
             )
         self.phase = Phase.DONE
-        LoopError.steps_done += 1
+        refusal.count_step()
         self._completed()
         return False
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everstep.agent.processes.program import ERROR_FILE
 from everstep.contract import env
+from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.world_state import Round
 
 # What EVERSTEP_DEBUG sets, unless the job sets it itself.

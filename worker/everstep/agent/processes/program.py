@@ -11,14 +11,12 @@ import builtins
 import contextlib
 import faulthandler
 import io
-import json
 import os
 import random
 import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -26,9 +24,10 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
-from everstep.contract import termination
+from everstep.contract import error_file, exit_codes, refusal, termination
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# A process ends with these by this library itself.
+_OWN_CODES = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED, exit_codes.NOT_RECOVERED)
 STACKS_SIGNAL = signal.SIGUSR2
 MORE_LIKELY = 100  # added to oom_score_adj, so that the kernel kills the process rather than the agent
 
@@ -73,6 +72,11 @@ def main(command: Mapping[str, Any]) -> None:
             sys.path[0] = str(Path(target).resolve().parent)
             _run(target)
     except SystemExit as e:
+        ends = type(e) is SystemExit and e.code not in _OWN_CODES
+        if ends and refusal.find(e) is not None:  # the script has caught it
+            error_file.write(e)
+            termination.write_error(e)
+            raise SystemExit(1) from e
         if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
             termination.write(said, e.code if isinstance(e.code, int) else 1, [])
         raise
@@ -165,29 +169,9 @@ def _report_error(hook: Any, kind: type[BaseException], error: BaseException, tr
     ):
         trace = trace.tb_next
     with contextlib.suppress(Exception):
-        _write_error(error)
+        error_file.write(error)
     with contextlib.suppress(Exception):
         if not isinstance(error, KeyboardInterrupt):
             termination.write_error(error)
-    hook(kind, error.with_traceback(trace), trace)
-
-
-def _write_error(error: BaseException) -> None:
-    """Write the error file as torch's `record` does, unless `record` has written it."""
-    path = os.environ.get(ERROR_FILE)
-    if not path:
-        return
-    refused = termination.refused_after(error)
-    if Path(path).exists():
-        if refused is not None:
-            written = json.loads(Path(path).read_text())
-            written["message"]["extraInfo"]["refusedAfter"] = refused
-            Path(path).write_text(json.dumps(written))
-        return
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    callstack = "".join(traceback.format_exception(error))
-    extra: dict[str, Any] = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    if refused is not None:
-        extra["refusedAfter"] = refused
-    message = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
-    Path(path).write_text(json.dumps(message))
+    with refusal.framed(error):
+        hook(kind, error.with_traceback(trace), trace)

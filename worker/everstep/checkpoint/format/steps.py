@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 
-from everstep.checkpoint.errors import CheckpointError, StateMismatch
+from everstep.checkpoint.errors import SettingUnusable, StateMismatch
 from everstep.checkpoint.format.manifest import MAX_STEP
 
 
@@ -34,9 +34,9 @@ def _integer(value: object) -> int | None:
 
 
 def check_order(step: int, last: int, url: str) -> None:
-    """Raises `CheckpointError` for a save of a step before that of the state that was saved or restored last."""
+    """Raises `SettingUnusable` for a save of a step before that of the state that was saved or restored last."""
     if step < last:
-        raise CheckpointError(
+        raise SettingUnusable(
             f"{url}: save({step}) after step {last} was saved or restored: the newest commit would be of an older "
             "step. To go back, call restore(state, step=…) before; a new run needs another URL"
         )

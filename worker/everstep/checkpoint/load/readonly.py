@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, StateMismatch
+from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, NoCommit, SettingUnusable, StateMismatch
 from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.format.steps import named_commit
@@ -84,13 +84,13 @@ def load(
     does not fit or has nothing of that name, and `StorageError`.
     """
     if (url is None) == (store is None):
-        raise CheckpointError("give the URL of a checkpoint, or store=")
+        raise SettingUnusable("give the URL of a checkpoint, or store=")
     if state is not None and (only is not None or map_location is not None):
-        raise CheckpointError("only= and map_location= are for a load without a state, which says both itself")
+        raise SettingUnusable("only= and map_location= are for a load without a state, which says both itself")
     step, n = named_commit(step, n)
     selection = Selection.of(strict, include, exclude, rename, cast)
     if state is None and selection != Selection():
-        raise CheckpointError("strict=, include=, exclude=, rename= and cast= are for a load into a state; see only=")
+        raise SettingUnusable("strict=, include=, exclude=, rename= and cast= are for a load into a state; see only=")
     if isinstance(only, str):
         only = [only]
     where = text_of(url) or ""
@@ -100,7 +100,7 @@ def load(
             return _load(opened, state, step, n, None if only is None else tuple(only), map_location, selection, start)
         except _Gone as e:
             log.info("%s: while it was read, the run that writes here has deleted it; the newest is read anew", e)
-    raise CheckpointError(
+    raise SettingUnusable(
         f"{opened.url}: {MAX_RACES} commits in a row were deleted while they were read; pin one first"
     )
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 import xxhash
 
-from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
+from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, StateMismatch
 from everstep.checkpoint.format.chunks import check_size, in_parallel
 from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.manifest import (
@@ -34,13 +34,14 @@ from everstep.checkpoint.log.loads import Loads
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.finite import Nonfinite
+from everstep.contract import refusal
 from everstep.storage import ObjectStore, StorageError
 
 MAX_TRIES: Final = 100
 
 Wanted = Callable[[CommitRecord], list[Target]]  # what this rank needs of a commit
 
-_GOOD, _DAMAGED, _BROKEN = 0, 1, 2
+_GOOD, _DAMAGED, _BROKEN, _REFUSED = 0, 1, 2, 3
 
 
 class SteppedOver(Protocol):
@@ -146,16 +147,26 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
             problem = Damaged(str(e))
         except (StorageError, CheckpointError) as e:
             problem = e
-    worst = ranks.maximum(_GOOD if problem is None else _DAMAGED if isinstance(problem, Damaged) else _BROKEN)
+    worst = ranks.maximum(_kind_of(problem))
     if worst == _DAMAGED:
         raise problem or Damaged("another rank could not read it")
-    if worst == _BROKEN:
-        if problem is None or isinstance(problem, Damaged):
-            raise CheckpointError(f"{store.url}: another rank could not read the store, or its state does not fit")
+    if worst != _GOOD and (problem is None or isinstance(problem, Damaged)):
+        if worst == _REFUSED:
+            raise StateMismatch(f"{store.url}: the state of another rank does not fit; the error of that rank says why")
+        raise CheckpointError(f"{store.url}: another rank could not read the store")
+    if problem is not None:
         raise problem
     if together:
         exchange(divided, buffers.bytes, ranks)
     return buffers.finish()
+
+
+def _kind_of(problem: Exception | None) -> int:
+    if problem is None:
+        return _GOOD
+    if isinstance(problem, Damaged):
+        return _DAMAGED
+    return _REFUSED if refusal.find(problem) is not None else _BROKEN
 
 
 def _digest(targets: Sequence[Target]) -> int:

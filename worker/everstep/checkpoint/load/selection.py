@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from everstep.checkpoint.errors import CheckpointError, StateMismatch
+from everstep.checkpoint.errors import SettingUnusable, StateMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Selection:
         rename: Mapping[str, str] | None = None,
         cast: bool = False,
     ) -> Selection:
-        """Raises `CheckpointError` for a text where several are expected, and for an `include` that takes nothing."""
+        """Raises `SettingUnusable` for a text where several are expected, and for an `include` that takes nothing."""
         for name, value in (("include", include), ("exclude", exclude)):
             if isinstance(value, str):
-                raise CheckpointError(f"{name}={value!r}: a list of paths is expected, [{value!r}]")
+                raise SettingUnusable(f"{name}={value!r}: a list of paths is expected, [{value!r}]")
         included = None if include is None else tuple(include)
         if included == ():
-            raise CheckpointError("include=[] would load nothing: name what to take, or leave include= out to take all")
+            raise SettingUnusable("include=[] would load nothing: name what to take, or leave include= out to take all")
         return cls(
             strict, included, tuple(exclude or ()),
             tuple(sorted((rename or {}).items(), key=lambda pair: -len(pair[0]))), cast,

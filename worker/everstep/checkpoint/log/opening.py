@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from everstep.checkpoint.errors import CheckpointError, Fenced, Occupied, OwnerUnknown, UnsupportedVersion
+from everstep.checkpoint.errors import (
+    CheckpointError,
+    Fenced,
+    Occupied,
+    OwnerUnknown,
+    SettingUnusable,
+    UnsupportedVersion,
+)
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
 from everstep.checkpoint.handle import Events
 from everstep.checkpoint.keep import Keep
@@ -51,10 +58,10 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def text_of(url: str | os.PathLike[str] | None) -> str | None:
-    """A URL or folder as the stores take it. Raises `CheckpointError` for what is neither."""
+    """A URL or folder as the stores take it. Raises `SettingUnusable` for what is neither."""
     found = os.fspath(url) if isinstance(url, os.PathLike) else url
     if found is not None and not isinstance(found, str):
-        raise CheckpointError(f"url={found!r}: a text is expected, such as s3://bucket/run or a folder")
+        raise SettingUnusable(f"url={found!r}: a text is expected, such as s3://bucket/run or a folder")
     return found
 
 
@@ -82,7 +89,7 @@ class Settings:
         max_loads: int | None,
         nonfinite: str | None,
     ) -> Settings:
-        """Raises `CheckpointError` naming the argument or variable that is wrong."""
+        """Raises `SettingUnusable` naming the argument or variable that is wrong."""
         url = text_of(url)
         # An agent has said it already, and of many processes one is enough.
         if env.AGENT_SOCKET not in environ and environ.get("RANK", "0") == "0":
@@ -99,21 +106,21 @@ class Settings:
             last = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
         for name, value in (("keep", last), ("every_steps", every_steps), ("every_seconds", every_seconds)):
             if value is not None and (not isinstance(value, int | float) or not 0 < value < 1e9):
-                raise CheckpointError(f"{name}={value!r}: a positive number is expected")
+                raise SettingUnusable(f"{name}={value!r}: a positive number is expected")
         rules = keep if isinstance(keep, Keep) else _rules(environ, int(last))
         if single_committer is None:
             said = environ.get(SINGLE_COMMITTER, "").lower()
             if said not in ("", "0", "false", "1", "true"):
-                raise CheckpointError(f"{SINGLE_COMMITTER}={said}: 1 or 0 is expected")
+                raise SettingUnusable(f"{SINGLE_COMMITTER}={said}: 1 or 0 is expected")
             single_committer = said in ("1", "true")
         if max_loads is None:
             given = _number(environ, MAX_LOADS)
             max_loads = DEFAULT_LOADS if given is None else int(given)
         if max_loads < 0:
-            raise CheckpointError(f"max_loads={max_loads}: 0 (never step over) or a positive number is expected")
+            raise SettingUnusable(f"max_loads={max_loads}: 0 (never step over) or a positive number is expected")
         policy = nonfinite or environ.get(NONFINITE, "") or "refuse"
         if policy not in ("refuse", "mark", "allow"):
-            raise CheckpointError(f"nonfinite={policy!r}: one of 'refuse', 'mark' and 'allow' is expected")
+            raise SettingUnusable(f"nonfinite={policy!r}: one of 'refuse', 'mark' and 'allow' is expected")
         return cls(
             url or environ.get(env.CHECKPOINT_URL, ""), rules, every_seconds, every_steps, single_committer,
             max_loads, cast(Nonfinite, policy),
@@ -126,7 +133,7 @@ def _rules(environ: Mapping[str, str], last: int) -> Keep:
         _number(environ, name) for name in (env.CHECKPOINT_KEEP_EVERY_STEPS, env.CHECKPOINT_KEEP_EVERY_HOURS)
     )
     if steps is not None and not steps.is_integer():
-        raise CheckpointError(f"{env.CHECKPOINT_KEEP_EVERY_STEPS}={steps}: a whole number of steps is expected")
+        raise SettingUnusable(f"{env.CHECKPOINT_KEEP_EVERY_STEPS}={steps}: a whole number of steps is expected")
     return Keep(last, None if steps is None else int(steps), hours)
 
 
@@ -223,4 +230,4 @@ def _number(environ: Mapping[str, str], name: str) -> float | None:
     try:
         return float(text)
     except ValueError as e:
-        raise CheckpointError(f"{name}={text!r} is not a number") from e
+        raise SettingUnusable(f"{name}={text!r} is not a number") from e

@@ -12,6 +12,7 @@ import atexit
 
 # First: it ends its own threads, which write, when the interpreter ends; who registers later goes before it.
 import concurrent.futures.thread
+import contextlib
 import logging
 import os
 import sys
@@ -108,12 +109,37 @@ def _failed() -> bool:
     return getattr(sys, "last_value", None) is not _script.error
 
 
+def end_with(code: int) -> None:
+    """The process ends with this code, whatever the interpreter's own is. For functions of `atexit`."""
+    _script.code, _script.process = code, os.getpid()
+
+
 def _leave() -> None:
-    """The interpreter's own exit code is settled by now. What the script has registered since runs before."""
-    if _script.code and _script.process == os.getpid():
-        for stream in (sys.stdout, sys.stderr):
+    """The interpreter's own exit code is settled by now. What the script has registered since runs before; what was
+    registered before this module was imported is run here."""
+    if not _script.code or _script.process != os.getpid():
+        return
+    with contextlib.suppress(Exception):
+        atexit.unregister(_From(_leave))  # type: ignore[arg-type]  # it is compared, not called
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
             stream.flush()
-        os._exit(_script.code)
+    os._exit(_script.code)
+
+
+class _From:
+    """Equal to `first` and to all functions that are compared with it afterwards. `atexit.unregister` compares its
+    functions in the order in which they were registered, so those remain that have not run yet."""
+
+    def __init__(self, first: object) -> None:
+        self._first, self._met = first, False
+
+    def __eq__(self, other: object) -> bool:
+        self._met = self._met or other is self._first
+        return self._met
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 atexit.register(_leave)

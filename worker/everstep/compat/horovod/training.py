@@ -21,6 +21,7 @@ from everstep.compat.horovod.snapshot import Snapshot
 from everstep.compat.horovod.state import TorchState
 from everstep.compat.horovod.world import Fixed, Rounds, current
 from everstep.contract import exit_codes
+from everstep.contract.refusal import count_step
 from everstep.recovery.announcements import AnnouncedRound, Drained
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
@@ -167,7 +168,7 @@ class Training:
             raise HorovodInternalError("a collective has failed before this commit (PeerLost)")
         self._snapshot, self._averaged = Snapshot(self._state), self._target._averaged()
         self._commits, self._goes_on = self._commits + 1, False
-        LoopError.steps_done += 1
+        count_step()
         self._coordinator.count(self._commits)
         self._world.progress(self._commits)
         self._draw()

@@ -76,8 +76,13 @@ def _connections() -> Iterator[tuple[int, int, socket.socket]]:
         if inode is None:
             continue
         try:
-            copy = socket.socket(fileno=os.dup(descriptor))
+            copied = os.dup(descriptor)
         except OSError:
+            continue
+        try:
+            copy = socket.socket(fileno=copied)
+        except OSError:
+            os.close(copied)
             continue
         if copy.type == socket.SOCK_STREAM and copy.family in {socket.AF_INET, socket.AF_INET6}:
             yield descriptor, inode, copy

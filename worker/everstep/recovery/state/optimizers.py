@@ -22,7 +22,7 @@ def before_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> 
 
 def has_closure(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether a step is given a closure, by the arguments of its hooks. The first argument is the optimizer itself."""
-    return len(arguments) > 1 or bool(options)
+    return any(given is not None for given in arguments[1:]) or options.get("closure") is not None
 
 
 def _make_tables(optimizer: torch.optim.Optimizer) -> None:

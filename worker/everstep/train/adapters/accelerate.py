@@ -35,7 +35,7 @@ from typing import Any
 
 from torch.nn import SyncBatchNorm
 
-from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import LateRng
@@ -63,7 +63,7 @@ class Position:
     """The position of a prepared DataLoader, for a commit, and the remaining batches from there.
 
     `rng` is applied after the first batch of a resumed epoch was fetched, because making an iterator draws a number.
-    Raises `CheckpointError` for a loader whose order cannot be reproduced.
+    Raises `SettingUnusable` for a loader whose order cannot be reproduced.
     """
 
     def __init__(self, accelerator: Any, loader: Any, rng: LateRng | None = None) -> None:
@@ -155,7 +155,7 @@ class Run:
             if isinstance(self._data, Position):
                 self._data.next_epoch()
             elif self._data.epoch == epoch:
-                raise CheckpointError(f"epoch {epoch} was left before its end: take all of run.batches()")
+                raise SettingUnusable(f"epoch {epoch} was left before its end: take all of run.batches()")
 
     def batches(self) -> Iterator[Any]:
         """The remaining batches of the present epoch, on the accelerator's device. An `ElasticLoader` yields its
@@ -224,12 +224,12 @@ def start(
     _check(accelerator)
     recovery, own_loop = accelerated.recovery(), not objects
     if own_loop and recovery is None:
-        raise CheckpointError(
+        raise SettingUnusable(
             "start(accelerator, …) without objects, for a script's own loop over the prepared loader, works under "
             "everstep-run alone: here pass model=, optimizer=, loader=, and take `for batch in run.batches():`"
         )
     if not own_loop and loader is None:
-        raise CheckpointError("start(accelerator, …, model=…): say which loader is trained on, loader=train_dataloader")
+        raise SettingUnusable("start(accelerator, …, model=…): say which loader is trained on, loader=train_dataloader")
     if own_loop:
         _check_own(accelerator)
         loader, objects = trained_loader(accelerator) if loader is None else loader, held(accelerator)
@@ -241,17 +241,17 @@ def start(
 
 def _check_own(accelerator: Any) -> None:
     if accelerator.distributed_type is DistributedType.FSDP:
-        raise CheckpointError(
+        raise SettingUnusable(
             "Accelerate shards the model by FSDP, which start() cannot recover: leave that plugin out for "
             "DistributedDataParallel, or shard by fully_shard over everstep.start(…).mesh(shard=N)"
         )
     if not accelerator._optimizers or not accelerator._models:
-        raise CheckpointError(
+        raise SettingUnusable(
             "start(accelerator, …): the accelerator has prepared no model and optimizer yet: call it after "
             "accelerator.prepare(model, optimizer, loader)"
         )
     if any(isinstance(part, SyncBatchNorm) for model in accelerator._models for part in model.modules()):
-        raise CheckpointError(
+        raise SettingUnusable(
             "SyncBatchNorm runs collectives in the forward pass, where a script's own loop cannot catch the loss of a "
             "peer: pass model=, optimizer=, loader= to start, make the loop's body a function, `def learn(batch): …`, "
             "and write `run.train(learn)`"
@@ -262,7 +262,7 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
     """The state of prepared objects for a `Checkpointer`: unwrapped, with the gradient scaler if there is one, the
     random generators as "rng" and the position as "data" (a `Position`, or the `ElasticLoader` itself).
 
-    Raises `CheckpointError` for a plugin whose engine holds state that no object of the script has."""
+    Raises `SettingUnusable` for a plugin whose engine holds state that no object of the script has."""
     _check(accelerator)
     rng = LateRng()
     data = loader if isinstance(loader, ElasticLoader) else Position(accelerator, loader, rng)
@@ -271,7 +271,7 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
         state["scaler"] = accelerator.scaler
     for name, value in objects.items():
         if name in state:
-            raise CheckpointError(f"track({name}=…): the name {name!r} is taken; use another")
+            raise SettingUnusable(f"track({name}=…): the name {name!r} is taken; use another")
         state[name] = unwrapped(accelerator, value)
     return state
 
@@ -279,7 +279,7 @@ def track(accelerator: Any, *, loader: Any, **objects: Any) -> dict[str, Any]:
 def _check(accelerator: Any) -> None:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise CheckpointError(
+        raise SettingUnusable(
             f"Accelerate trains with {kind.value}, whose engine keeps parameters and optimizer state that no commit "
             "would hold: leave that plugin out, for DistributedDataParallel, or save with accelerator.save_state()"
         )

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import Checkpointer, CheckpointError
+from everstep.checkpoint import Checkpointer, SettingUnusable
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -78,7 +78,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
     def train(self, trainer: Any, **arguments: Any) -> Any:
         """Resume from the newest commit, or begin. Returns the result of `trainer.train(**arguments)`. Collective.
 
-        Raises `CheckpointError` for a Trainer that cannot be resumed, and `StateMismatch` for a commit of another
+        Raises `SettingUnusable` for a Trainer that cannot be resumed, and `StateMismatch` for a commit of another
         global batch or model. If asked to stop, it commits and ends the process with exit code 86.
         """
         _check(trainer, arguments)
@@ -116,7 +116,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
-            raise CheckpointError(
+            raise SettingUnusable(
                 "Trainer has to know before it begins which batches were trained already: call callback.train(trainer) "
                 "instead of trainer.train()"
             )
@@ -183,7 +183,7 @@ def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
     }
     for name, (used, fix) in wrong.items():
         if used:
-            raise CheckpointError(f"EverstepCallback cannot be used with {name}: {fix}")
+            raise SettingUnusable(f"EverstepCallback cannot be used with {name}: {fix}")
 
 
 @contextmanager

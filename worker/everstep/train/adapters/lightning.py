@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.checkpoint import Checkpointer, CheckpointError, StateMismatch
+from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.recovery.errors import LoopError
 from everstep.train.adapters import missing
@@ -134,7 +134,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._fresh = True
             return
         if trainer.ckpt_path is not None:
-            raise CheckpointError(
+            raise SettingUnusable(
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would overwrite the commit of step {step}: leave ckpt_path "
                 "out of a run that goes on"
             )
@@ -149,7 +149,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
     def _fit_in_rounds(self, recovery: Any, trainer: Any, pl_module: Any, progress: _Progress) -> None:
         if trainer.ckpt_path is not None:
-            raise CheckpointError(
+            raise SettingUnusable(
                 "fit(ckpt_path=…) under everstep-run: leave ckpt_path out, the newest commit is loaded"
             )
         if isinstance(trainer.fit_loop._data_source.instance, Elastic):

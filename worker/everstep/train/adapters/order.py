@@ -7,19 +7,19 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler
 
-from everstep.checkpoint import CheckpointError
+from everstep.checkpoint import SettingUnusable
 
 
 def known_order(loader: Any) -> None:
-    """Raises `CheckpointError` unless the order of `loader`'s samples follows from a seed and the epoch."""
+    """Raises `SettingUnusable` unless the order of `loader`'s samples follows from a seed and the epoch."""
     if not hasattr(loader, "total_batch_size"):
-        raise CheckpointError(
+        raise SettingUnusable(
             f"{type(loader).__name__}: a DataLoader that accelerator.prepare() returned, or an everstep.data."
             "ElasticLoader, is expected"
         )
     sampler = loader.get_sampler()
     if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
-        raise CheckpointError(
+        raise SettingUnusable(
             "the loader shuffles by a generator whose state at the begin of the epoch is lost, so a resumed epoch "
             "would have another order: pass Accelerator(dataloader_config=DataLoaderConfiguration("
             "use_seedable_sampler=True)), or use everstep.data.ElasticLoader"

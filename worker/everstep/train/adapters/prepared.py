@@ -19,6 +19,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import send_to_device
 
+from everstep.contract import refusal
 from everstep.data import Batch, DataError, ElasticLoader
 from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
@@ -51,7 +52,8 @@ class Session(Run):
         except DataError as e:
             raise LoopError(
                 f"start(loader=…): the prepared DataLoader cannot be taken over: {e}. Or pass an everstep.data."
-                "ElasticLoader, which is not to be prepared"
+                "ElasticLoader, which is not to be prepared",
+                certain=refusal.find(e) is not None,
             ) from e
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle
+from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle, SettingUnusable
 from everstep.checkpoint.handle import Committed, Outcome, Written
 from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
@@ -52,7 +52,7 @@ class SaveSchedule:
         `CheckpointError`, `StoreUnusable`."""
         if isinstance(checkpoint, Checkpointer):
             if every_steps is not None or every_seconds is not None or options:
-                raise CheckpointError(
+                raise SettingUnusable(
                     "a Checkpointer was passed: give it every_steps, every_seconds and options itself"
                 )
             return cls(checkpoint, every_seconds=None)

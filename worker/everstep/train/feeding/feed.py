@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from everstep.contract import refusal
 from everstep.data import Batch, DataError, ElasticLoader, Stream
 from everstep.data.batch import Weight
 from everstep.data.plan.assignment import World
@@ -87,7 +88,7 @@ class Feed:
         except BaseException as e:
             self.rewind()  # loaders that gave a batch before another one failed give it again
             if isinstance(e, DataError):
-                raise LoopError(str(e)) from e
+                raise LoopError(str(e), certain=refusal.find(e) is not None) from e
             raise
         for loader, batch in zip(self._loaders.values(), batches, strict=True):
             if isinstance(batch, Batch):
@@ -252,7 +253,8 @@ def _loader_of(asked: Any, name: str, ranks: int, world: World, told: frozenset[
     except DataError as e:
         raise LoopError(
             f"steps(): {name_of(asked)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"
-            " global_batch=…), …), where `dataset[i]` is one sample"
+            " global_batch=…), …), where `dataset[i]` is one sample",
+            certain=refusal.find(e) is not None,
         ) from e
 
 
