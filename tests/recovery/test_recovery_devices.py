@@ -48,7 +48,7 @@ def device() -> Device:
     return Device()
 
 
-def group_of(device: Device, on_lost: Callable[[str], None] | None = None) -> RecoverableGroup:
+def group_of(device: Device, on_lost: Callable[[str, int], None] | None = None) -> RecoverableGroup:
     group = RecoverableGroup(on_lost)
     group.attach(device, 0, 2, device.aborted.set)
     return group
@@ -84,7 +84,7 @@ def test_collectives_of_a_round_that_is_given_up_are_aborted_and_none_begins(dev
 
 def test_a_broken_communicator_is_a_lost_peer_and_is_told(device: Device) -> None:
     told: list[str] = []
-    group = group_of(device, told.append)
+    group = group_of(device, lambda reason, _: told.append(reason))
     device.aborted.set()
     with pytest.raises(PeerLost, match="aborted"):
         reduce(group).wait()

@@ -73,7 +73,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
     addresses: set[gloo_sockets.Address] = set()
     held: list[Any] = []
 
-    def make(on_lost: Callable[[str], None] | None = None) -> list[RecoverableGroup]:
+    def make(on_lost: Callable[[str, int], None] | None = None) -> list[RecoverableGroup]:
         store = PrefixStore(str(next(count)), HashStore())
         groups = [RecoverableGroup(on_lost), RecoverableGroup()]
         devices = []
@@ -162,7 +162,7 @@ def test_collective_after_the_round_was_abandoned_fails_at_once_and_after_attach
 
 def test_error_of_one_collective_ends_the_others_and_is_told(pair: Any) -> None:
     told: list[str] = []
-    groups = pair(told.append)
+    groups = pair(lambda reason, _: told.append(reason))
     first = groups[0].allreduce([torch.ones(1000)])
     second = groups[0].allreduce([torch.ones(3)])
     pair.shut()

@@ -18,6 +18,7 @@ from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.forming import forming
 from everstep.recovery.forming.background import BackgroundForming
+from everstep.recovery.group.in_flight import CollectiveWork, PeerLost
 from everstep.recovery.validity import Validity
 
 
@@ -188,6 +189,45 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
     assert (recovery.lost is None) is whole, "the next one is waited for in the middle of a step, or ends it"
     if whole:
         eventually(lambda: recovery.boundary_wanted)
+    recovery.part()
+
+
+def test_failure_of_an_old_round_that_is_told_late_leaves_the_next_one_alone(
+    agent: Agent, rounds: AgentAnnouncements
+) -> None:
+    """A thread of gloo may have no processor between waking the training thread and telling of the failure."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def enter(number: int) -> None:
+        agent.say(kind="round", round=number, rank=0, world_size=1, store=["127.0.0.1", store.port], whole=False)
+        recovery.enter(number, Validity.WHOLE if number else Validity.NONE, lambda: None, lambda: None)
+
+    recovery = Recovery(rounds)
+    recovery.main.attach(forming.alone(), 0, 1)
+    state: dict[str, Any] = {"w": torch.zeros(2)}
+    recovery.track(state, Reducers(state))
+    enter(0)
+    in_flight = recovery.main._in_flight
+    goes_on, tell = threading.Event(), in_flight._on_lost
+    assert tell is not None
+
+    def late(*told: Any) -> None:
+        assert goes_on.wait(30)
+        tell(*told)
+
+    in_flight._on_lost = late
+    answer = CollectiveWork(None)
+    with in_flight.lock:
+        in_flight.begin(answer)
+    of_gloo = threading.Thread(target=in_flight.failed, args=(answer, RuntimeError("Connection closed by peer")))
+    of_gloo.start()
+    with pytest.raises(PeerLost):
+        answer.wait()
+    enter(1)
+    goes_on.set()
+    of_gloo.join(30)
+    assert recovery.round is not None
+    assert (recovery.round.number, recovery.lost) == (1, None)
     recovery.part()
 
 

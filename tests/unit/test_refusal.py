@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch.multiprocessing.spawn as mp
+import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.checkpoint.errors import (
@@ -170,23 +170,8 @@ def refuses(_: int, certain: bool) -> None:
 
 @pytest.mark.parametrize("certain", [True, False])
 def test_refusal_in_a_process_that_torch_has_spawned_is_known_by_its_text(certain: bool) -> None:
-    error = raised(lambda: mp.start_processes(refuses, (certain,), start_method="fork"))
+    error = raised(lambda: mp.start_processes(refuses, (certain,), start_method="fork"))  # type: ignore[attr-defined]
     found = refusal.find(error)
     assert (found is not None) is certain
     if found is not None:
         assert refusal.sentence(found) == f"LoopError: {SAID}"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stands() -> Iterator[None]:
-    yield
-    refusal.settled()
-
-
-def test_refusal_stands_until_a_run_is_complete() -> None:
-    refusal.stands(raised(from_another))
-    assert isinstance(refusal.standing(), LoopError)
-    refusal.settled()
-    assert refusal.standing() is None
-    refusal.stands(ValueError("no refusal"))
-    assert refusal.standing() is None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -32,8 +31,6 @@ class _Process:
     """Of this process."""
 
     steps = 0  # optimizer steps that it has completed
-    standing: BaseException | None = None
-    pid = 0  # of the process in which it stands; a forked child has it too
 
 
 def count_step() -> None:
@@ -95,22 +92,6 @@ def sentence(error: BaseException) -> str:
     text = str(error)
     last = _last_of_ours(text) if _OF_ANOTHER_PROCESS.search(text) else None
     return f"{type(error).__name__}: {text}" if last is None else last[1]
-
-
-def stands(error: BaseException) -> None:
-    """The run of this process was ended by this error. If it is a refusal, the process must not end as if it had not
-    been refused, although the script catches the error."""
-    _Process.standing, _Process.pid = find(error), os.getpid()
-
-
-def settled() -> None:
-    """A run of this process is complete."""
-    _Process.standing = None
-
-
-def standing() -> BaseException | None:
-    """The refusal that ended the newest run, if none is complete since."""
-    return _Process.standing if _Process.pid == os.getpid() else None
 
 
 def is_printed(refused: BaseException) -> bool:

@@ -164,10 +164,11 @@ class CurrentRound:
             assert formed is not None
             if self.control.lost is not None:
                 return  # collectives still fail; the members have one state, and must report it to the next round
-            self.program.main.attach(formed.main, formed.round.rank, formed.round.world_size, formed.abort)
-            self.program.place(formed.round.rank, formed.round.world_size)
+            number, rank, size = formed.round.number, formed.round.rank, formed.round.world_size
+            self.program.main.attach(formed.main, rank, size, formed.abort, round_=number)
+            self.program.place(rank, size)
             for group, (inner, abort) in zip(self.programs[1:], formed.parts, strict=True):
-                group.attach(inner, group.rank(), group.size(), abort)
+                group.attach(inner, group.rank(), group.size(), abort, round_=number)
 
     def settle_later(self) -> None:
         """The members have met for a vote: the state is settled when the present step is over."""
@@ -210,12 +211,14 @@ class CurrentRound:
     def refuse(self, why: LoopError) -> None:
         """Make the next round fail with `LoopError` on all members, because none of them can go on."""
         self.program.refusal = why
-        self._failed(str(why))
+        if (formed := self._formed) is not None:
+            self._failed(str(why), formed.round.number)
 
     def _join(self, formed: forming.FormedRound) -> None:
         with self._changing:
             self._formed = formed
-            self.control.attach(formed.control, formed.round.rank, formed.round.world_size)
+            number, rank, size = formed.round.number, formed.round.rank, formed.round.world_size
+            self.control.attach(formed.control, rank, size, round_=number)
         if self._mesh is None:
             self.open()
         if self._overtaken(formed.round.number):
@@ -256,13 +259,16 @@ class CurrentRound:
         with self._changing:
             self._boundary_wanted = self._boundary_wanted or self._number < number
 
-    def _failed(self, reason: str) -> None:
-        """Handle a failed collective, in one of gloo's threads, when no newer round is known."""
-        formed = self._formed
-        self.abandon(reason)
-        if formed is not None:
-            main = self.program.main
-            self._announcements.broken(formed.round.number, reason, main.recent(), main.lost_at or self.control.lost_at)
+    def _failed(self, reason: str, number: int) -> None:
+        """Handle a failed collective of the round with this number, in one of gloo's threads. The training thread hears
+        of it sooner, and may be in the next round by now, which has not failed."""
+        with self._changing:
+            if self._formed is None or self._formed.round.number != number:
+                return
+            for group in self.groups:
+                group.abandon(reason)
+        main = self.program.main
+        self._announcements.broken(number, reason, main.recent(), main.lost_at or self.control.lost_at)
 
 
 def _nothing() -> None:

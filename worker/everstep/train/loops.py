@@ -222,7 +222,7 @@ class Loops:
             yield world, self._nesting
         except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
-            refusal.stands(e)
+            refused_end.stands(e)
             raise
         finally:
             self._unmanaged.end()
@@ -274,7 +274,7 @@ class Loops:
         if not (world.ready() and world.finish()):
             return False
         self._world = None
-        refusal.settled()
+        refused_end.settled()
         self._random.begin(self.step, self._rank)  # so later code draws the same numbers, however the run came here
         return True
 
@@ -374,7 +374,7 @@ class Loops:
                       "one takes its place")  # fmt: skip
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
-        refusal.settled()
+        refused_end.settled()
 
     def _cut(self) -> DataWorld:
         """This process's share of the data, in the present world."""

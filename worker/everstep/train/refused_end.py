@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
 from everstep.checkpoint.save import at_exit
 from everstep.contract import error_file, refusal, termination
+
+
+class _Process:
+    """Of this process; a forked child has the refusal of its parent, which is none of its own."""
+
+    refused: BaseException | None = None
+    pid = 0
 
 
 @contextlib.contextmanager
@@ -21,19 +29,25 @@ def remembered() -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as e:
-        remember(e)
+        stands(e)
         raise
 
 
-def remember(error: BaseException | None) -> None:
-    if error is not None and refusal.find(error) is not None:
-        refusal.stands(error)
+def stands(error: BaseException | None) -> None:
+    """This error has ended the run, or a part of it. If it is a refusal, it stands until a run is complete."""
+    if error is not None and (refused := refusal.find(error)) is not None:
+        _Process.refused, _Process.pid = refused, os.getpid()
+
+
+def settled() -> None:
+    """A run of this process is complete."""
+    _Process.refused = None
 
 
 @atexit.register
 def _tell() -> None:
-    refused = refusal.standing()
-    if refused is None:
+    refused = _Process.refused
+    if refused is None or _Process.pid != os.getpid():
         return
     at_exit.end_with(1)
     with contextlib.suppress(Exception):

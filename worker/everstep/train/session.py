@@ -292,7 +292,7 @@ class Run(Loops):
     ) -> None:
         with refused_end.remembered():
             if not early_exit.is_done(error):
-                refused_end.remember(error)
+                refused_end.stands(error)
                 return
             if self._world is not None:
                 self._end_early(self._world)

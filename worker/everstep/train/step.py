@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 from everstep.contract import refusal
 from everstep.data import Batch, BatchUnusable
 from everstep.recovery.errors import LoopError
+from everstep.train import refused_end
 
 MAX_ERROR = 500  # characters of another error that our message quotes
 _OF_BATCH = frozenset({field.name for field in fields(Batch)} | {"last", "to", "weight"})
@@ -125,7 +126,7 @@ class Step:
             return self._leave(error, trace)
         except Exception as e:
             self.error = e
-            refusal.stands(e)
+            refused_end.stands(e)
             raise
 
     def _leave(self, error: BaseException | None, trace: TracebackType | None) -> bool:
@@ -133,7 +134,7 @@ class Step:
         if isinstance(error, BatchUnusable):  # `with step as (x, y)`
             raise LoopError(str(error)) from error
         if error is not None and not self._scope.step_lost(error):
-            refusal.stands(error)
+            refused_end.stands(error)
             return False
         if error is not None or not self._scope.step_ended():
             self.phase, self.error = Phase.LOST, None

@@ -158,7 +158,7 @@ class InFlightCollectives:
     """The collectives in flight of one group. It is separate from the group because gloo's threads hold references to
     it: a gloo group whose last reference is dropped in one of its own threads ends the process."""
 
-    def __init__(self, on_lost: Callable[[str], None] | None, waiting: WaitingTime) -> None:
+    def __init__(self, on_lost: Callable[[str, int], None] | None, waiting: WaitingTime) -> None:
         self.lock = threading.Lock()
         self.lost: str | None = "no round has begun"
         self.lost_at = ""  # the script's place when a collective failed
@@ -167,6 +167,7 @@ class InFlightCollectives:
         self.calls = Calls()
         self._device: list[tuple[Call, Any]] = []  # NCCL's works, including finished ones
         self._pending: dict[CollectiveWork, None] = {}  # in the order of their beginning
+        self._round = -1
         self._on_lost = on_lost
         self._waiting = waiting
 
@@ -193,9 +194,9 @@ class InFlightCollectives:
         if many:
             self._on_device()
 
-    def restart(self) -> None:
-        """A round begins. Called under the lock."""
-        self.lost, self.left = None, []
+    def restart(self, round_: int) -> None:
+        """The round with this number begins. Called under the lock."""
+        self.lost, self.left, self._round = None, [], round_
         self.calls.restart()
 
     def begin(self, answer: CollectiveWork) -> None:
@@ -239,10 +240,11 @@ class InFlightCollectives:
                 return
             self.lost_at = line_of_script()
             pending = self._take(reason)
+            round_ = self._round  # the next one may begin as soon as the program hears of this failure
         for other in pending:
             other.finish(PeerLost(reason))
         if self._on_lost is not None:
-            self._on_lost(reason)
+            self._on_lost(reason, round_)
 
     def _take(self, reason: str) -> list[CollectiveWork]:
         self.lost = self.lost or reason

@@ -42,7 +42,7 @@ class ScriptGroup:
 class ProgramGroups:
     """`main` is the program's default group, for its whole life. `on_lost`: see `RecoverableGroup`."""
 
-    def __init__(self, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, on_lost: Callable[[str, int], None]) -> None:
         self._on_lost = on_lost
         self._waiting = WaitingTime()  # in the program's collectives
         self._asked: RecoverableGroup | None = None  # the group that is being registered with c10d now

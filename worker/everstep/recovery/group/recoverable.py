@@ -38,13 +38,14 @@ _POINT: dict[str, Callable[[Any], tuple[str, str]]] = {
 class RecoverableGroup(dist.ProcessGroup):
     """torch's collectives over the group of the present round; between two rounds each of them fails at once.
 
-    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`. `waiting`: shared
-    by groups of one program. `scope`: where the script may use the group; without it, everywhere.
+    `on_lost`: called once a round, in one of gloo's threads, if a collective fails before `abandon`, with the reason
+    and the number of that round. `waiting`: shared by groups of one program. `scope`: where the script may use the
+    group; without it, everywhere.
     """
 
     def __init__(
         self,
-        on_lost: Callable[[str], None] | None = None,
+        on_lost: Callable[[str, int], None] | None = None,
         waiting: WaitingTime | None = None,
         scope: ScriptLocation | None = None,
     ) -> None:
@@ -117,9 +118,11 @@ class RecoverableGroup(dist.ProcessGroup):
         """Works of an accelerator that still run."""
         return self._in_flight.on_device()
 
-    def attach(self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None) -> None:
-        """Work over `inner`, a group of another round, from now on. After `abandon`. `abort` ends its collectives of an
-        accelerator's tensors.
+    def attach(
+        self, inner: Any, rank: int, size: int, abort: Callable[[], None] | None = None, *, round_: int = -1
+    ) -> None:
+        """Work over `inner`, a group of the round with this number, from now on. After `abandon`. `abort` ends its
+        collectives of an accelerator's tensors.
 
         Hold on to `inner` until its connections are closed: its destructor waits for gloo's threads.
         """
@@ -127,7 +130,7 @@ class RecoverableGroup(dist.ProcessGroup):
         with in_flight.lock:
             assert self._inner is None, "the group of the round before was not abandoned"
             self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
-            in_flight.restart()
+            in_flight.restart(round_)
 
     def place(self, rank: int, size: int) -> None:
         """Set rank and size, also while no round is attached."""
