@@ -76,7 +76,7 @@ def main() -> int:
         except ClusterError as e:
             problem = str(e)
             break
-        outcome = play(name, lane.arguments(), lane.parallel(), STATE)
+        outcome = play(name, lane.arguments(), lane.parallel(), STATE, before=len(repeated))
         repeated += outcome.repeated
         problem = outcome.problem
         print(f"##### lane {name}: {time.monotonic() - began:.0f} s since the first began\n", flush=True)

@@ -179,3 +179,36 @@ def test_processes_that_make_starts_keep_the_modules_that_they_compile(tmp_path:
     names = {line.partition("=")[0] for line in done.stdout.splitlines()}
     assert "PYTHONHASHSEED" in names, "other variables are handed on"
     assert "PYTHONDONTWRITEBYTECODE" not in names
+
+
+TWO_LANES = """
+import runpy, sys
+from pathlib import Path
+program = runpy.run_path(sys.argv[1])
+main, Lane = program["main"], program["Lane"]
+lanes = {name: Lane((), ("-p", "no:cacheprovider", f"test_{name}.py"), 1, ()) for name in ("one", "two", "three")}
+lanes = {name: type("L", (), {
+    "arguments": lambda self, lane=lane: list(lane.chosen), "parallel": lambda self: [], "programs": lambda self: set(),
+})() for name, lane in lanes.items()}
+here = Path.cwd()
+main.__globals__.update(LANES=lanes, ROOT=here, STATE=here / "records", REPEATED=here / "repeated.txt")
+sys.argv = ["lanes.py", "one", "two", "three"]
+sys.exit(main())
+"""
+
+
+def test_failures_of_all_lanes_are_counted_together(tmp_path: Path) -> None:
+    """Three in each of two lanes are six, although each of them would pass alone."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    fails = "".join(f"def test_{n}(): assert not first('{{name}}{n}')\n" for n in range(3))
+    for name in ("one", "two", "three"):
+        (tmp_path / f"test_{name}.py").write_text(ONCE + fails.replace("{name}", name))
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_LANES, str(TESTS / "lanes" / "lanes.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "EVERSTEP_TURN": "0"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: lane two: more than 5 failures of different causes" in done.stdout
+    assert not (tmp_path / "three0.seen").exists()
+    assert (tmp_path / "repeated.txt").read_text().count("passed alone") == 3

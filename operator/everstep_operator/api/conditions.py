@@ -60,11 +60,11 @@ class FailedReason(StrEnum):
 
 
 FAILED_MEANINGS: dict[FailedReason, str] = {
-    FailedReason.SCRIPT_REFUSED: "The session refused the script (`LoopError`) in one of its first four steps, or "
-    "before, and the job had not trained. The message says what to write instead, and where. No restart is tried or "
-    "charged, because the same script would be refused again. Or the "
-    "ranks' collectives did not match, the same had happened before the last restart, and no step was new since. A "
-    "rule of `spec.recovery.rules` that matches goes first.",
+    FailedReason.SCRIPT_REFUSED: "The script was [refused](session.md#what-a-refusal-costs) (`LoopError`, "
+    "`StateMismatch` and others) in one of its first four steps, or before, and the job had not trained. The message "
+    "says what to write instead, and where. No restart is tried or charged, because the same script would be refused "
+    "again. Or the ranks' collectives did not match, the same had happened before the last restart, and no step was "
+    "new since. A rule of `spec.recovery.rules` that matches goes first.",
     FailedReason.CANNOT_START: "The program failed `spec.recovery.noProgressLimit` times and never ran: there is no "
     "such script or module, or its arguments are wrong.",
     FailedReason.RESTART_BUDGET_EXHAUSTED: "The program failed more often than `spec.recovery.maxRestarts` allows.",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 RECORDER = Path(__file__).with_name("recorder.py")
 END_LIMIT = 60.0  # seconds for pytest to stop its servers after it was told to end
-MOST = 5  # failures of different causes that are repeated; more of them are no accident
+MOST = 5  # failures of different causes that are repeated, in all lanes together; more of them are no accident
 SHOWN = 5  # names of tests in a message
 
 
@@ -117,13 +117,14 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def judge(record: Record, most: int) -> str:
-    """Why no repetition can make this run good; "" if it is good or may become so."""
+def judge(record: Record, most: int, before: int = 0) -> str:
+    """Why no repetition can make this run good; "" if it is good or may become so. `before`: failures of the lanes
+    before, which count too."""
     left = sorted(record.collected - record.ended)
     failures = record.failures()
     if record.broken:
         return "; ".join(record.broken)
-    if len(failures) > most:
+    if before + len(failures) > most:
         return f"more than {most} failures of different causes; none is repeated, {len(left)} tests did not run"
     if record.code not in (0, 1):
         return f"pytest ended with {record.code}, {len(left)} tests did not run"
@@ -135,15 +136,23 @@ def judge(record: Record, most: int) -> str:
 
 
 def play(
-    lane: str, chosen: Sequence[str], parallel: Sequence[str], folder: Path, *, most: int = MOST, limit: float = 3600.0
+    lane: str,
+    chosen: Sequence[str],
+    parallel: Sequence[str],
+    folder: Path,
+    *,
+    most: int = MOST,
+    before: int = 0,
+    limit: float = 3600.0,
 ) -> Outcome:
     """Run pytest with the arguments `chosen` and `parallel`, then its failures alone, without `parallel`.
 
-    Records go to `folder`. `limit` is in seconds, for the lane and for each repetition.
+    Records go to `folder`. `most`: failures of the whole run, of which the lanes before had `before`. `limit` is in
+    seconds, for the lane and for each repetition.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = run([*chosen, *parallel], folder / f"{lane}.jsonl", most, limit)
-    problem = judge(record, most)
+    record = run([*chosen, *parallel], folder / f"{lane}.jsonl", max(0, most - before), limit)
+    problem = judge(record, most, before)
     if problem:
         return Outcome(f"lane {lane}: {problem}")
     repeated = []

@@ -13,6 +13,7 @@ SCRIPTS = TESTS / "ordinary" / "scripts"
 # and sum in another order: to be True when they are part of the state.
 EXACT = True
 ALL = "0+1+2@5:backward"  # nobody is left, and all begin again from the commit
+ALL_AT_BEGIN = "0+1+2@5:begin"  # the same for a script without a backward pass there
 PATIENCE = 3.0  # seconds
 
 
