@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from everstep.contract import labels
 from everstep_operator.controller.observe import worker_pod
@@ -16,3 +19,48 @@ def test_evicted_pod_is_told_with_the_words_of_the_kubelet() -> None:
     seen = worker_pod(pod)
     assert seen is not None
     assert (seen.index, seen.reason, seen.message) == (1, status["reason"], status["message"])
+
+
+def pending(status: dict[str, Any], node: str = "n1") -> Any:
+    found = {labels.WORKER_INDEX: "1", labels.INCARNATION: "2"}
+    meta = {"name": "digits-w1-2", "uid": "u", "labels": found}
+    body = {"metadata": meta, "spec": {"nodeName": node}, "status": {"phase": "Pending", **status}}
+    return worker_pod(msgspec.convert(body, Pod))
+
+
+def scheduled(status: str, reason: str = "", message: str = "") -> dict[str, Any]:
+    return {"type": "PodScheduled", "status": status, "reason": reason, "message": message}
+
+
+CREATING = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
+RUNNING = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+SIDE_CAR = {"name": "proxy", "ready": True, "state": RUNNING}
+
+
+@pytest.mark.parametrize(
+    ("node", "status", "words"),
+    [
+        ("", {}, "no scheduler has looked at it"),
+        ("", {"conditions": [scheduled("False", "SchedulingGated", "gates")]}, "SchedulingGated: gates"),
+        ("", {"conditions": [scheduled("False", "Unschedulable", "0/2")]}, None),
+        ("n1", {"containerStatuses": [CREATING]}, "ContainerCreating"),
+        (
+            "n1",
+            {"containerStatuses": [CREATING], "conditions": [{"type": "PodReadyToStartContainers", "status": "False"}]},
+            "ContainerCreating: its volumes and its network are not ready",
+        ),
+        ("n1", {"initContainerStatuses": [{"name": "fetch", "state": RUNNING}]}, "init container fetch runs"),
+        ("n1", {"initContainerStatuses": [SIDE_CAR], "containerStatuses": [CREATING]}, "ContainerCreating"),
+        ("n1", {}, "its kubelet has not begun"),
+        ("n1", {"phase": "Running", "containerStatuses": [{"name": "worker", "state": RUNNING}]}, None),
+    ],
+)
+def test_each_wait_of_a_worker_that_starts_has_words(node: str, status: dict[str, Any], words: str | None) -> None:
+    assert pending(status, node).starting == words
+
+
+def test_side_car_that_crashes_is_no_wait_of_a_worker_that_runs() -> None:
+    crashing = {"name": "proxy", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    worker = {"name": "worker", "state": RUNNING}
+    assert pending({"initContainerStatuses": [crashing]}).waiting.startswith("init container proxy: CrashLoopBackOff")
+    assert pending({"initContainerStatuses": [crashing], "containerStatuses": [worker]}).waiting is None

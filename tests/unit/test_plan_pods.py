@@ -136,7 +136,9 @@ def test_labels_of_identity_are_ours_and_the_rest_of_the_template_is_kept() -> N
     assert body["spec"]["nodeSelector"] == {"zone": "a"}
     assert (body["spec"]["hostname"], body["spec"]["subdomain"]) == ("digits-w1-6", "digits-workers")
     assert container(body, "sidecar") == {"name": "sidecar", "image": "side:1"}
-    assert container(body, "fetch") == TEMPLATE["spec"]["initContainers"][0]
+    # Without this its last words would be lost.
+    policy = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+    assert container(body, "fetch") == {**TEMPLATE["spec"]["initContainers"][0], **policy}
 
 
 def test_command_with_shell_characters_stays_the_same_argv() -> None:

@@ -19,6 +19,7 @@ class EventReason(StrEnum):
     WORKERS_UPDATED = "WorkersUpdated"
     QUORUM_LOST = "QuorumLost"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
+    WORKER_WAITS = "WorkerWaits"  # a worker does not start: image, init container, volume, quota, scheduling gate
     NAME_TAKEN = "NameTaken"
     CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count, not one a commit
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"

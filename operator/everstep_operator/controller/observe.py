@@ -13,6 +13,7 @@ from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
+from everstep_operator.controller import pod_start
 from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
@@ -24,19 +25,6 @@ from everstep_operator.plan.snapshot import (
     WorkerPod,
 )
 from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels, worker_started_at
-
-# Reasons for which a container waits until a person changes something.
-_STUCK = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-    }
-)
 
 
 def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -> JobView:
@@ -84,7 +72,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         deleted_at=_deleted_at(pod),
         reason=pod.status.reason or None,
         disruption=_disruption(disruption),
-        waiting=_waiting(pod),
+        waiting=pod_start.stuck(pod),
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
         created_at=pod.metadata.creation_timestamp,
         exit=_exit(pod),
@@ -93,6 +81,8 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         disrupted_at=disruption.last_transition_time if disruption is not None and _is_true(disruption) else None,
         spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
         started_at=worker_started_at(pod),
+        starting=pod_start.starting(pod),
+        init_failure=pod_start.init_failure(pod),
     )
 
 
@@ -148,14 +138,6 @@ def _unschedulable(condition: Condition | None) -> str | None:
     if condition is None or condition.status != "False" or condition.reason != "Unschedulable":
         return None
     return condition.message[:300]
-
-
-def _waiting(pod: Pod) -> str | None:
-    for status in pod.status.container_statuses:
-        waiting = status.state.waiting
-        if waiting is not None and waiting.reason in _STUCK:
-            return f"{waiting.reason}: {waiting.message[:300]}"
-    return None
 
 
 def _exit(pod: Pod) -> Exit | None:

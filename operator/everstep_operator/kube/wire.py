@@ -90,6 +90,7 @@ class ContainerStatus(Wire, frozen=True, kw_only=True):
     name: str = ""
     ready: bool = False
     state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
 
 
 class PodStatus(Wire, frozen=True, kw_only=True):
@@ -98,6 +99,7 @@ class PodStatus(Wire, frozen=True, kw_only=True):
     message: str = ""
     conditions: tuple[Condition, ...] = ()
     container_statuses: tuple[ContainerStatus, ...] = ()
+    init_container_statuses: tuple[ContainerStatus, ...] = ()
 
 
 class Pod(KubeObject, frozen=True, kw_only=True):

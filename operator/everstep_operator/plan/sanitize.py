@@ -17,7 +17,7 @@ from everstep.contract import redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
-from everstep_operator.plan.snapshot import Exit, PeakMemory, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, InitFailure, PeakMemory, Progress, Snapshot, WorkerPod
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
 MAX_SECONDS = 1e9
@@ -83,7 +83,11 @@ def _hidden(text: str) -> str:
 
 def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
     exit_ = pod.exit
-    if exit_ is None and not any((pod.reason, pod.message, pod.disruption, pod.waiting, pod.unschedulable)):
+    if (
+        exit_ is None
+        and pod.init_failure is None
+        and not any((pod.reason, pod.message, pod.disruption, pod.waiting, pod.unschedulable, pod.starting))
+    ):
         return pod  # a healthy pod has no text, and copies of all pods would be a third of a pass
     return replace(
         pod,
@@ -92,10 +96,19 @@ def _pod(pod: WorkerPod, secrets: tuple[str, ...]) -> WorkerPod:
         disruption=_shown(pod.disruption, secrets),
         waiting=_shown(pod.waiting, secrets),
         unschedulable=_shown(pod.unschedulable, secrets),
+        starting=_shown(pod.starting, secrets),
+        init_failure=_init(pod.init_failure, secrets),
         exit=None
         if exit_ is None
         else Exit(exit_.code, _text(exit_.reason, secrets), _text(exit_.message, secrets), exit_.finished_at),
     )
+
+
+def _init(failed: InitFailure | None, secrets: tuple[str, ...]) -> InitFailure | None:
+    if failed is None:
+        return None
+    name, reason = encodable(failed.container), _text(failed.reason, secrets)
+    return replace(failed, container=name, reason=reason, message=_text(failed.message, secrets))
 
 
 def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:

@@ -34,6 +34,17 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class InitFailure:
+    """The init container that failed, so that its worker never ran."""
+
+    container: str
+    code: int
+    reason: str | None = None
+    message: str | None = None  # termination message
+    finished_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPod:
     """One pod of the job, current or left over from an earlier round.
 
@@ -61,6 +72,8 @@ class WorkerPod:
     message: str | None = None  # status.message: what the kubelet says of `reason`
     spec_hash: str | None = None  # of the spec that it was made from; None: an older operator made it
     started_at: datetime | None = None  # when the worker container began to run
+    starting: str | None = None  # what it waits for before that, without any fault that is known
+    init_failure: InitFailure | None = None
     disrupted_at: datetime | None = None  # when `disruption` became true
 
     @property

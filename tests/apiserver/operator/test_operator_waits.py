@@ -75,6 +75,79 @@ async def test_suspended_time_counts_towards_no_deadline(place: Place) -> None:
         await eventually("the deadline ends the job that is active for as long", lambda: reads(place, "Failed"))
 
 
+def container(name: str, **state: Any) -> dict[str, Any]:
+    return {"name": name, "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+
+
+async def test_init_container_that_fails_is_named_with_its_exit_code_and_last_line_and_is_charged(place: Place) -> None:
+    await place.create_job(recovery={"maxRestarts": 0})
+    ended = {"exitCode": 3, "reason": "Error", "message": "fetching\nOSError: no such bucket", "finishedAt": now()}
+    async with Operators(place).run():
+        await there(place, "digits-w0-0", "digits-w1-0")
+        status = {
+            "phase": "Failed",
+            "initContainerStatuses": [container("fetch", terminated=ended)],
+            "containerStatuses": [container("worker", waiting={"reason": "PodInitializing"})],
+        }
+        await place.set_pod("digits-w1-0", status)
+        await eventually("the job ends", lambda: reads(place, "Failed"))
+        failure = (await place.status())["failure"]
+    assert (failure["cause"], failure["exitCode"]) == ("StartFailed", 3)
+    assert "init container fetch ended with exit code 3: OSError: no such bucket" in failure["message"]
+
+
+WAITING = [
+    (
+        {"initContainerStatuses": [container("fetch", waiting={"reason": "ImagePullBackOff", "message": "no image"})]},
+        "worker 1: init container fetch: ImagePullBackOff: no image",
+    ),
+    (
+        {
+            "initContainerStatuses": [
+                {
+                    **container("proxy", waiting={"reason": "CrashLoopBackOff", "message": "back-off"}),
+                    "lastState": {"terminated": {"exitCode": 2, "reason": "Error", "message": "a\nbad flag --x"}},
+                }
+            ]
+        },
+        "worker 1: init container proxy: CrashLoopBackOff: exit code 2 (Error): bad flag --x",
+    ),
+    (
+        {"containerStatuses": [container("logs", waiting={"reason": "ErrImagePull", "message": "denied"})]},
+        "worker 1: container logs: ErrImagePull: denied",
+    ),
+    (
+        {"containerStatuses": [container("worker", waiting={"reason": "CreateContainerConfigError", "message": "no"})]},
+        "worker 1: CreateContainerConfigError: no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("status", "words"), WAITING, ids=[words for _, words in WAITING])
+async def test_container_that_cannot_start_is_told_in_the_status_and_in_one_event(
+    place: Place, status: dict[str, Any], words: str
+) -> None:
+    await place.create_job()
+    async with Operators(place).run():
+        await there(place, "digits-w0-0", "digits-w1-0")
+        await place.start("digits-w0-0")
+        await place.set_pod("digits-w1-0", {"phase": "Pending", **status})
+
+        async def told() -> bool:
+            found = conditions(await place.status())
+            stalled = found.get("Stalled", {})
+            ready = found.get("Ready", {}).get("message", "")
+            return bool(stalled.get("status") == "True" and stalled["message"] == words and words in ready)
+
+        await eventually(f"the status says: {words}", told)
+
+        async def one_event() -> bool:
+            return (await place.events()).count("WorkerWaits") == 1
+
+        await eventually("one event tells it", one_event)
+        assert (await place.status())["restarts"].get("total", 0) == 0
+
+
 async def reads(place: Place, reason: str) -> bool:
     return await place.reason() == reason
 

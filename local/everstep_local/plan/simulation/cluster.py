@@ -33,6 +33,7 @@ from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
+    InitFailure,
     JobView,
     NodeHealth,
     NodeView,
@@ -256,6 +257,7 @@ class World:
                 ready_at=since,
                 started_at=started,
                 waiting=None,
+                starting=None,
                 unschedulable=None,
             )
 
@@ -330,6 +332,17 @@ class World:
 
     def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
         self.change(self.current(int(index)), node=None, unschedulable=why)
+
+    def do_starts(self, index: str, what: str = "ContainerCreating") -> None:
+        """The pod has not started yet, and no fault is known."""
+        self.change(self.current(int(index)), starting=what)
+
+    def do_waits(self, index: str, why: str) -> None:
+        self.change(self.current(int(index)), waiting=why)
+
+    def do_init_fails(self, index: str, container: str, code: str = "1", message: str = "") -> None:
+        failed = InitFailure(container, int(code), "Error", message.replace("\\n", "\n"), self.now)
+        self.change(self.current(int(index)), phase=PodPhase.FAILED, ready=False, init_failure=failed)
 
     def do_node_lost(self, name: str) -> None:
         self.nodes[name] = NodeView(name, NodeHealth.SILENT, self.now, "NodeStatusUnknown")

@@ -26,6 +26,8 @@ SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
 # A kubelet kills a pod when its grace period is over. One that has not after this long needs a person.
 OVERSTAYED = timedelta(seconds=60)
+# A pod that starts takes less than this where its image is on the node. Then its wait is shown.
+START_PATIENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,17 @@ def blocked(facts: Facts) -> str | None:
             return f"worker {index}: {pod.waiting}"
         if pod.unschedulable is not None:
             return f"worker {index} cannot be scheduled: {pod.unschedulable}"
+        if pod.starting is not None and waited(facts, pod) >= START_PATIENCE:
+            since = f" since {pod.created_at:%H:%M:%S} UTC" if pod.created_at is not None else ""
+            return (
+                f"worker {index} has not started{since}: {pod.starting}; `kubectl describe pod {pod.name}` tells more"
+            )
     return None
+
+
+def waited(facts: Facts, pod: WorkerPod) -> timedelta:
+    """How old the pod is."""
+    return timedelta(0) if pod.created_at is None else facts.snapshot.now - pod.created_at
 
 
 def older_pods(facts: Facts) -> str | None:

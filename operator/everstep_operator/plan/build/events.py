@@ -49,8 +49,10 @@ def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
     begins = _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED)
     if begins and ready_condition.starved(facts):
         found.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
-    if begins and facts.snapshot.name_collisions:
+    elif begins and facts.snapshot.name_collisions:
         found.append(Event(EventReason.NAME_TAKEN, facts.snapshot.name_collisions[0]))
+    elif begins and stalled is not None:
+        found.append(Event(EventReason.WORKER_WAITS, stalled.message))
     return tuple(found)
 
 

@@ -89,7 +89,8 @@ def _pod(
     name = names.pod_name(job.name, index, incarnation)
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
     _inject_environment(container, job, identity, tuning or {})
-    container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    for one in (container, *(spec.get("initContainers") or ())):
+        one.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _mount(spec, container, TOKEN_DIR, _token_volume())
     if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan.build.converge import blocked, older_pods, older_pods_stay
+from everstep_operator.plan.build.converge import START_PATIENCE, blocked, older_pods, older_pods_stay, waited
 from everstep_operator.plan.build.status import Quorum, Verdict
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
@@ -14,6 +14,9 @@ from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
 CAPACITY_PATIENCE = timedelta(seconds=30)
+# A worker that has not started for longer than this, without any fault that is known, needs a person. Large images
+# take minutes.
+STALLED_AFTER = timedelta(minutes=5)
 # Reasons that stay until the changed world has taken its first step.
 _CHANGES = (ReadyReason.RECOVERING, ReadyReason.RESIZING, ReadyReason.UPDATING)
 _ASKED_FOR = (ReadyReason.RESIZING, ReadyReason.UPDATING)  # by an edit of the spec
@@ -157,18 +160,25 @@ def starved(facts: Facts) -> list[int]:
 
 
 def patience(facts: Facts) -> Requeue | None:
-    """When a pod without a node will have waited too long. No change would be observed then."""
+    """When a pod that does not start will have waited too long. No change would be observed then."""
     due = [
+        pod.created_at + limit - facts.snapshot.now
+        for pod in facts.current.values()
+        if pod.starting is not None and pod.created_at is not None
+        for limit in (START_PATIENCE, STALLED_AFTER)
+    ]
+    due += [
         pod.created_at + CAPACITY_PATIENCE - facts.snapshot.now
         for pod in facts.current.values()
         if pod.unschedulable is not None and pod.created_at is not None
     ]
     ahead = [left for left in due if left > timedelta(0)]
-    return Requeue(min(ahead), "a worker finds no node") if ahead else None
+    return Requeue(min(ahead), "a worker has not started") if ahead else None
 
 
 def _has_waited_long(facts: Facts) -> bool:
     """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
     refused = snapshot.name_collisions or snapshot.create_refused or any(p.waiting for p in pods)
-    return bool(refused) or bool(starved(facts))
+    late = any(p.starting is not None and waited(facts, p) >= STALLED_AFTER for p in pods)
+    return bool(refused) or late or bool(starved(facts))

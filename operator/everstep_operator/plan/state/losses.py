@@ -20,7 +20,7 @@ from enum import StrEnum
 from everstep.contract import exit_codes, redact, termination
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan import sanitize
-from everstep_operator.plan.snapshot import Exit, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, InitFailure, Snapshot, WorkerPod
 from everstep_operator.plan.state import exit_text, node_loss
 
 MAX_MESSAGE = sanitize.MAX_TEXT
@@ -197,6 +197,8 @@ def _said(pod: WorkerPod) -> str:
 
 def _loss_of_exit(pod: WorkerPod) -> Loss:
     exit_ = pod.exit
+    if exit_ is None and pod.init_failure is not None:
+        return _loss_of_init(pod, pod.init_failure)
     if exit_ is None:
         cause = Cause.NODE_LOST if pod.reason == "NodeLost" else Cause.START_FAILED
         detail = f"failed without running: {pod.reason or 'no reason given'}{_said(pod)}"
@@ -209,6 +211,18 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
     refusal = record.refusal if record is not None and cause is Cause.ERROR and code == 1 else None
     hopeless = cause in (Cause.ERROR, Cause.START_FAILED) and exit_text.cannot_start(code, detail)
     return Loss(pod.index, cause, detail, pod.name, pod.node, code, exit_.finished_at, lines, hopeless, refusal)
+
+
+def _loss_of_init(pod: WorkerPod, failed: InitFailure) -> Loss:
+    """An init container is the user's own code, and its end is charged like that of the program."""
+    lines = _tail(failed.message)
+    words = exit_text.telling(lines) or (lines[-1] if lines else "")
+    reason = f" ({failed.reason})" if failed.reason and failed.reason != "Error" else ""
+    detail = f"init container {failed.container} ended with exit code {failed.code}{reason}"
+    detail += f": {words}" if words else ""
+    hopeless = exit_text.cannot_start(failed.code, words)
+    code = min(max(failed.code, 0), 255)
+    return Loss(pod.index, Cause.START_FAILED, detail, pod.name, pod.node, code, failed.finished_at, lines, hopeless)
 
 
 @dataclass(frozen=True, slots=True)
