@@ -68,21 +68,25 @@ def test_exit_0_because_of_an_eviction_or_a_suspension_is_no_success(new_job: Ca
     spec |= {"replicas": 1, "rendezvous": {"backend": backend}}
     spec["template"]["spec"]["containers"][0]["command"] = ["sh", "-c", OBEDIENT]
     job.submit(manifest)
-    job.kubectl("wait", "--for=condition=Ready", f"tjob/{job.name}", "--timeout=120s")
-    first = job.pod(0)["metadata"]["name"]
+
+    def runs() -> str | None:
+        """Its pod, since a job without agents forms no world."""
+        alive = job.newest_pods()
+        return str(alive[0]["metadata"]["name"]) if 0 in alive and alive[0]["status"]["phase"] == "Running" else None
+
+    first = wait_for("the worker runs", runs, 120)
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": first, "namespace": job.namespace}}
     path = f"/api/v1/namespaces/{job.namespace}/pods/{first}/eviction"
     job.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(body))
 
     def replaced() -> bool:
-        alive = job.newest_pods()
-        return 0 in alive and alive[0]["metadata"]["name"] != first and alive[0]["status"]["phase"] == "Running"
+        return runs() not in (None, first)
 
     wait_for("the worker is replaced", replaced, 60)
     restarts = job.status()["restarts"]
     assert (restarts["userCode"], restarts["preemption"]) == (0, 1), restarts
     job.suspend(True)
-    job.kubectl("wait", "--for=condition=Suspended", f"tjob/{job.name}", "--timeout=60s")
+    job.kubectl("wait", "--for=condition=Suspended", f"tjob/{job.name}", "--timeout=50s")
     wait_for("the pods are gone", lambda: job.pods() == [], 60)
     job.suspend(False)
     wait_for("the worker is back", lambda: bool(job.newest_pods()), 60)
