@@ -175,7 +175,7 @@ async def test_name_that_is_taken_is_named_and_left_alone_until_it_is_free(place
 
         async def says_which() -> bool:
             conditions = {c["type"]: c for c in (await place.status()).get("conditions", ())}
-            return "digits-w1-0 is taken" in conditions.get("Stalled", {}).get("message", "")
+            return "Pod digits-w1-0 has a name that this job needs" in conditions.get("Stalled", {}).get("message", "")
 
         await eventually("the job names the pod", says_which)
         found = await place.client.get(PODS, place.namespace, "digits-w1-0")
