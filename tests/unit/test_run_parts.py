@@ -212,7 +212,10 @@ def test_store_that_is_asked_for_replaces_the_jobs(tmp_path: Path) -> None:
         ("- 1", "0 documents of kind TrainingJob, beside list"),
         ("kind: TrainingJob\nmetadata: {name: x}", "apiVersion: 'None'; everstep.dev/v1alpha1 is expected"),
         ("kind: TrainingJob", "metadata: must be an object"),
-        ("[" * 5000, "not YAML"),
+        ("[" * 5000, "line 1: nested deeper than 64 levels"),
+        ("a:\n" + "".join(" " * i + "b:\n" for i in range(1, 300)), "line 6[0-9]: nested deeper than 64 levels"),
+        ('a:\n  b: "x\\ud800"', r"line 2: .*half of a character"),
+        ("a: &a {x: 1}\nb:\n  <<: [" + "*a," * 200 + "*a]", "line 3: `<<` merges more than 100 mappings"),
     ],
 )
 def test_file_that_is_no_job_is_refused_by_its_name(text: str, message: str, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from everstep.cli.agents import NoAgent, Where, ask
+from everstep.cli.printing import SafeConsole
 from everstep.contract.agent_requests import PROFILE
 from everstep_local.bench.plot import draw
 from everstep_local.bench.scaling import Measured, Row, Scaling, rows
@@ -55,7 +55,7 @@ def bench(
 ) -> None:
     """Run a job with each number of workers on this machine: throughput, efficiency, communication, and a plot."""
     place = (out or Path(".everstep") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    console = Console()
+    console = SafeConsole()
     found = []
     for size in _sizes(sizes):
         console.print(f"{size} worker{'s' if size > 1 else ''} …", highlight=False)

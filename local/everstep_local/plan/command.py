@@ -9,13 +9,13 @@ import asyncio
 import difflib
 import json
 import os
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from everstep.cli.printing import say, say_error
 from everstep_local.plan import snapshot as plan_snapshot
 from everstep_local.plan import text as plan_text
 from everstep_local.plan.simulation.agents import ElasticWorld
@@ -90,11 +90,11 @@ def _print(taken: Taken, output: str) -> None:
         raise PlanCommandError(f"the operator cannot carry out TrainingJob {name}, and leaves it as it is: {e}") from e
     decided = decide(seen)
     if output == "json":
-        print(json.dumps(plan_text.as_json(seen, decided), indent=2))
+        say(json.dumps(plan_text.as_json(seen, decided), indent=2))
         return
-    print(plan_text.as_text(seen, decided, taken.cluster))
+    say(plan_text.as_text(seen, decided, taken.cluster))
     if taken.nodes_hidden:
-        print("note: you may not read nodes; each was taken to be Ready", file=sys.stderr)
+        say_error("note: you may not read nodes; each was taken to be Ready")
 
 
 async def _from_cluster(job: str, namespace: str, cluster: Cluster) -> Taken:
@@ -116,10 +116,10 @@ def _replay(path: Path, backend: str) -> int:
         now = replay(SIMULATIONS[backend](), text)
     except TranscriptError as e:
         raise PlanCommandError(f"{path}: {e} (simulated with --backend {backend})") from e
-    print(now, end="")
+    say(now, end="")
     before = expected(text, now)
     if before == now:
         return 0
     lines = difflib.unified_diff(before.splitlines(), now.splitlines(), "recorded", "now", lineterm="")
-    print("\n".join([f"everstep: {path} records something else:", *lines]), file=sys.stderr)
+    say_error("\n".join([f"everstep: {path} records something else:", *lines]))
     return DIFFERS

@@ -178,7 +178,7 @@ def load(path: Path) -> Taken:
         taken = msgspec.json.decode(path.read_bytes(), type=Taken)
     except OSError as e:
         raise SnapshotError(f"{path}: cannot be read: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise SnapshotError(f"{path}: this is no snapshot: {e}; write one with `everstep plan JOB --save FILE`") from e
     if taken.format != FORMAT:
         raise SnapshotError(f"{path}: format {taken.format!r}; this version reads {FORMAT!r}")

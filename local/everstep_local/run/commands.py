@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from everstep.cli.printing import SafeConsole, safe_line, say
 from everstep_local.run import control, running
 from everstep_local.run.console import render
 from everstep_local.run.faults import ACTIONS, FaultError, parse
@@ -75,9 +75,9 @@ def status(
         raise control.ControlError(f"--output {output}: give table or json")
     (answer,) = _ask(run, "status")
     if output == "json":
-        print(json.dumps(answer["view"], indent=2))
+        say(json.dumps(answer["view"], indent=2))
     else:
-        Console().print(render(View.from_json(answer["view"])))
+        SafeConsole().print(render(View.from_json(answer["view"])))
 
 
 @app.command()
@@ -135,7 +135,7 @@ def logs(
 ) -> None:
     """What a worker of a local run has printed."""
     for answer in _ask(run, "logs", pod=pod, follow=follow, tail=tail):
-        print(answer["line"], flush=follow)
+        print(safe_line(answer["line"]), flush=follow)
 
 
 LOOKS = ("status", "logs")  # these change nothing, so they may use the newest of several live runs
@@ -153,4 +153,4 @@ def _ask(run: str | None, verb: str, **arguments: Any) -> list[dict[str, Any]] |
 
 def _done(run: str | None, verb: str, **arguments: Any) -> None:
     for answer in _ask(run, verb, **arguments):
-        print(answer["done"])
+        say(answer["done"])

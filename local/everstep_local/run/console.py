@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from everstep.cli.printing import cell
 from everstep_local.run.history import ActionTaken, Entry, EventSeen, History, StatusSeen
 from everstep_local.run.view import View
 
@@ -29,17 +30,17 @@ def render(view: View) -> Group:
     for column in ("WORKER", "NODE", "STATE", *figures, "POD", "PID"):
         table.add_column(column, justify="right" if column in (*figures, "PID") else "left")
     for row in view.workers:
-        state = Text(row.state, STYLES.get(row.state, ""))
+        state = cell(row.state, STYLES.get(row.state, ""))
         memory = (_bytes(row.memory), *((_bytes(row.device_memory),) if device else ()))
         cells = (_shown(row.rank), _shown(row.step), str(row.restarts), *memory, row.pod, _shown(row.pid))
-        table.add_row(str(row.worker), row.node, state, *map(Text, cells))
+        table.add_row(str(row.worker), cell(row.node), state, *map(cell, cells))
     events = Table(box=None, pad_edge=False, show_header=False)
     for event in view.events:
         style = "red" if event.type == "Warning" else ""
         # It is shown as text, because a message of the program may look like markup.
-        events.add_row(Text(event.at, "dim"), Text(event.reason, style), Text(event.message))
-    notice = [Text(view.notice, "red")] if view.notice else []
-    return Group(head, Text(view.message, "dim"), *notice, table, events)
+        events.add_row(cell(event.at, "dim"), cell(event.reason, style), cell(event.message))
+    notice = [cell(view.notice, "red")] if view.notice else []
+    return Group(head, cell(view.message, "dim"), *notice, table, events)
 
 
 class Plain:

@@ -6,6 +6,7 @@ nobody wrote. Invariant: the result has one value for each key, and no unknown f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from itertools import starmap
 from pathlib import Path
@@ -26,11 +27,45 @@ class JobFileError(Exception):
     """The file cannot be run. The text names the file, the field and the fix."""
 
 
-class _Twice(yaml.YAMLError):
-    """A key that occurs twice in one object."""
+MAX_DEPTH = 64  # levels; a pod's deepest field is at about 20
+MAX_MERGED = 100  # mappings that one `<<` brings in
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class _Refused(yaml.YAMLError):
+    """What YAML allows and no job may hold. The text names the line."""
 
 
 class _Loader(yaml.SafeLoader):
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise _Refused(f"line {line}: nested deeper than {MAX_DEPTH} levels; no TrainingJob is")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            merged = key.tag == "tag:yaml.org,2002:merge" and isinstance(value, yaml.SequenceNode)
+            if merged and len(value.value) > MAX_MERGED:
+                raise _Refused(f"line {key.start_mark.line + 1}: `<<` merges more than {MAX_MERGED} mappings")
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_VALUES:
+            raise _Refused(f"line {node.start_mark.line + 1}: more than {MAX_VALUES} keys with its aliases expanded")
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and _SURROGATE.search(value):
+            line = node.start_mark.line + 1
+            raise _Refused(f"line {line}: {ascii(value)[:80]} has half of a character (a surrogate); write it whole")
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Any, int] = {}
         for key, _ in node.value:
@@ -38,7 +73,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             line = key.start_mark.line + 1
             if (first := seen.setdefault((key.tag, key.value), line)) != line:
-                raise _Twice(f"line {line}: {key.value!r} is given already in line {first}; remove one of them")
+                raise _Refused(f"line {line}: {key.value!r} is given already in line {first}; remove one of them")
         return super().construct_mapping(node, deep=deep)
 
 
@@ -48,7 +83,7 @@ def read(path: Path) -> dict[str, Any]:
         raise JobFileError(f"{path}: more than {MAX_FILE} bytes; this is no TrainingJob")
     try:
         documents = [d for d in yaml.load_all(path.read_text("utf-8"), _Loader) if d is not None]
-    except _Twice as e:
+    except _Refused as e:
         raise JobFileError(f"{path}: {e}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise JobFileError(f"{path}: not YAML: {e}") from e

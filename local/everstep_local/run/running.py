@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
@@ -20,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from everstep.cli.printing import SafeConsole, say_error
 from everstep_local.run.console import Plain, render
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
@@ -64,7 +64,7 @@ def run(
     place = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     prepared = place_claims(place_checkpoints(loaded, asked, place / "checkpoints"), place / CLAIMS)
     place.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = SafeConsole()
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     with (place / "operator.log").open("w", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ async def _play(
         except asyncio.CancelledError:
             outcome = Outcome.INTERRUPTED
         except Refused as e:
-            print(f"everstep: the job was refused:\n{e}", file=sys.stderr)
+            say_error(f"everstep: the job was refused:\n{e}")
             return 2
         finally:
             await cancel(shown, told)
@@ -114,7 +114,7 @@ async def _play(
     except Exception as e:
         # The run's outcome counts, even if its report cannot be written.
         log.exception("the report failed")
-        print(f"everstep: the report could not be written: {e}", file=sys.stderr)
+        say_error(f"everstep: the report could not be written: {e}")
     return int(outcome)
 
 

@@ -189,8 +189,11 @@ def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]
     """The agent's driver, and the seconds that one rendezvous may take. Raises UsageError, RendezvousFailed."""
     low, high = arguments.nodes
     agent = agent_id()
-    index = int(environ.get(env.WORKER_INDEX, "-1"))
-    incarnation = int(environ.get(env.INCARNATION, "0"))
+    try:
+        index = env.whole_number(environ, env.WORKER_INDEX, -1, low=-1)
+        incarnation = env.whole_number(environ, env.INCARNATION, 0)
+    except env.BadVariable as e:
+        raise UsageError(str(e)) from e
     if arguments.local:
         _check(arguments)
         member = Member(index, agent, incarnation, processes, LOCAL)

@@ -16,9 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from everstep.cli import ckpt_convert
 from everstep.cli.ckpt_common import (
@@ -33,6 +31,7 @@ from everstep.cli.ckpt_common import (
     fail,
     open_for,
 )  # fmt: skip
+from everstep.cli.printing import SafeConsole, cell, say
 from everstep.contract import redact
 
 if TYPE_CHECKING:
@@ -54,15 +53,15 @@ def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> Non
     with catalog_of(url, storage_option) as (catalog, _):
         found = _there(catalog, url).list()
     if as_json:
-        print(json.dumps([asdict(f) for f in found], indent=2))
+        say(json.dumps([asdict(f) for f in found], indent=2))
         return
     if not found:
-        print(f"no commits below {redact.text(url)}")
+        say(f"no commits below {redact.text(url)}")
         return
     table = _table(("STEP", "RECORD", "SIZE", "WORLD"), ("COMMITTED", "STATE"))
     for f in found:
         state, style = _state(f)
-        table.add_row(str(f.step), str(f.n), _size(f.bytes), str(f.world_size), f.at, Text(state, style))
+        table.add_row(str(f.step), str(f.n), _size(f.bytes), str(f.world_size), cell(f.at), cell(state, style))
     _console().print(table)
 
 
@@ -79,7 +78,7 @@ def show(
         found = catalog.find(step, record, tag)
         metrics = all_metrics(store, found)
     if as_json:
-        print(json.dumps({**_described(found), "metrics": metrics}, indent=2))
+        say(json.dumps({**_described(found), "metrics": metrics}, indent=2))
         return
     console = _console()
     console.print(
@@ -88,17 +87,17 @@ def show(
     )
     keys = _table(("TENSORS", "SIZE"), ("KEY", "KIND"))
     for key, kind, count, size in _keys(found):
-        keys.add_row(str(count), _size(size), Text(key), kind)
+        keys.add_row(str(count), _size(size), cell(key), cell(kind))
     console.print(keys)
     shards = _table(("SIZE",), ("SHARD",))
     for shard in found.shards:
-        shards.add_row(_size(shard.bytes), Text(shard.path))
+        shards.add_row(_size(shard.bytes), cell(shard.path))
     console.print(shards)
     if tensors:
         rows = _table(("SIZE", "PIECES"), ("TENSOR", "TYPE", "SHAPE"))
         for e in found.entries:
             size = sum(p.end - p.begin for p in e.pieces)
-            rows.add_row(_size(size), str(len(e.pieces)), Text(e.name), e.dtype, Text(str(list(e.shape))))
+            rows.add_row(_size(size), str(len(e.pieces)), cell(e.name), e.dtype, cell(str(list(e.shape))))
         console.print(rows)
 
 
@@ -117,13 +116,13 @@ def verify(
         )
         results = [(r, check(store, r)) for r in records]
     if as_json:
-        print(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
+        say(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
     else:
         for r, problems in results:
             size = _size(sum(s.bytes for s in r.shards))
-            print(f"step {r.step}  record {r.n}  {'damaged' if problems else 'whole'}  {size}")
+            say(f"step {r.step}  record {r.n}  {'damaged' if problems else 'whole'}  {size}")
             for problem in problems:
-                print(f"  {problem}")
+                say(f"  {problem}")
     if any(problems for _, problems in results):
         raise typer.Exit(DAMAGED)
 
@@ -133,7 +132,7 @@ def pin(url: Url, step: Step = None, record: Record = None, storage_option: Opti
     """Keep a commit, whatever a job's `keep` says, until `unpin`."""
     with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.pin(step, record)
-    print(f"step {found.step} (record {found.n}) is pinned")
+    say(f"step {found.step} (record {found.n}) is pinned")
 
 
 @app.command("unpin")
@@ -141,7 +140,7 @@ def unpin(url: Url, step: Step = None, record: Record = None, storage_option: Op
     """Take back a pin, or what a run's rules keep it by; the next clean-up deletes the commit if it is old enough."""
     with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.unpin(step, record)
-    print(f"step {found.step} (record {found.n}) is not pinned")
+    say(f"step {found.step} (record {found.n}) is not pinned")
 
 
 @app.command("tag")
@@ -153,7 +152,7 @@ def tag(
     """Call a commit by a name, and keep it until `untag`. The commit that had the name before loses it."""
     with catalog_of(url, storage_option) as (catalog, _):
         found = catalog.tag(name, step, record)
-    print(f"step {found.step} (record {found.n}) is tagged {name}")
+    say(f"step {found.step} (record {found.n}) is tagged {name}")
 
 
 @app.command("untag")
@@ -163,7 +162,7 @@ def untag(
     """Take a tag away; the commit stays as long as something else keeps it."""
     with catalog_of(url, storage_option) as (catalog, _):
         catalog.untag(name)
-    print(f"no commit is tagged {name}")
+    say(f"no commit is tagged {name}")
 
 
 @app.command("restore")
@@ -181,7 +180,7 @@ def restore(
         target = open_for(dest, storage_option, to_write=True)
         copied = copy(store, found, target, uuid.uuid4().hex, now())
     size = _size(sum(s.bytes for s in copied.shards))
-    print(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
+    say(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
 
 
 @app.command("gc")
@@ -195,12 +194,12 @@ def gc(
     with catalog_of(url, storage_option) as (catalog, _):
         deleted = _there(catalog, url).gc(keep, really=not dry_run)
     if as_json:
-        print(json.dumps([asdict(d) for d in deleted], indent=2))
+        say(json.dumps([asdict(d) for d in deleted], indent=2))
         return
     for d in deleted:
-        print(f"{'would delete' if dry_run else 'deleted'} {d.save_id}: {d.reason}")
+        say(f"{'would delete' if dry_run else 'deleted'} {d.save_id}: {d.reason}")
     if not deleted:
-        print("nothing to delete")
+        say("nothing to delete")
 
 
 def _there(catalog: Catalog, url: str) -> Catalog:
@@ -255,9 +254,9 @@ def _table(numbers: tuple[str, ...], texts: tuple[str, ...]) -> Table:
     return table
 
 
-def _console() -> Console:
+def _console() -> SafeConsole:
     # In a pipe there is no width to keep to: a row is a line.
-    return Console() if sys.stdout.isatty() else Console(width=10_000)
+    return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=10_000)
 
 
 def _size(count: int) -> str:

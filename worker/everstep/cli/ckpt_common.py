@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from everstep.cli.printing import say_error
 from everstep.contract import redact
 
 if TYPE_CHECKING:
@@ -75,5 +75,5 @@ def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> 
 
 
 def fail(text: str, code: int) -> NoReturn:
-    print(f"everstep: {redact.text(text)}", file=sys.stderr)
+    say_error(f"everstep: {redact.text(text)}")
     raise typer.Exit(code)

@@ -25,6 +25,7 @@ from everstep.cli.ckpt_common import (
     open_for,
     translated,
 )  # fmt: skip
+from everstep.cli.printing import say
 from everstep.contract import redact
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def bring(
         target = open_for(url, storage_option, to_write=True)
         record = write(opened, target, step, uuid.uuid4().hex, now())
     keys = ", ".join(sorted(opened.bodies))
-    print(f"step {record.step}: {len(record.entries)} tensors to {redact.text(target.url)}: {keys}")
+    say(f"step {record.step}: {len(record.entries)} tensors to {redact.text(target.url)}: {keys}")
 
 
 def export(
@@ -87,7 +88,7 @@ def export(
             fail(f"--format {form}: one of {', '.join(FORMATS)} is expected", USAGE)
         found = catalog.find(step, record, tag)
         names = export_as(store, found, dest, form, key)
-    print(f"step {found.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
+    say(f"step {found.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
 
 
 def diff(
@@ -118,11 +119,11 @@ def diff(
         for difference in differences.differences(one, two):
             found.append(difference)
             if not as_json:
-                print(f"{difference.kind:8} {difference.name}  {difference.text}")
+                say(f"{difference.kind:8} {difference.name}  {difference.text}")
     if as_json:
-        print(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in found], indent=2))
+        say(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in found], indent=2))
     elif not found:
-        print(f"the same: {one.what} and {two.what}")
+        say(f"the same: {one.what} and {two.what}")
     if found:
         raise typer.Exit(DAMAGED)
 
@@ -144,15 +145,15 @@ def cat(
         except KeyError:
             fail(f"{source.what} has no {name!r}; {_near(source, name)}", USAGE)
     if not isinstance(value, torch.Tensor):
-        print(json.dumps(_plain(value)) if as_json else value)
+        say(json.dumps(_plain(value)) if as_json else value)
         return
     if as_json:
         body = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": _plain(value)}
-        print(json.dumps(body))
+        say(json.dumps(body))
         return
-    print(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
+    say(f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}")
     torch.set_printoptions(threshold=_SHOWN)  # type: ignore[no-untyped-call]
-    print(value)
+    say(value)
 
 
 def _near(source: Source, name: str) -> str:

@@ -18,6 +18,7 @@ import typer
 
 from everstep.cli import ckpt
 from everstep.cli.agents import NoAgent
+from everstep.cli.printing import say, say_error
 from everstep.cli.profile import profile
 from everstep.cli.stacks import stacks
 from everstep.version import __version__
@@ -38,7 +39,7 @@ expected: tuple[type[Exception], ...] = (NoAgent,)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"everstep {__version__}")
+        say(f"everstep {__version__}")
         raise typer.Exit
 
 
@@ -53,7 +54,7 @@ def _without_local(problem: str) -> None:
     """The commands of everstep-local, which say what they need."""
 
     def refuse() -> None:
-        print(f"everstep: {problem}: pip install everstep-local", file=sys.stderr)
+        say_error(f"everstep: {problem}: pip install everstep-local")
         raise typer.Exit(USAGE)
 
     for name in LOCAL:
@@ -86,7 +87,7 @@ def main() -> None:
     try:
         app()
     except expected as e:
-        print(f"everstep: {e}", file=sys.stderr)
+        say_error(f"everstep: {e}")
         sys.exit(USAGE)
     except BrokenPipeError:
         # Whoever read has gone; what is still buffered must not raise again at the end.
@@ -97,7 +98,7 @@ def main() -> None:
     except Exception as e:
         # A defect of ours or of the machine: one line for the person, the rest for whoever mends it.
         logging.getLogger(__name__).exception("everstep failed")
-        print(f"everstep: {type(e).__name__}: {e}", file=sys.stderr)
+        say_error(f"everstep: {type(e).__name__}: {e}")
         sys.exit(1)
 
 

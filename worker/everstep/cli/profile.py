@@ -8,11 +8,11 @@ import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.cli.printing import SafeConsole, say
 from everstep.contract.agent_requests import MAX_STEPS, PROFILE
 
 
@@ -37,7 +37,7 @@ def profile(
     found = ask(where, PROFILE, seconds, command, steps=steps, id=name)
     if output == "jsonl":
         for answer in found:
-            print(json.dumps(answer))
+            say(json.dumps(answer))
     else:
         _show(found)
     if any("error" in answer for answer in found):
@@ -45,7 +45,7 @@ def profile(
 
 
 def _show(found: list[Answer]) -> None:
-    console = Console()
+    console = SafeConsole()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("RANK", "STEPS", "A STEP", "COMMUNICATION", "OVERLAPPED", "EXPOSED", "INPUT STALL"):
         table.add_column(column, justify="right")

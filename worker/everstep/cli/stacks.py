@@ -7,6 +7,7 @@ import json
 import typer
 
 from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.cli.printing import say
 from everstep.contract.agent_requests import STACKS
 
 SECONDS = 20.0  # for an agent to ask its processes
@@ -21,13 +22,13 @@ def stacks(job: Job = None, namespace: Namespace = None, context: Context = None
     found = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
     if output == "jsonl":
         for answer in found:
-            print(json.dumps(answer))
+            say(json.dumps(answer))
     else:
         for answer in found:
-            print(f"{head(answer)}: {_is(answer)}")
+            say(f"{head(answer)}: {_is(answer)}")
         for answer in found:
             if answer.get("stacks"):
-                print(f"\n--- {head(answer)}\n{answer['stacks'].rstrip()}")
+                say(f"\n--- {head(answer)}\n{answer['stacks'].rstrip()}")
     if any("error" in answer for answer in found):
         raise typer.Exit(1)
 

@@ -1,5 +1,6 @@
 """Environment variables that the operator sets in the worker container and the worker library reads."""
 
+import math
 from collections.abc import Mapping
 
 JOB_NAME = "EVERSTEP_JOB_NAME"
@@ -68,9 +69,35 @@ CALLS_FILE = "EVERSTEP_CALLS_FILE"
 _GRACE = 30.0  # seconds; the default of Kubernetes and of torchrun
 
 
-def grace_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds between SIGTERM and SIGKILL, as the operator has set them, or 30."""
+class BadVariable(ValueError):
+    """An environment variable is not what it has to be. The text names it, its value and the form that is expected."""
+
+
+def number(
+    environ: Mapping[str, str], name: str, *, low: float = 0.0, high: float = 1e9, whole: bool = False
+) -> float | None:
+    """The variable's number, or None if it is not set or empty. Raises `BadVariable`."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
     try:
-        return max(1.0, float(environ.get(GRACE_SECONDS, "")))
+        found = float(text)
     except ValueError:
-        return _GRACE
+        found = math.nan
+    if not low <= found <= high or (whole and not found.is_integer()):
+        form = "a whole number" if whole else "a number"
+        raise BadVariable(f"{name}={text[:60]!r}: {form} from {low:.15g} to {high:.15g} is expected")
+    return found
+
+
+def whole_number(
+    environ: Mapping[str, str], name: str, default: int, *, low: int = 0, high: int = 10**15
+) -> int:  # as many as a float tells apart
+    """The variable's whole number, or the default if it is not set or empty. Raises `BadVariable`."""
+    found = number(environ, name, low=low, high=high, whole=True)
+    return default if found is None else int(found)
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """Seconds between SIGTERM and SIGKILL, as the operator has set them, or 30. Raises `BadVariable`."""
+    return max(1.0, number(environ, GRACE_SECONDS) or _GRACE)

@@ -29,9 +29,9 @@ def likely_rank(environ: Mapping[str, str]) -> int:
     it must be right only when a job begins: later the state comes from others."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         return int(environ.get("RANK", "0"))
-    if last := environ.get(env.LAST_RANK):
-        return int(last)
-    worker, processes = int(environ.get(env.WORKER_INDEX, "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if environ.get(env.LAST_RANK):
+        return env.whole_number(environ, env.LAST_RANK, 0)
+    worker, processes = env.whole_number(environ, env.WORKER_INDEX, 0), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 
 

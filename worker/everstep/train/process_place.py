@@ -37,13 +37,13 @@ class ProcessPlace:
 
 def most_processes(environ: Mapping[str, str] = os.environ) -> int:
     """The numbers of processes that the job may have, from the agent."""
-    return int(environ.get(env.MOST_PROCESSES, "1"))
+    return env.whole_number(environ, env.MOST_PROCESSES, 1, low=1)
 
 
 def _sizes(size: int, environ: Mapping[str, str]) -> range:
     """The sizes of the worlds that the job may have; all agents have the same number of processes."""
     most = max(size, most_processes(environ))
-    least = min(most, int(environ.get(env.LEAST_PROCESSES, most)))
+    least = min(most, env.whole_number(environ, env.LEAST_PROCESSES, most, low=1))
     return range(most, least - 1, -int(environ.get("LOCAL_WORLD_SIZE", "1")))[::-1]
 
 

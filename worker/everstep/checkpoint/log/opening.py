@@ -97,13 +97,13 @@ class Settings:
                 log.warning("%s", text)
         if every_seconds is None and every_steps is None:
             every_seconds = _number(environ, env.CHECKPOINT_EVERY_SECONDS)
-            steps = _number(environ, env.CHECKPOINT_EVERY_STEPS)
+            steps = _number(environ, env.CHECKPOINT_EVERY_STEPS, low=1, whole=True)
             every_steps = int(steps) if steps is not None else None
         if every_seconds is None and every_steps is None:
             every_seconds = DEFAULT_SECONDS
         last = keep.last if isinstance(keep, Keep) else keep
         if last is None:
-            last = int(_number(environ, env.CHECKPOINT_KEEP) or DEFAULT_KEEP)
+            last = int(_number(environ, env.CHECKPOINT_KEEP, low=1, whole=True) or DEFAULT_KEEP)
         for name, value in (("keep", last), ("every_steps", every_steps), ("every_seconds", every_seconds)):
             if value is not None and (not isinstance(value, int | float) or not 0 < value < 1e9):
                 raise SettingUnusable(f"{name}={value!r}: a positive number is expected")
@@ -114,7 +114,7 @@ class Settings:
                 raise SettingUnusable(f"{SINGLE_COMMITTER}={said}: 1 or 0 is expected")
             single_committer = said in ("1", "true")
         if max_loads is None:
-            given = _number(environ, MAX_LOADS)
+            given = _number(environ, MAX_LOADS, whole=True)
             max_loads = DEFAULT_LOADS if given is None else int(given)
         if max_loads < 0:
             raise SettingUnusable(f"max_loads={max_loads}: 0 (never step over) or a positive number is expected")
@@ -159,7 +159,7 @@ class InRound:
 
 def claim(writer: str, round_: InRound, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
     """The claim of a world in this round, for the job that the operator says it is of."""
-    created = _number(environ, env.JOB_CREATED)
+    created = _number(environ, env.JOB_CREATED, whole=True)
     uid = environ.get(env.JOB_UID, "")
     return Claim(writer, round_.number, uid, world_size, at, int(created or 0), round_.rendezvous)
 
@@ -223,11 +223,8 @@ def _name(e: Exception) -> str:
     return next((name for name, kind in _ERRORS.items() if isinstance(e, kind)), "CheckpointError")
 
 
-def _number(environ: Mapping[str, str], name: str) -> float | None:
-    text = environ.get(name, "")
-    if not text:
-        return None
+def _number(environ: Mapping[str, str], name: str, *, low: float = 0.0, whole: bool = False) -> float | None:
     try:
-        return float(text)
-    except ValueError as e:
-        raise SettingUnusable(f"{name}={text!r} is not a number") from e
+        return env.number(environ, name, low=low, high=1e12, whole=whole)
+    except env.BadVariable as e:
+        raise SettingUnusable(str(e)) from e

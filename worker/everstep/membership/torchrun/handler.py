@@ -78,9 +78,9 @@ class RoundHandler(RendezvousHandler):
         agent = agent_id()
         self._peers = PeerMonitor(agent, "::" if ":" in self._address else "")
         member = Member(
-            index=int(os.environ.get(env.WORKER_INDEX, "-1")),
+            index=env.whole_number(os.environ, env.WORKER_INDEX, -1, low=-1),
             agent=agent,
-            incarnation=int(os.environ.get(env.INCARNATION, "0")),
+            incarnation=env.whole_number(os.environ, env.INCARNATION, 0),
             address=self._address,
             link_port=self._peers.port,
         )
