@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.checkpoint.convert.source import Form, Source, checked, is_optimizer, of_state
 from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
-from everstep.checkpoint.format.manifest import Entry, Piece, check_tiling
+from everstep.checkpoint.format.manifest import Piece
+from everstep.checkpoint.format.tiling import check_tiling
 
 _AT_ONCE: Final = 64 * 2**20  # bytes of tensors that are read by one call
 _PATHS: Final = {
@@ -144,7 +145,7 @@ class _Planner(DefaultLoadPlanner):
 def _check_chunks(folder: Path, name: str, entry: TensorStorageMetadata) -> None:
     """torch reads the chunks that are described, and leaves what no chunk covers as the memory was."""
     pieces = tuple(Piece(0, name, tuple(c.offsets), tuple(c.sizes), 0, 0) for c in entry.chunks)
-    check_tiling(Entry(name, "U8", tuple(entry.size), pieces), f"{folder}/.metadata: {name}")
+    check_tiling(tuple(entry.size), pieces, f"{folder}/.metadata: {name}")
 
 
 def _check_files(folder: Path, described: Metadata) -> None:

@@ -59,6 +59,23 @@ def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -
         raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
 
 
+def _check_chunk(store: ObjectStore, shard: Shard, index: int, buffer: bytearray) -> None:
+    """Read a chunk through the buffer, which may be smaller, and raise `Damaged` if it is not what was written."""
+    size = chunk_size(shard, index)
+    if size <= len(buffer):
+        return read_chunk(store, shard, index, memoryview(buffer)[:size])
+    digest, start = xxhash.xxh3_128(), index * shard.chunk_bytes
+    for at in range(0, size, len(buffer)):
+        part = memoryview(buffer)[: min(len(buffer), size - at)]
+        try:
+            store.get_into(shard.path, start + at, part)
+        except (NotFound, Truncated) as e:
+            raise Damaged(f"{shard.path}: is missing, or shorter than the manifest says") from e
+        digest.update(part)
+    if digest.hexdigest() != shard.xxh3_128[index]:
+        raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
+
+
 def check_size(store: ObjectStore, shard: Shard) -> None:
     """Raise `Damaged` if the shard is missing, longer or shorter than the manifest says."""
     size = store.size(shard.path)
@@ -70,11 +87,11 @@ def check_size(store: ObjectStore, shard: Shard) -> None:
 
 def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
     """The problems of a shard: none, or one text that names it. Reads every byte, and holds one chunk in memory."""
-    buffer = bytearray(min(shard.bytes, shard.chunk_bytes))
     try:
-        check_size(store, shard)
+        check_size(store, shard)  # first: what the manifest claims is not what there is
+        buffer = bytearray(min(shard.bytes, shard.chunk_bytes, CHUNK_BYTES))
         for index in range(len(shard.xxh3_128)):
-            read_chunk(store, shard, index, memoryview(buffer)[: chunk_size(shard, index)])
+            _check_chunk(store, shard, index, buffer)
     except Damaged as e:
         return (str(e),)
     return ()

@@ -1,7 +1,9 @@
 """The records of the commit log: what they hold, and what makes one valid. The commit record *is* the manifest.
 
 Pure: no store, no torch, no clock. Invariant: a record that `decode_record` returns names only shards below `data/`,
-its pieces tile every tensor exactly, and each piece lies inside its shard; so a reader may trust offsets and paths.
+its pieces tile every tensor exactly, each piece lies inside its shard and shares no bytes with another, and its values
+can be decoded; so a reader may trust offsets, paths and references. How large a shard really is, only the store knows:
+a reader compares that before it allocates.
 The format is documented in docs/reference/commit-format.md and changes only with `VERSION`.
 """
 
@@ -10,17 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from everstep.checkpoint.errors import FormatError, UnsupportedVersion
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import MAX_RECORD_NUMBER, folder_of
+from everstep.checkpoint.format.tiling import check_tiling
+from everstep.checkpoint.format.values import check_values
 from everstep.checkpoint.format.wire import Fields, Json
 
 VERSION: Final = 1
 NONE: Final = -1  # "no such record" in `open` and `commit`
 MAX_STEP: Final = 2**62
 CHUNK_BYTES: Final = 64 * 2**20
+MAX_AXES: Final = 64  # as torch's own
+MAX_ELEMENTS: Final = 2**59  # of at most 8 bytes; axes of length 0 count as 1, as strides are computed of them
 
 # Bytes of one element, by safetensors' name of the type.
 DTYPE_BYTES: Final = {
@@ -190,10 +197,14 @@ def decode_record(data: bytes, n: int, where: str) -> Record:
     if kind != "commit":
         raise FormatError(f"{where}: kind {kind!r} is neither open nor commit")
     shards = tuple(_shard(f) for f in fields.objects("shards"))
+    if len({shard.path for shard in shards}) < len(shards):
+        raise FormatError(f"{where}: two of its shards have one path")
+    entries = _entries(fields, shards)
+    check_values(fields.any("values"), {e.name: e.dtype for e in entries}, where)
     return CommitRecord(
         n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("step"),
         fields.text("save_id", 128), fields.integer("world_size", 1), fields.text("at"),
-        _link(fields, "open", n), _link(fields, "commit", n), shards, _entries(fields, shards), fields.any("values"),
+        _link(fields, "open", n), _link(fields, "commit", n), shards, entries, fields.any("values"),
     )  # fmt: skip
 
 
@@ -266,34 +277,13 @@ def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, 
     entries = tuple(found[name] for name in sorted(found))
     for entry in entries:
         try:
-            check_tiling(entry, entry.name)
+            check_tiling(entry.shape, entry.pieces, entry.name)
         except FormatError as e:
             raise FormatError(
                 f"{e}. If ranks hold other names, or the same part on meshes that do not tell it (a norm under FSDP "
                 "beside tensor parallelism), mark the object with everstep.Union"
             ) from e
     return tuple(shards), entries
-
-
-def check_tiling(entry: Entry, where: str) -> None:
-    """Raise `FormatError` unless the pieces cover the tensor exactly once."""
-    total = math.prod(entry.shape)
-    covered = sum(math.prod(p.shape) for p in entry.pieces)
-    if covered != total:
-        raise FormatError(f"{where}: its pieces hold {covered} of {total} elements")
-    boxes = [p for p in entry.pieces if math.prod(p.shape)]
-    # Along the axis on which the most boxes begin at different places, the fewest have to be compared.
-    axis = max(range(len(entry.shape)), key=lambda a: len({p.offset[a] for p in boxes}), default=0)
-    boxes.sort(key=lambda p: p.offset[axis : axis + 1])
-    for i, a in enumerate(boxes):
-        for b in boxes[i + 1 :]:
-            if a.offset and b.offset[axis] >= a.offset[axis] + a.shape[axis]:
-                break  # no later box reaches back
-            if all(
-                bo < ao + an and ao < bo + bn
-                for ao, an, bo, bn in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-            ):
-                raise FormatError(f"{where}: two of its pieces overlap")
 
 
 def _check_version(fields: Fields) -> None:
@@ -327,8 +317,23 @@ def _sorted(fields: Fields) -> list[tuple[str, Json]]:
 def _entries(fields: Fields, shards: tuple[Shard, ...]) -> tuple[Entry, ...]:
     entries = tuple(_entry(name, Fields(body, f"{fields.where}: {name}"), shards) for name, body in _sorted(fields))
     for entry in entries:
-        check_tiling(entry, f"{fields.where}: {entry.name}")
+        check_tiling(entry.shape, entry.pieces, f"{fields.where}: {entry.name}")
+    _check_bytes(entries, fields.where)
     return entries
+
+
+def _check_bytes(entries: tuple[Entry, ...], where: str) -> None:
+    """Raise `FormatError` if two pieces share bytes of a shard: then a small file could claim any number of tensors."""
+    runs: dict[int, list[tuple[int, int, str]]] = {}
+    for entry in entries:
+        for piece in entry.pieces:
+            if piece.end > piece.begin:
+                runs.setdefault(piece.shard, []).append((piece.begin, piece.end, entry.name))
+    for found in runs.values():
+        found.sort()
+        for (_, end, name), (begin, _, other) in pairwise(found):
+            if begin < end:
+                raise FormatError(f"{where}: pieces of {name[:80]!r} and {other[:80]!r} share bytes of their shard")
 
 
 def _shard_body(shard: Shard) -> dict[str, Json]:
@@ -368,7 +373,11 @@ def _entry_body(entry: Entry) -> dict[str, Json]:
 def _entry(name: str, fields: Fields, shards: Sequence[Shard]) -> Entry:
     dtype, shape = fields.text("dtype"), fields.integers("shape")
     if dtype not in DTYPE_BYTES:
-        raise FormatError(f"{fields.where}: unknown dtype {dtype!r}")
+        raise FormatError(f"{fields.where}: unknown dtype {dtype[:40]!r}")
+    if len(shape) > MAX_AXES:
+        raise FormatError(f"{fields.where}: {len(shape)} axes; at most {MAX_AXES} are allowed")
+    if math.prod(max(1, n) for n in shape) > MAX_ELEMENTS:
+        raise FormatError(f"{fields.where}: shape {str(shape)[:80]} has more elements than memory has addresses")
     return Entry(name, dtype, shape, tuple(_pieces(fields, dtype, shape, shards)))
 
 

@@ -7,6 +7,7 @@ that was cut, flipped or joined with another is a `FormatError`. Size and depth 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Final
 
 import xxhash
@@ -17,6 +18,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MAX_BYTES: Final = 64 * 2**20
 MAX_DEPTH: Final = 64
+# Of a record of 64 MiB with nothing but pieces each item takes more than 8 bytes. In memory it takes up to 100.
+MAX_ITEMS: Final = 12 * 2**20
 
 
 def encode(body: dict[str, Json]) -> bytes:
@@ -35,8 +38,10 @@ def decode(data: bytes, where: str) -> dict[str, Json]:
     line, _, check = data.partition(b"\n")
     if check != b'{"xxh3_128":"' + xxhash.xxh3_128_hexdigest(line).encode() + b'"}\n':
         raise FormatError(f"{where}: the record's checksum does not match: it was cut or changed")
+    if (items := line.count(b",") + line.count(b"[") + line.count(b"{")) > MAX_ITEMS:
+        raise FormatError(f"{where}: {items} items, at most {MAX_ITEMS} are allowed")
     try:
-        body = json.loads(line, parse_constant=_no_constant)
+        body = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as e:
         raise FormatError(f"{where}: not JSON: {e}") from e
     if not isinstance(body, dict):
@@ -47,6 +52,13 @@ def decode(data: bytes, where: str) -> dict[str, Json]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
 
 
 def _check_depth(body: Json, where: str) -> None:
@@ -100,7 +112,10 @@ class Fields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        return tuple(check_integer(v, f"{self.where}: {name}", 0, 2**62) for v in self.items(name))
+        values = self.items(name)
+        if all(type(v) is int and 0 <= v <= 2**62 for v in values):
+            return tuple(values)  # type: ignore[arg-type]
+        return tuple(check_integer(v, f"{self.where}: {name}", 0, 2**62) for v in values)
 
     def objects(self, name: str) -> list[Fields]:
         return [Fields(v, f"{self.where}: {name}[{i}]") for i, v in enumerate(self.items(name))]
@@ -112,8 +127,15 @@ class Fields:
         return value
 
 
+def _short(value: Json) -> str:
+    """Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(str(value)[:40])
+
+
 def check_integer(value: Json, where: str, low: int, high: int) -> int:
     """The value, if it is an integer between the two bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise FormatError(f"{where} is {str(value)[:40]!r}, not an integer from {low} to {high}")
+        raise FormatError(f"{where} is {_short(value)}, not an integer from {low} to {high}")
     return value

@@ -93,11 +93,16 @@ class Filler:
 def reads(segments: Sequence[Segment], size: int, most: int) -> Iterator[list[Run]]:
     """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each, cut into runs."""
     found: list[Run] = []
+    waiting = sorted(segments, key=lambda s: s.begin, reverse=True)  # the next one last
+    active: list[Segment] = []  # begun, and not over: each run looks at these, not at all that there are
     for begin, end, place in _places(segments, size, min(most, _SHORT)):
         at = begin
         while at < end:
             stop = min(end, at // most * most + most)
-            others = tuple(s for s in segments if s is not place and s.begin < stop and s.end > at)
+            while waiting and waiting[-1].begin < stop:
+                active.append(waiting.pop())
+            active = [s for s in active if s.end > at]
+            others = tuple(s for s in active if s is not place)
             found.append(Run(at, stop, place, others))
             if stop % most == 0 or stop == size:
                 yield found

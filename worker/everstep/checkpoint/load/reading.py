@@ -164,8 +164,9 @@ def read_box(store: ObjectStore, record: CommitRecord, entry: Entry, box: Box) -
 
 def _read(store: ObjectStore, record: CommitRecord, wanted: Sequence[Target]) -> dict[str, torch.Tensor]:
     todo = plan(record, wanted)
-    buffers = Buffers(todo, wanted)
+    # Before any memory is taken: a record may claim more bytes than its shards have.
     in_parallel(partial(check_size, store), [record.shards[n] for n in sorted({task.shard for task in todo.own})])
+    buffers = Buffers(todo, wanted)
     fetch(store, record.shards, todo.own, buffers.bytes)
     return buffers.finish()
 

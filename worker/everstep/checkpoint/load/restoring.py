@@ -138,15 +138,28 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
     together = alike and not _agree(ranks, _page_cache(store, ranks.rank))
     divided = reading.divide(todo.shared, record.shards, ranks.world_size) if together else []
     tasks = todo.own + (divided[ranks.rank] if together else todo.shared)
-    buffers = reading.Buffers(todo, targets)
     if problem is None:
         try:
             in_parallel(partial(check_size, store), _to_check(record, tasks, ranks))
-            reading.fetch(store, record.shards, tasks, buffers.bytes)
-        except FormatError as e:
-            problem = Damaged(str(e))
         except (StorageError, CheckpointError) as e:
             problem = e
+    # Before any memory is taken: a record may claim more bytes than its shards have, and each rank has looked at some.
+    _agreed(problem, store, ranks)
+    buffers = reading.Buffers(todo, targets)
+    try:
+        reading.fetch(store, record.shards, tasks, buffers.bytes)
+    except (StorageError, CheckpointError) as e:
+        problem = e
+    _agreed(problem, store, ranks)
+    if together:
+        exchange(divided, buffers.bytes, ranks)
+    return buffers.finish()
+
+
+def _agreed(problem: Exception | None, store: ObjectStore, ranks: Ranks) -> None:
+    """Raise on every rank if one has a problem: `Damaged` if that is all that was found, else another error."""
+    if isinstance(problem, FormatError):
+        problem = Damaged(str(problem))
     worst = ranks.maximum(_kind_of(problem))
     if worst == _DAMAGED:
         raise problem or Damaged("another rank could not read it")
@@ -156,9 +169,6 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
         raise CheckpointError(f"{store.url}: another rank could not read the store")
     if problem is not None:
         raise problem
-    if together:
-        exchange(divided, buffers.bytes, ranks)
-    return buffers.finish()
 
 
 def _kind_of(problem: Exception | None) -> int:
@@ -172,7 +182,7 @@ def _kind_of(problem: Exception | None) -> int:
 def _digest(targets: Sequence[Target]) -> int:
     """A number of 62 bits for what this rank wants together with the others."""
     names = "\n".join(t.entry.name for t in targets if t.shared)
-    return xxhash.xxh3_64_intdigest(names.encode()) >> 2
+    return xxhash.xxh3_64_intdigest(names.encode("utf-8", "surrogatepass")) >> 2
 
 
 def _page_cache(store: ObjectStore, rank: int) -> int:

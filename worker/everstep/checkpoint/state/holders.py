@@ -16,7 +16,8 @@ from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, StateMismatch
 from everstep.checkpoint.format.boxes import Box, whole
-from everstep.checkpoint.format.manifest import DTYPE_BYTES, Entry, Piece, check_tiling
+from everstep.checkpoint.format.manifest import DTYPE_BYTES, Piece
+from everstep.checkpoint.format.tiling import check_tiling
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, capture
 from everstep.checkpoint.state.sharding import cut_uncertainly, elsewhere, holding, is_sharded, local_of
@@ -178,7 +179,7 @@ def _check(name: str, held: list[_Held]) -> None:
         for b in sorted(boxes, key=lambda b: b.offset)
     )
     try:
-        check_tiling(Entry(name, first.dtype, first.shape, pieces), name)
+        check_tiling(first.shape, pieces, name)
     except FormatError as e:
         ranks = ", ".join(str(h.rank) for h in held[:8])
         raise StateMismatch(
