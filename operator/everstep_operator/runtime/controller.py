@@ -26,6 +26,8 @@ K = TypeVar("K", bound=Hashable)
 
 log = logging.getLogger(__name__)
 
+TURNS_BETWEEN_PASSES = 10  # of the event loop: a renewal of the Lease takes about as many
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -130,9 +132,11 @@ class Controller(Generic[K]):
 
     async def _work(self) -> None:
         while True:
-            # One pass begins in one turn of the event loop, since a plan of a large job takes milliseconds of it.
+            # A plan of a large job takes many milliseconds of the event loop, which also renews the Lease. So several
+            # turns of the loop lie between the beginnings of two passes.
             async with self._start:
-                await asyncio.sleep(0)
+                for _ in range(TURNS_BETWEEN_PASSES):
+                    await asyncio.sleep(0)
                 key = await self._queue.get()
             try:
                 await self._pass(key)

@@ -27,7 +27,7 @@ CREATE_SECONDS = 2.5
 LEASE_SECONDS = 6  # that of a new installation
 LARGE_JOBS, LARGE = 16, 100  # more jobs than passes that a new installation made at a time
 # The slots of creates are all taken: the next one is free after one create, and it goes to the job that waits longest.
-POD_SECONDS = 4 * CREATE_SECONDS
+POD_SECONDS = 8 * CREATE_SECONDS  # half of it on a machine with nothing else to do
 SUSPEND_SECONDS = 3 * CREATE_SECONDS
 ANSWER_SECONDS = 2.0
 OBSERVED_SECONDS = 20.0  # several terms of the Lease
