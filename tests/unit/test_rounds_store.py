@@ -367,7 +367,7 @@ async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> No
     await stage.start()
     await stage.client.create(CONFIGMAPS, NS, {"metadata": {"name": "digits-rounds"}, "data": {"mine": "1"}})
     rounds = stage.operator()
-    with pytest.raises(RoundsUnavailable, match="ConfigMap digits-rounds does not belong to this job"):
+    with pytest.raises(RoundsUnavailable, match="ConfigMap digits-rounds has a name that this job needs"):
         await rounds.read(stage.agents[0], 0)
     assert (await stage.client.get(CONFIGMAPS, NS, "digits-rounds")).data == {"mine": "1"}
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from everstep_operator.errors import TerminalError
+
 # A process on each: GPUs of NVIDIA and AMD, also shared ones, NVIDIA's MIG instances, AMD's partitions, Intel's GPUs,
 # Gaudi, cores of Neuron.
 _COUNTED = re.compile(
@@ -23,7 +25,7 @@ _OTHER = re.compile(
 )
 
 
-class Uncountable(ValueError):
+class Uncountable(TerminalError):
     """The number of devices is not known. Its text says of which resource, and what to write instead."""
 
 
