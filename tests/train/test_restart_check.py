@@ -64,6 +64,7 @@ def train(
     compare_gradients: bool = True,
     optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     change: Callable[[torch.optim.Optimizer], object] = lambda optimizer: None,
+    data: torch.utils.data.Dataset[Any] = DATA,
     **options: Any,
 ) -> list[torch.Tensor]:
     """A run of one process, whose loss has a factor that no commit holds; its parameters at the end. `crash`: the step
@@ -74,14 +75,14 @@ def train(
     optimizer = optimizer_of(model.parameters(), lr=0.1)
     with everstep.start(str(folder), every_steps=SAVED, compare_gradients=compare_gradients, **options) as run:
         run.track(model=model, optimizer=optimizer)
-        for step in run.steps(run.loader(DATA, global_batch=8), until=until):
+        for step in run.steps(run.loader(data, global_batch=8), until=until):
             if crash and step.number == crash:
                 crash_when_noted(folder, waits=compare_gradients)
             with step as batch:
                 if stop and step.number == stop:
                     os.kill(os.getpid(), signal.SIGTERM)
-                data, target = batch.data
-                batch.scale(factor() * mse_loss(model(data), target)).backward()
+                given, target = batch.data
+                batch.scale(factor() * mse_loss(model(given), target)).backward()
                 change(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -147,6 +148,24 @@ def test_restart_with_the_same_gradients_and_another_update_is_refused(
         with pytest.raises(everstep.LoopError, match=rf"commit of step 2, .* otherwise than before: .*{named}"):
             train(tmp_path, lambda: 1.0, optimizer_of=optimizer_of, change=change)
     train(tmp_path, lambda: 1.0, optimizer_of=optimizer_of)
+
+
+def test_data_that_are_others_at_each_start_are_refused_at_each(tmp_path: Path) -> None:
+    """To the gradients alone it looks like a step that nobody computes twice alike, and the second restart went on."""
+
+    def shuffled(seed: int) -> torch.utils.data.Dataset[Any]:
+        order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed)).tolist()
+        return torch.utils.data.Subset(DATA, order)
+
+    with pytest.raises(Crash):
+        train(tmp_path, lambda: 1.0, crash=SAVED + 1, data=shuffled(0))
+    for seed in (1, 2, 3):
+        with pytest.raises(everstep.LoopError, match="reads otherwise than when the run was saved") as found:
+            train(tmp_path, lambda: 1.0, data=shuffled(seed))
+        assert found.value.certain
+        latest = everstep.Checkpointer(str(tmp_path)).latest()
+        assert latest is not None
+        assert latest.step == SAVED
 
 
 def test_update_that_is_another_each_time_goes_on_in_the_second_restart(

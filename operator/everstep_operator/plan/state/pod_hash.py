@@ -1,7 +1,7 @@
 """Hashes those parts of a spec that all pods of one world must have in common.
 
 The hash stands on each worker's pod as a label. A worker with another hash was made from an older spec, and is replaced
-(`decide.template`, ADR 0035). A pod without the label, which an older operator made, counts as current.
+(`decide.update`, ADR 0035). A pod without the label, which an older operator made, counts as current.
 
 Only what a user wrote enters: fields that may not change while the job runs (`api.immutable`), without those that have
 their default. So neither a newer operator, nor its settings, nor what the API server and webhooks add to pods changes
