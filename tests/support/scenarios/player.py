@@ -25,6 +25,7 @@ from support.scenarios.reference import (
     Result,
     ScenarioError,
     differences,
+    rounding_of,
     undisturbed,
 )
 
@@ -367,7 +368,8 @@ class Player(ABC):
         exact = not self.asked.sizes and self.sizes_seen == {self.workers} and self.workers <= EXACT
         wanted = undisturbed(self.workers if exact else 1, self.asked.steps, self.asked.script).committed
         got = Committed.read(self.url, {**os.environ, **self.storage_environment()})
-        if wrong := differences(got, wanted, to_the_bit=exact):
+        least = 0.0 if exact else rounding_of(self.workers, self.asked.steps, self.asked.script)
+        if wrong := differences(got, wanted, rounding=least):
             raise ScenarioError("\n".join(["the training state is another one:", *wrong, self.describe()]))
         self.verify_commits()
         restarts = self.status().get("restarts") or {}
