@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -58,8 +59,10 @@ class Story:
         """All that must not depend on what happened to operators; times do."""
         status = await self.place.status()
         restarts = {k: v for k, v in status["restarts"].items() if not k.endswith("At")}
+        pods = await self.place.pods()
+        assert len({p.metadata.labels["everstep.dev/spec-hash"] for p in pods.values()}) == 1, "of one spec"
         return {
-            "pods": {n: (p.status.phase, p.metadata.labels) for n, p in (await self.place.pods()).items()},
+            "pods": {n: (p.status.phase, _without_hash(p.metadata.labels)) for n, p in pods.items()},
             "services": await self.place.services(),
             "round": status["world"]["round"],
             "size": status["world"]["size"],
@@ -68,6 +71,10 @@ class Story:
             "conditions": {c["type"]: (c["status"], c["reason"]) for c in status["conditions"]},
             "failure": status.get("failure"),
         }
+
+
+def _without_hash(labels: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in labels.items() if name != "everstep.dev/spec-hash"}
 
 
 async def tell(story: Story, until: asyncio.Event | None = None) -> bool:
@@ -101,7 +108,7 @@ def expected(uid: str) -> dict[str, Any]:
         "round": 2,
         "size": 2,
         "restarts": {"userCode": 1, "infrastructure": 0, "preemption": 0, "startFailures": 0, "total": 1, "inWindow": 1,
-                     "withoutProgress": 1},
+                     "withoutProgress": 1, "rejections": 0, "rejectedBy": []},
         "recoveries": [("Error", 1)],
         "conditions": {
             "Ready": ("True", "Complete"), "Reconciling": ("False", "Complete"), "Stalled": ("False", "Complete"),
