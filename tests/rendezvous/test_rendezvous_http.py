@@ -20,7 +20,7 @@ from everstep.membership.driver import Driver
 from everstep.membership.errors import StoreRefused
 from everstep.membership.store import View
 from everstep.membership.world_state import Broken, Whole
-from everstep_operator.kube.resources import PODS
+from everstep_operator.kube.resources import NODES, PODS
 from everstep_operator.kube.wire import Unstructured
 from support.rendezvous.agents import LIMIT, QUICK, until
 from support.rendezvous.operator_server import NAMESPACE, OperatorServer, Pod
@@ -249,7 +249,8 @@ def test_a_worker_container_that_ended_is_missed_though_its_pod_goes_on(operator
 def test_a_node_that_is_lost_takes_its_agents_with_it(operator: OperatorServer, trio: Trio, job: Unstructured) -> None:
     node = f"{job.metadata.name}-1"
     operator.set_node(node, True)
-    operator.set_node(node, False)
+    operator.set_node(node, False)  # of a silent node the agents themselves tell more: ADR 0041
+    operator.do(operator.client.delete(NODES, None, node))
     trio.assert_missed(1)
     # It only seemed lost: its agent says so itself, and is taken in again.
     assert trio.drivers[1]._store.renew("agent-1") is False
