@@ -20,7 +20,7 @@ import everstep
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x = torch.utils.data.TensorDataset(torch.randn(16, 2))
+x = torch.utils.data.TensorDataset(torch.randn(16, 2, generator=torch.Generator().manual_seed(1)))
 
 def work(batch, weight=1.0):
     (model(batch.data[0]).pow(2).mean() * weight).backward()

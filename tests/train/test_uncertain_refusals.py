@@ -45,6 +45,6 @@ def test_peers_are_told_whether_a_refusal_rests_on_time(certain: bool) -> None:
     store = HashStore()
     store.set("made/0", made)
     alone = cast(AnnouncedRound, SimpleNamespace(rank=1, world_size=2))
-    with pytest.raises(LoopError, match=r"^rank 0 left$") as found:
+    with pytest.raises(LoopError, match=r"^rank 0 left") as found:
         forming._check_made(store, alone, "")
     assert refused_after(found.value) == (steps_done() if certain else None)
