@@ -1,15 +1,17 @@
 """Digests of tensors and of a whole tracked state, by which two of them are compared.
 
-A tensor on an accelerator is reduced there, and 64 numbers come back. Invariant: ranks that hold the same state have
-the same digest.
+A tensor on an accelerator is reduced there, and one number comes back for each of its chunks. Invariant: ranks that
+hold the same state have the same digest.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 import xxhash
 
@@ -21,7 +23,7 @@ from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.switches import SWITCHES
 
-COLUMNS = 64
+CHUNK: Final = 2**20  # numbers that are summed at a time: 8 MiB of weights, and 8 MiB of products
 OWN = ("data", STATE, SWITCHES, BUCKETS)  # the session's own entries, on which members agree separately
 
 
@@ -60,15 +62,42 @@ def content(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(to_bytes(found))
 
 
-def reduced(tensor: torch.Tensor) -> torch.Tensor:
-    """At most 128 numbers, on the tensor's device. They differ if the tensor's bits do, except by rare coincidence."""
-    flat = tensor.detach().contiguous().view(-1)
+def reduced(tensor: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
+    """One number of 64 bits for each `chunk` numbers of a tensor (at most `CHUNK`), on the tensor's device. They differ
+    if the tensor's bits do, or their order, except by rare coincidence; of numbers of at most 32 bits always if one has
+    changed, or two have changed places. Strides do not matter."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if len(flat) == 1:  # contiguous for torch with any stride, which halves may not have
+        flat = flat.as_strided((1,), (1,))
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # as halves: see `_weights`
     bits = flat.view(kinds[flat.element_size()])
-    whole = bits.numel() // COLUMNS * COLUMNS
-    return torch.cat([bits[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64), bits[whole:].to(torch.int64)])
+    if not bits.numel():
+        return bits.new_empty(0, dtype=torch.int64)
+    weights = _weights(tensor.device)
+    return torch.stack([(part * weights[: len(part)]).sum() for part in torch.split(bits, chunk)])
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """A random number of 64 bits for each place in a chunk, the same in all processes.
+
+    The lower halves are all different and not 0, because each step of their mixing can be undone (Wellons's
+    "lowbias32"). So neither such a half nor a difference of two is divisible by 2**32, nor is a change of a number of
+    32 bits: no product of the two is 0 modulo 2**64.
+    """
+    places = np.arange(1, CHUNK + 1, dtype=np.uint32)
+    low = _mixed(places)
+    high = _mixed(low + np.uint32(0x9E3779B9))
+    # The copy is from ordinary memory: it is over when the call returns, so any stream may read it.
+    return torch.from_numpy((high.astype(np.uint64) << np.uint64(32) | low).view(np.int64)).to(device)
+
+
+def _mixed(x: Any) -> Any:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
 
 
 def local(tensor: Any) -> torch.Tensor:
