@@ -10,7 +10,14 @@ from datetime import datetime
 from typing import TypeAlias
 
 from everstep.contract import labels
-from everstep_operator.kube.wire import ContainerStatus, ContainerTerminated, Pod, PodDisruptionBudget, Service
+from everstep_operator.kube.wire import (
+    Condition,
+    ContainerStatus,
+    ContainerTerminated,
+    Pod,
+    PodDisruptionBudget,
+    Service,
+)
 
 Key: TypeAlias = tuple[str, str]
 
@@ -51,10 +58,18 @@ def worker_exit(pod: Pod) -> ContainerTerminated | None:
     return status.state.terminated if status is not None else None
 
 
+def disruption_target(pod: Pod) -> Condition | None:
+    """The condition by which the pod is about to be deleted; None if it is not true."""
+    return next((c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True"), None)
+
+
 def is_told_to_end(pod: Pod) -> bool:
-    """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer."""
-    disrupted = any(c.type == "DisruptionTarget" and c.status == "True" for c in pod.status.conditions)
-    return disrupted or pod.metadata.deletion_timestamp is not None
+    """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer.
+
+    `WorkerPod.is_told_to_end` says the same of a snapshot. A pod that the kubelet ended is told too.
+    """
+    by_kubelet = pod.status.phase == "Failed" and pod.status.reason not in ("", "NodeLost")
+    return pod.metadata.deletion_timestamp is not None or disruption_target(pod) is not None or by_kubelet
 
 
 def worker_started_at(pod: Pod) -> datetime | None:

@@ -29,6 +29,7 @@ from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot,
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.state import pod_hash, roster, sizing
 from everstep_operator.plan.state.losses import Charge, losses_among
+from support.operator.pod_faults import PodFaults
 from support.operator.programs import all_of_the_present_spec, no_two_programs
 
 PASSES = 20
@@ -67,11 +68,11 @@ faults = st.one_of(
 )
 
 
-class History:
+class History(PodFaults):
     """The toy cluster with a compare-and-swap, an operator that may be cut or stale, and the invariants as it goes."""
 
     def __init__(self, module: ModuleType, *, etcd: bool) -> None:
-        self.world: Any = module.ElasticWorld()
+        super().__init__(module.ElasticWorld())
         self.cut = Cut
         self.world.spec["recovery"] = {"maxRestarts": 50, "noProgressLimit": 1000}
         if etcd:
@@ -79,21 +80,12 @@ class History:
         self.version = 0
         self.kept: tuple[int, Snapshot] | None = None
         self.finished: dict[str, Any] | None = None
-        self.obeyed: set[str] = set()  # pods whose programs ended with 0 because they were told to
         self.published: set[tuple[int, int]] = set()
 
     def do(self, name: str, *args: Any) -> None:
         getattr(self, name)(*args)
         if self.finished is not None:
             assert self.world.status.to_wire() == self.finished, "a finished job changed"
-
-    def pod(self, index: int) -> str | None:
-        name = self.world.current(index)
-        return name if name in self.world.pods else None
-
-    def running(self, index: int) -> str | None:
-        name = self.pod(index)
-        return None if name is None or self.world.pods[name].finished else name
 
     def ready(self, index: int) -> None:
         name = self.running(index)
@@ -110,42 +102,10 @@ class History:
         if self.world.view is not None and index in dict(self.world.view.members):
             self.world.do_gone_from(str(index))
 
-    def succeed(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_succeed(str(index))
-
     def fail(self, index: int, code: int) -> None:
         if (name := self.running(index)) is not None:
             exit_ = Exit(code, "Error", "", self.world.now)
             self.world.change(name, phase=PodPhase.FAILED, ready=False, exit=exit_)
-
-    def evict(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_evict(str(index))
-
-    def reject(self, index: int) -> None:
-        if (name := self.running(index)) is not None and not self.world.pods[name].ready:
-            self.world.do_reject(str(index))
-
-    def side_car(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_side_car(str(index))
-
-    def obey(self, index: int) -> None:
-        if (name := self.running(index)) is not None:
-            self.obeyed.add(name)
-            self.world.do_obey(str(index))
-
-    def delete(self, index: int) -> None:
-        if self.pod(index):
-            self.world.do_delete(str(index))
-
-    def gone(self, index: int) -> None:
-        if self.pod(index):
-            self.world.do_gone(str(index))
-
-    def node(self, name: str, back: bool) -> None:
-        (self.world.do_node_back if back else self.world.do_node_lost)(name)
 
     def scale(self, replicas: int) -> None:
         self.world.spec["replicas"] = replicas
@@ -158,15 +118,6 @@ class History:
 
     def suspend(self, wanted: bool) -> None:
         self.world.spec["suspend"] = wanted
-
-    def image(self, number: int) -> None:
-        self.world.do_image(f"train:{number}")
-
-    def linger(self) -> None:
-        self.world.do_pods_linger()
-
-    def end(self) -> None:
-        self.world.do_end()
 
     def report(self, step: int) -> None:
         if self.world.status.world.formed_at is not None:

@@ -349,6 +349,10 @@ OURS: dict[str, tuple[dict[str, Any], str]] = {
         {"spec": {"containers": [{"name": "worker", "restartPolicy": "Never", "restartPolicyRules": [{}]}]}},
         "spec.template.spec.containers",
     ),
+    "name": ({"metadata": {"name": "trainer"}}, "spec.template.metadata.name"),
+    "generated_name": ({"metadata": {"generateName": "trainer-"}}, "spec.template.metadata.generateName"),
+    "namespace": ({"metadata": {"namespace": "team-b"}}, "spec.template.metadata.namespace"),
+    "owner": ({"metadata": {"ownerReferences": [{"name": "a"}]}}, "spec.template.metadata.ownerReferences"),
     "label": ({"metadata": {"labels": {"everstep.dev/round": "99"}}}, "spec.template.metadata.labels"),
     "volume": ({"spec": {"volumes": [{"name": "everstep-token"}]}}, "spec.template.spec.volumes"),
     "volume_of_etcd": (
@@ -368,6 +372,14 @@ def test_field_of_the_template_that_could_not_be_kept_is_refused_by_its_name(cas
         job(template)
     assert refused.value.path == field
     assert "operator" in refused.value.problem or "worker" in refused.value.problem
+
+
+def test_finalizers_of_the_template_are_kept_as_by_other_controllers() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["metadata"].update(finalizers=["example.com/accounting"], name="", ownerReferences=[])
+    body = pods.worker_pod(job(template), 1, 7, 2, SETTINGS)
+    assert body["metadata"]["finalizers"] == ["example.com/accounting"]
+    assert "finalizers" not in pods.worker_pod(job(TEMPLATE), 1, 7, 2, SETTINGS)["metadata"]
 
 
 def test_fields_of_the_template_that_say_what_we_do_anyway_are_accepted() -> None:

@@ -35,6 +35,7 @@ from everstep_operator.plan.snapshot import (
     Snapshot,
     WorkerPod,
 )
+from support.operator.pod_faults import PodFaults
 from support.operator.programs import all_of_the_present_spec, no_two_programs
 
 PASSES = 12  # more than any settled job needs
@@ -88,11 +89,11 @@ faults = st.one_of(
 )
 
 
-class History:
+class History(PodFaults):
     """The toy cluster with a compare-and-swap, an operator that may be cut or stale, and the invariants as it goes."""
 
     def __init__(self, module: ModuleType) -> None:
-        self.world: Any = module.World()
+        super().__init__(module.World())
         self.cut = module.Cut
         template = copy.deepcopy(module.TEMPLATE)
         template["spec"]["containers"][0]["env"] = [{"name": "WANDB_API_KEY", "value": SECRET}]
@@ -100,7 +101,6 @@ class History:
         self.version = 0
         self.kept: tuple[int, Snapshot] | None = None
         self.finished: dict[str, Any] | None = None
-        self.obeyed: set[str] = set()  # pods whose programs ended with 0 because they were told to
         self.said: list[str] = []
 
     def do(self, name: str, *args: Any) -> None:
@@ -111,21 +111,9 @@ class History:
         assert len(names) == len(set(names))
         assert len({p.index for p in self.world.pods.values() if p.name in names}) == len(names), "two of one index"
 
-    def pod(self, index: int) -> str | None:
-        name = self.world.current(index)
-        return name if name in self.world.pods else None
-
-    def running(self, index: int) -> str | None:
-        name = self.pod(index)
-        return None if name is None or self.world.pods[name].finished else name
-
     def ready(self, index: int) -> None:
         if self.running(index):
             self.world.do_ready(str(index))
-
-    def succeed(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_succeed(str(index))
 
     def fail(self, index: int, code: int, message: str) -> None:
         if (name := self.running(index)) is not None:
@@ -137,34 +125,6 @@ class History:
         if self.running(index):
             self.world.do_fail(str(index), "137", "", "OOMKilled")
 
-    def evict(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_evict(str(index))
-
-    def reject(self, index: int) -> None:
-        if (name := self.running(index)) is not None and not self.world.pods[name].ready:
-            self.world.do_reject(str(index))
-
-    def side_car(self, index: int) -> None:
-        if self.running(index):
-            self.world.do_side_car(str(index))
-
-    def obey(self, index: int) -> None:
-        if (name := self.running(index)) is not None:
-            self.obeyed.add(name)
-            self.world.do_obey(str(index))
-
-    def delete(self, index: int) -> None:
-        if self.pod(index):
-            self.world.do_delete(str(index))
-
-    def gone(self, index: int) -> None:
-        if self.pod(index):
-            self.world.do_gone(str(index))
-
-    def node(self, name: str, back: bool) -> None:
-        (self.world.do_node_back if back else self.world.do_node_lost)(name)
-
     def scale(self, replicas: int) -> None:
         self.world.spec["replicas"] = replicas
 
@@ -173,15 +133,6 @@ class History:
 
     def rules(self, given: bool) -> None:
         self.world.spec["recovery"]["rules"] = RULES if given else []
-
-    def image(self, number: int) -> None:
-        self.world.do_image(f"train:{number}")
-
-    def linger(self) -> None:
-        self.world.do_pods_linger()
-
-    def end(self) -> None:
-        self.world.do_end()
 
     def report(self, step: int) -> None:
         if self.world.status.world.round:

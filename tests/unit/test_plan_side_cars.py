@@ -10,11 +10,12 @@ import pytest
 
 from everstep.contract import labels
 from everstep_local.plan.simulation.agents import ElasticWorld
-from everstep_local.plan.simulation.cluster import World
+from everstep_local.plan.simulation.cluster import START, World
 from everstep_operator.controller.observe import worker_pod
 from everstep_operator.kube.wire import Pod, rfc3339
 from everstep_operator.plan.actions import DeletePod
 from everstep_operator.plan.planner import plan
+from everstep_operator.worker_pods import is_told_to_end
 
 BACKENDS = ["everstep", "etcd", "c10d"]
 Json = dict[str, Any]
@@ -224,6 +225,21 @@ def told_to_end(who: str, at: datetime) -> Json:
     return {**status, "deleted_at": at if deleted else None, "conditions": [condition] if reason else []}
 
 
+@pytest.mark.parametrize("who", [*TOLD, "nobody", "its node was lost"])
+def test_planner_and_round_store_agree_on_who_was_told_to_end(who: str) -> None:
+    status = {"phase": "Failed", "reason": "NodeLost"} if who == "its node was lost" else {"phase": "Running"}
+    deleted = who in TOLD and TOLD[who][0]
+    if who in TOLD:
+        status = {**status, **told_to_end(who, START)}
+        status.pop("deleted_at")
+    marks = {labels.WORKER_INDEX: "0", labels.INCARNATION: "0"}
+    metadata = {"labels": marks, **({"deletionTimestamp": "2026-01-01T00:00:30Z"} if deleted else {})}
+    pod = msgspec.convert({"metadata": metadata, "status": status}, Pod)
+    seen = worker_pod(pod)
+    assert seen is not None
+    assert is_told_to_end(pod) is seen.is_told_to_end is (who in TOLD)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("who", TOLD)
 @pytest.mark.parametrize("later", [0, 3])
@@ -237,7 +253,8 @@ def test_exit_0_of_a_pod_that_was_told_to_end_is_no_success(backend: str, who: s
     told = act(world)
     assert world.status.condition("Complete").status == "False", told
     assert "WorkerLost" in told
-    assert world.status.restarts.user_code == 0
+    # The deadline is the only one of them that the template itself asks for.
+    assert world.status.restarts.user_code == (1 if who == "deadline of the pod" else 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -189,6 +189,43 @@ def test_job_of_which_anything_shows_that_it_ran_is_not_ended_early(
     assert start_failures.has_run(world.snapshot()) is has_run
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "reject 0",
+        "evict 0",
+        "delete 0",
+        "node-lost n1",
+        "reject 0 DeadlineExceeded",
+        "init-fails 0 fetch 1",
+        'fail 0 128 "failed to create shim task" StartError',
+    ],
+)
+def test_worker_that_had_not_started_does_not_show_that_the_program_has_run(world: Any, before: str) -> None:
+    """Its restart is counted. The script that is missing afterwards is missing for the first time."""
+    for line in ("settle", before, "reconcile"):
+        world.run(line)
+    world.do_node_back("n1")
+    world.do_advance("61")
+    world.run("settle")
+    assert world.status.restarts.total == 1
+    assert not start_failures.has_run(world.snapshot())
+    for _ in range(3):
+        world.do_fail("0", "2", WORDS)
+        world.reconcile()
+        world.do_advance("300")
+        world.run("settle")
+    assert world.status.failure is not None
+    assert world.status.failure.message.startswith("CannotStart: ")
+
+
+def test_worker_that_had_started_shows_it_whatever_it_was_lost_by(world: Any) -> None:
+    for line in ("settle", "ready 0 1", "reject 0 Preempting", "reconcile"):
+        world.run(line)
+    assert world.status.restarts.unstarted == 0
+    assert start_failures.has_run(world.snapshot())
+
+
 def test_words_made_to_be_slow_cost_little(world: Any) -> None:
     """Lines of a program are untrusted; the patterns look at bounded parts of them."""
     for text in ("exec: " * 2000, "can't open " * 1000, "a." * 5000 + "Err", ": error" * 2000 + "\n" * 3000):

@@ -95,6 +95,7 @@ class Cause(StrEnum):
     DISRUPTION_TARGET = "DisruptionTarget"  # eviction API, preemption, drain, taint manager
     NODE_LOST = "NodeLost"  # the node is gone or silent
     POD_DELETED = "PodDeleted"  # somebody deleted the pod
+    DEADLINE_EXCEEDED = "DeadlineExceeded"  # the pod outlived its template's own activeDeadlineSeconds
     START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
     REJECTED = "Rejected"  # the node's kubelet did not let the pod run: devices, resources, affinity, a shutdown
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds

@@ -145,6 +145,11 @@ class Restarts(StatusModel):
     start_failures: Count = Field(
         default=0, description="Failed starts of a program that has never run, such as one without its script."
     )
+    unstarted: Count = Field(
+        default=0,
+        description="Restarts after losses of workers whose container had not begun to run: rejected, evicted or "
+        "deleted before. They do not show that the program has ever run.",
+    )
     mismatch: Annotated[str, StringConstraints(max_length=MAX_MISMATCH)] | None = Field(
         default=None,
         description="Where the ranks' collectives did not match, at the last restart for that reason. The same again, "

@@ -65,7 +65,18 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
     **_OPEN,
     "required": ["spec"],
     "properties": {
-        "metadata": {**_OPEN, "properties": {"labels": _STRINGS, "annotations": _STRINGS}},
+        "metadata": {
+            **_OPEN,
+            "properties": {
+                "labels": _STRINGS,
+                "annotations": _STRINGS,
+                "finalizers": _list_of({"type": "string", "maxLength": 316}, 32),
+                "name": {"type": "string", "maxLength": 253},
+                "generateName": {"type": "string", "maxLength": 253},
+                "namespace": {"type": "string", "maxLength": 253},
+                "ownerReferences": _list_of(_OPEN, 32),
+            },
+        },
         "spec": {
             **_OPEN,
             "required": ["containers"],
@@ -157,7 +168,22 @@ def _labels(template: Mapping[str, Any]) -> Mapping[str, Any]:
     return (template.get("metadata") or {}).get("labels") or {}
 
 
+def _set_by_us(name: str, why: str) -> Check:
+    """A field of the template's metadata."""
+    return Check(
+        cel=f"!has(self.template.metadata) || !has(self.template.metadata.{name}) || "
+        f"self.template.metadata.{name}.size() == 0",
+        message=f"spec.template.metadata.{name} must be absent: {why}",
+        field=f".template.metadata.{name}",
+        holds=lambda s: not (s.template.get("metadata") or {}).get(name),
+    )
+
+
 TEMPLATE_CHECKS: tuple[Check, ...] = (
+    _set_by_us("name", "each worker's pod is named by the job, the worker's index and its incarnation"),
+    _set_by_us("generateName", "each worker's pod is named by the job, the worker's index and its incarnation"),
+    _set_by_us("namespace", "workers run in the namespace of their job"),
+    _set_by_us("ownerReferences", "the job owns its workers, and they go with it"),
     _ours("hostname", "each worker has its pod's name, by which the others find it"),
     _ours("subdomain", "workers are in the subdomain of the job's own Service"),
     _ours("restartPolicy", "the operator restarts workers", "Never"),

@@ -24,7 +24,13 @@ from everstep_operator.plan.snapshot import (
     PodPhase,
     WorkerPod,
 )
-from everstep_operator.worker_pods import worker_container, worker_exit, worker_labels, worker_started_at
+from everstep_operator.worker_pods import (
+    disruption_target,
+    worker_container,
+    worker_exit,
+    worker_labels,
+    worker_started_at,
+)
 
 
 def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -> JobView:
@@ -59,7 +65,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         return None
     conditions = {c.type: c for c in pod.status.conditions}
     ready, since = _ready(pod, conditions)
-    disruption = conditions.get("DisruptionTarget")
+    disruption = disruption_target(pod)
     return WorkerPod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
@@ -71,14 +77,14 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         node=pod.spec.node_name or None,
         deleted_at=_deleted_at(pod),
         reason=pod.status.reason or None,
-        disruption=_disruption(disruption),
+        disruption=(disruption.reason or "DisruptionTarget") if disruption is not None else None,
         waiting=pod_start.stuck(pod),
         unschedulable=_unschedulable(conditions.get("PodScheduled")),
         created_at=pod.metadata.creation_timestamp,
         exit=_exit(pod),
         ready_at=since,
         message=pod.status.message or None,
-        disrupted_at=disruption.last_transition_time if disruption is not None and _is_true(disruption) else None,
+        disrupted_at=disruption.last_transition_time if disruption is not None else None,
         spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
         started_at=worker_started_at(pod),
         starting=pod_start.starting(pod),
@@ -128,10 +134,6 @@ def _deleted_at(pod: Pod) -> datetime | None:
     """When the deletion was requested: deletionTimestamp is later than that by the grace period."""
     at = pod.metadata.deletion_timestamp
     return None if at is None else at - timedelta(seconds=pod.metadata.deletion_grace_period_seconds or 0)
-
-
-def _disruption(condition: Condition | None) -> str | None:
-    return (condition.reason or "DisruptionTarget") if condition is not None and _is_true(condition) else None
 
 
 def _unschedulable(condition: Condition | None) -> str | None:

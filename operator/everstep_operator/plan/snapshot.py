@@ -90,7 +90,7 @@ class WorkerPod:
     def succeeded(self) -> bool:
         """Whether the worker has ended its work. A program that ends with 0 because its pod was told to end has not."""
         if self.exit is None:
-            return self.phase is PodPhase.SUCCEEDED and not self._is_told_to_end
+            return self.phase is PodPhase.SUCCEEDED and not self.is_told_to_end
         return self.exit.code == 0 and self.ended_by_itself
 
     @property
@@ -110,7 +110,7 @@ class WorkerPod:
         the pod counts as told."""
         if self.exit is None:
             return False
-        if not self._is_told_to_end:
+        if not self.is_told_to_end:
             return True
         ended, told = self.exit.finished_at, self._told_to_end_at
         return ended is not None and told is not None and ended < told
@@ -121,7 +121,7 @@ class WorkerPod:
         return self.phase is PodPhase.FAILED and self.reason not in (None, "NodeLost")
 
     @property
-    def _is_told_to_end(self) -> bool:
+    def is_told_to_end(self) -> bool:
         return self.deleted_at is not None or self.disruption is not None or self.ended_by_kubelet
 
     @property

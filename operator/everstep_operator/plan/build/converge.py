@@ -1,4 +1,4 @@
-"""Turns a roster into actions: delete superseded pods, create missing ones, report what blocks creation.
+"""Turns a roster into actions: delete superseded pods, create missing ones.
 
 Invariants: no worker of this roster or of a later one is deleted. A pass creates at most as many pods as the settings
 allow, and none before the back-off is over.
@@ -13,7 +13,7 @@ from datetime import timedelta
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
-from everstep_operator.plan.build import pods
+from everstep_operator.plan.build import pods, waits
 from everstep_operator.plan.decide import finish, rejections, restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
@@ -24,10 +24,6 @@ from everstep_operator.plan.state.facts import Facts
 # The commit log or the peers have all that a superseded worker holds, and its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
-# A kubelet kills a pod when its grace period is over. One that has not after this long needs a person.
-OVERSTAYED = timedelta(seconds=60)
-# A pod that starts takes less than this where its image is on the node. Then its wait is shown.
-START_PATIENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
     for one in _superseded(facts):
         if (removal := _remove(snapshot, one)) is not None:
-            healthy = one.released and not one.pod.finished and not _is_lost(snapshot, one.pod)
+            healthy = one.released and not one.pod.finished and not node_loss.is_lost(snapshot, one.pod)
             actions[StageName.RELEASE if healthy else StageName.CLEAR].append(removal)
     if snapshot.service_uid is None and facts.roster.workers:
         service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
@@ -65,8 +61,9 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     taken = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
     if not missing:
         return Convergence(actions, taken)
-    if (older := older_pods(facts)) is not None:
-        return Convergence(actions, Requeue(REFUSED_RETRY, "workers of an older spec end"), f"waits until {older}")
+    if (older := waits.older_pods(facts)) is not None:
+        again = Requeue(REFUSED_RETRY, "workers of an older spec end")
+        return Convergence(actions, again, f"waits until {older.words}")
     start = restart_budget.held_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
         left = start - snapshot.now
@@ -103,59 +100,6 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
         if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
             found.append(Requeue(left, f"node {pod.node} is not ready"))
     return min(found, key=lambda requeue: requeue.after, default=None)
-
-
-def blocked(facts: Facts) -> str | None:
-    """The reason why the first missing worker does not run, if one is known."""
-    snapshot = facts.snapshot
-    if snapshot.name_collisions:
-        more = f" (and {len(snapshot.name_collisions) - 1} more)" if len(snapshot.name_collisions) > 1 else ""
-        return f"{snapshot.name_collisions[0]}{more}"
-    if snapshot.create_refused is not None:
-        return f"the API server refuses to create a worker: {snapshot.create_refused}"
-    for index, pod in sorted(facts.current.items()):
-        if pod.waiting is not None:
-            return f"worker {index}: {pod.waiting}"
-        if pod.unschedulable is not None:
-            return f"worker {index} cannot be scheduled: {pod.unschedulable}"
-        if pod.starting is not None and waited(facts, pod) >= START_PATIENCE:
-            since = f" since {pod.created_at:%H:%M:%S} UTC" if pod.created_at is not None else ""
-            return (
-                f"worker {index} has not started{since}: {pod.starting}; `kubectl describe pod {pod.name}` tells more"
-            )
-    return None
-
-
-def waited(facts: Facts, pod: WorkerPod) -> timedelta:
-    """How old the pod is."""
-    return timedelta(0) if pod.created_at is None else facts.snapshot.now - pod.created_at
-
-
-def older_pods(facts: Facts) -> str | None:
-    """Which pods of an older spec have still to end before workers are created; None if there are none.
-
-    Until then they could meet their successors in one round, and a successor that opens the commit log would fence
-    their last commit off.
-    """
-    alive = sorted(
-        pod.name
-        for pod in facts.snapshot.pods
-        if pod.uid in facts.outdated_pods and not pod.finished and not _is_lost(facts.snapshot, pod)
-    )
-    if not alive:
-        return None
-    more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
-    return f"pod {alive[0]}{more} of an older spec {'have' if more else 'has'} ended"
-
-
-def older_pods_stay(facts: Facts) -> bool:
-    """Whether a pod of an older spec lives much longer than the grace period that it was given."""
-    patience = timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
-    return any(
-        pod.deleted_at is not None and facts.snapshot.now - pod.deleted_at > patience
-        for pod in facts.snapshot.pods
-        if pod.uid in facts.outdated_pods and not pod.finished
-    )
 
 
 def _superseded(facts: Facts) -> list[Superseded]:
@@ -211,12 +155,8 @@ def _remove(snapshot: Snapshot, superseded: Superseded) -> DeletePod | None:
     """Delete a pod. A lost node cannot confirm that the pod has ended, so the pod is deleted by force. The commit log
     fences processes that may still run there."""
     pod = superseded.pod
-    lost = _is_lost(snapshot, pod)
+    lost = node_loss.is_lost(snapshot, pod)
     if pod.deleted_at is not None and not lost:
         return None
     grace = 0 if lost or pod.over else superseded.grace_seconds
     return DeletePod(pod.name, pod.uid, grace, f"node {pod.node} is lost" if lost else superseded.why)
-
-
-def _is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
-    return node_loss.why_lost(snapshot, pod) is not None

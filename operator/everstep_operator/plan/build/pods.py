@@ -115,6 +115,7 @@ def _pod(
                 labels.SPEC_HASH: pod_hash.of_spec(job.spec),
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
+            **({"finalizers": kept} if (kept := meta.get("finalizers")) else {}),
         },
         "spec": spec,
     }

@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan.build.converge import START_PATIENCE, blocked, older_pods, older_pods_stay, waited
 from everstep_operator.plan.build.status import Quorum, Verdict
+from everstep_operator.plan.build.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.state.facts import Facts
@@ -115,7 +115,9 @@ def _at_least(facts: Facts) -> str:
 
 
 def _because(facts: Facts, why: str | None) -> str:
-    said = why or _backs_off(facts) or _outlived(facts)
+    said = why or _backs_off(facts)
+    if not said and (older := _outlived(facts)) is not None:
+        said = _awaits(older)
     return f": {said}" if said else ""
 
 
@@ -131,15 +133,21 @@ def _backs_off(facts: Facts) -> str | None:
 def _overstayed(facts: Facts) -> str | None:
     """Says that a pod of an older spec does not end, and what to do."""
     older = _outlived(facts)
-    if older is None or not older_pods_stay(facts):
+    if older is None or not older.overstay:
         return None
-    return f"{older}; its node does not end it: look with kubectl describe, and remove it with kubectl delete --force"
+    return (
+        f"{_awaits(older)}; its node does not end it: look with kubectl describe, and remove it with "
+        "kubectl delete --force"
+    )
 
 
-def _outlived(facts: Facts) -> str | None:
-    """Says that missing workers are created when those of an older spec have ended."""
-    older = older_pods(facts) if len(facts.current) < facts.roster.wanted else None
-    return f"no worker is created before {older}" if older is not None else None
+def _outlived(facts: Facts) -> OlderPods | None:
+    """Pods of an older spec after whose end missing workers are created."""
+    return older_pods(facts) if len(facts.current) < facts.roster.wanted else None
+
+
+def _awaits(older: OlderPods) -> str:
+    return f"no worker is created before {older.words}"
 
 
 def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:

@@ -59,6 +59,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
         indices |= facts.outdated  # the lost workers come back from another spec than theirs
     if not follows and not facts.roster.whole:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
+    restarts = start_failures.counted(facts.job.status.restarts, restarts, lost)
     restarts = rejections.counted(facts.snapshot.now, restarts, lost)
     # Under c10d the other workers fail because of the first: they are not mentioned.
     more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.whole else ""

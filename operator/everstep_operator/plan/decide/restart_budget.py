@@ -193,6 +193,7 @@ def _count(
         in_window=(0 if window_over else old.in_window) + 1 if charged else old.in_window,
         without_progress=without,
         start_failures=old.start_failures,
+        unstarted=old.unstarted,
         mismatch=None if progressed else old.mismatch,
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,

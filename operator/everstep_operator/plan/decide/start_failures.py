@@ -8,11 +8,13 @@ runs: then a node or a mount is broken, and not the program.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
+from everstep_operator.plan.state.losses import Loss
 
 # A world that has been complete for this long has started, whether its script reports or not.
 STOOD = timedelta(minutes=2)
@@ -36,8 +38,8 @@ def reports(snapshot: Snapshot) -> bool:
 def may_have_run_unseen(snapshot: Snapshot) -> bool:
     """Whether a program that has reported nothing may have run all the same."""
     status, now = snapshot.job.status, snapshot.now
-    if status.restarts.total > status.restarts.start_failures:
-        return True  # an earlier loss had another reason
+    if status.restarts.total > status.restarts.start_failures + status.restarts.unstarted:
+        return True  # an earlier loss had another reason, and its worker had started
     if status.world.formed_at is not None and now - status.world.formed_at > STOOD:
         return True
     began = status.start_time
@@ -68,6 +70,15 @@ def _ready_for(snapshot: Snapshot, pod: WorkerPod) -> timedelta:
     alive = pod.running and pod.ready and pod.deleted_at is None and (node is None or node.ready)
     since = pod.ready_at or pod.created_at
     return snapshot.now - since if alive and since is not None else timedelta(0)
+
+
+def counted(before: Restarts, restarts: Restarts, lost: Iterable[Loss]) -> Restarts:
+    """The counters after these losses. A restart of workers of which none had started does not show that the program
+    has run."""
+    is_new = restarts.total > before.total and restarts.start_failures == before.start_failures
+    if not is_new or not all(loss.unstarted for loss in lost):
+        return restarts
+    return restarts.model_copy(update={"unstarted": restarts.unstarted + 1})
 
 
 def tried(snapshot: Snapshot, restarts: Restarts) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -39,15 +39,14 @@ _ENDED_BY_KUBELET = {
     "Terminated": Cause.NODE_LOST,
     "Preempting": Cause.DISRUPTION_TARGET,
     "Preempted": Cause.DISRUPTION_TARGET,
-    # The template's own `activeDeadlineSeconds`. Without a step in that time, trying again does not help.
-    "DeadlineExceeded": Cause.SIGNALED,
+    "DeadlineExceeded": Cause.DEADLINE_EXCEEDED,
 }
 # And for a pod whose worker never ran. All others are rejections: `UnexpectedAdmissionError`, `OutOfcpu`,
 # `NodeAffinity`, `NodeShutdown`, …
 _NOT_RUN_BY_KUBELET = {
     "Preempting": Cause.DISRUPTION_TARGET,
     "Preempted": Cause.DISRUPTION_TARGET,
-    "DeadlineExceeded": Cause.START_FAILED,
+    "DeadlineExceeded": Cause.DEADLINE_EXCEEDED,
 }
 
 # The kubelet's reasons for a container that the runtime could not start.
@@ -77,6 +76,8 @@ CHARGES: dict[Cause, Charge] = {
     Cause.ERROR: Charge.USER_CODE,
     Cause.OOM_KILLED: Charge.USER_CODE,
     Cause.START_FAILED: Charge.USER_CODE,
+    # The template asks for this end, as a program asks for its own.
+    Cause.DEADLINE_EXCEEDED: Charge.USER_CODE,
     Cause.STORE_UNUSABLE: Charge.USER_CODE,
     Cause.SIGNALED: Charge.INFRASTRUCTURE,
     Cause.PEER_LOST: Charge.INFRASTRUCTURE,
@@ -113,6 +114,7 @@ class Loss:
     log_lines: tuple[str, ...] = ()
     cannot_start: bool = False  # it would fail in the same way again: see `decide.start_failures`
     refusal: Refusal | None = None  # so would this, until the script is changed: see `decide.refusals`
+    unstarted: bool = False  # its container never began to run, so the program has shown nothing
 
     @property
     def charge(self) -> Charge:
@@ -136,8 +138,14 @@ def losses_among(
             if was_there:
                 found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
         elif (loss := _loss_of(snapshot, pod)) is not None:
-            found.append(loss)
+            found.append(replace(loss, unstarted=_is_unstarted(pod, loss)))
     return root_cause_first(found)
+
+
+def _is_unstarted(pod: WorkerPod, loss: Loss) -> bool:
+    """Whether the worker's container never ran. A container that the runtime could not start has an end all the
+    same."""
+    return loss.cause is Cause.START_FAILED or not (pod.ready or pod.started_at is not None or pod.exit is not None)
 
 
 def root_cause_first(found: Iterable[Loss]) -> tuple[Loss, ...]:
@@ -186,7 +194,7 @@ def _loss_by_kubelet(pod: WorkerPod) -> Loss:
         detail = f"ended by the kubelet: {pod.reason}{_said(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node, pod.exit.code, pod.exit.finished_at)
     cause = _NOT_RUN_BY_KUBELET.get(pod.reason or "", Cause.REJECTED)
-    did = "failed without running" if cause is Cause.START_FAILED else "rejected by the kubelet"
+    did = "rejected by the kubelet" if cause is Cause.REJECTED else "ended by the kubelet before it ran"
     return Loss(pod.index, cause, f"{did}: {pod.reason}{_said(pod)}", pod.name, pod.node)
 
 

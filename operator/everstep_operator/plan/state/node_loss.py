@@ -42,6 +42,10 @@ def why_lost(snapshot: Snapshot, pod: WorkerPod) -> str | None:
     return f"node {pod.node} is not ready" + ("" if node.health is NodeHealth.SILENT else f" ({node.reason})")
 
 
+def is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
+    return why_lost(snapshot, pod) is not None
+
+
 def until_lost(snapshot: Snapshot, pod: WorkerPod) -> timedelta | None:
     """When to look again at a worker whose node is not ready; None if nothing has to be looked at."""
     node = snapshot.nodes.get(pod.node or "")
