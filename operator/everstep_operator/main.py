@@ -128,7 +128,7 @@ class Operator:
             round_view=lambda job: view_of(self.rounds, job),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,
-            rounds_taken=lambda job: self.rounds.taken(job_ref(job)),
+            rounds_hindered=lambda job: self.rounds.hindered(job_ref(job)),
         )
         EventHandlers(self.caches, self.queue, expectations, self.rounds)
         self.controller = Controller(

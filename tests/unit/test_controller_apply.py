@@ -174,7 +174,8 @@ async def test_service_that_cannot_be_made_stops_the_pods_that_need_it(hand: Han
     actions: dict[StageName, tuple[Any, ...]] = {StageName.NETWORK: (SERVICE,), StageName.CREATE: (pod(0),)}
     if isinstance(error, Forbidden):
         applied = await hand.applier.apply(JOB, staged(actions, {StageName.CREATE: (StageName.NETWORK,)}))
-        assert applied.create_refused == str(error)
+        assert applied.object_refused == f"Service svc: {error}"
+        assert applied.create_refused is None
     else:
         with pytest.raises(ServerError):
             await hand.applier.apply(JOB, staged(actions, {StageName.CREATE: (StageName.NETWORK,)}))

@@ -17,11 +17,12 @@ import pytest
 from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Stop, Waited
 from everstep.membership.machine import Rejected, apply
+from everstep_operator.kube.errors import Forbidden
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
 from everstep_operator.plan.snapshot import RoundView
-from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.documents import Hindered, JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.worker_pods import is_told_to_end
@@ -370,6 +371,30 @@ async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> No
     with pytest.raises(RoundsUnavailable, match="ConfigMap digits-rounds has a name that this job needs"):
         await rounds.read(stage.agents[0], 0)
     assert (await stage.client.get(CONFIGMAPS, NS, "digits-rounds")).data == {"mine": "1"}
+
+
+async def test_document_that_the_api_server_refuses_is_told_until_it_is_written() -> None:
+    """A quota of ConfigMaps: the agents only know that they have to try again, so the job's status says why."""
+    stage = Stage()
+    await stage.start()
+    client = Mortal(stage.client)
+    refuses = True
+
+    async def gate(what: str) -> None:
+        if refuses and what == "create configmaps":
+            raise Forbidden("exceeded quota: small", where="create")
+
+    client.gate = gate
+    rounds = stage.operator(client)
+    with pytest.raises(RoundsUnavailable, match="exceeded quota"):
+        await change(rounds, stage.agents[0], STORY[0][1])
+    said = rounds.hindered(stage.job).refused
+    assert said is not None
+    assert said.startswith("ConfigMap digits-rounds: ")
+    assert "exceeded quota: small" in said
+    refuses = False
+    assert await change(rounds, stage.agents[0], STORY[0][1])
+    assert rounds.hindered(stage.job) == Hindered()
 
 
 async def test_job_that_is_deleted_gets_no_round() -> None:

@@ -79,6 +79,7 @@ def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
     lost += [
         pod(reason="Evicted"),
         pod(reason="OutOfcpu"),
+        pod(reason="DeadlineExceeded"),
         pod(disruption="TaintManager"),
         pod(phase=PodPhase.RUNNING, deleted_at=now),
     ]
@@ -91,6 +92,9 @@ def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
     elastic.do_fixed()
     elastic.do_settle()
     elastic.do_fail("0", "1", "RendezvousTimeoutError")  # the other workers never ran
+    found |= {loss.cause for loss in derive(elastic.snapshot()).lost}
+    elastic.do_job("recovery.startTimeoutSeconds=60")
+    elastic.do_advance("60")
     found |= {loss.cause for loss in derive(elastic.snapshot()).lost}
     assert found == set(Cause)
 

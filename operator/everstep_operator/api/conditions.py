@@ -55,6 +55,7 @@ class FailedReason(StrEnum):
     NO_PROGRESS = "NoProgress"
     FAILED_BY_RULE = "FailedByRule"
     CHECKPOINT_STORE_UNUSABLE = "CheckpointStoreUnusable"
+    START_TIMED_OUT = "StartTimedOut"
     RENDEZVOUS_CLOSED = "RendezvousClosed"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
 
@@ -71,6 +72,9 @@ FAILED_MEANINGS: dict[FailedReason, str] = {
     FailedReason.NO_PROGRESS: "Workers were lost `spec.recovery.noProgressLimit` times in a row without one new step.",
     FailedReason.FAILED_BY_RULE: "A rule of `spec.recovery.rules` says `Fail`.",
     FailedReason.CHECKPOINT_STORE_UNUSABLE: "The checkpoint store cannot be used, and trying again cannot help.",
+    FailedReason.START_TIMED_OUT: "Workers did not start within `spec.recovery.startTimeoutSeconds`, "
+    "`spec.recovery.noProgressLimit` times in a row, and too few others trained. The message says what the last one "
+    "waited for.",
     FailedReason.RENDEZVOUS_CLOSED: "The agents gave the job up.",
     FailedReason.DEADLINE_EXCEEDED: "`spec.activeDeadlineSeconds` is over.",
 }
@@ -97,6 +101,7 @@ class Cause(StrEnum):
     POD_DELETED = "PodDeleted"  # somebody deleted the pod
     DEADLINE_EXCEEDED = "DeadlineExceeded"  # the pod outlived its template's own activeDeadlineSeconds
     START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
+    START_TIMEOUT = "StartTimeout"  # its container did not run within spec.recovery.startTimeoutSeconds
     REJECTED = "Rejected"  # the node's kubelet did not let the pod run: devices, resources, affinity, a shutdown
     RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds
     PEER_MISSING = "PeerMissing"  # it waited joinTimeoutSeconds for a worker that could not run (no node, quota, ...)

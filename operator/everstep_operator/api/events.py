@@ -21,6 +21,7 @@ class EventReason(StrEnum):
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     WORKER_WAITS = "WorkerWaits"  # a worker does not start: image, init container, volume, quota, scheduling gate
     NAME_TAKEN = "NameTaken"
+    CREATE_REFUSED = "CreateRefused"  # of an object beside the pods: quota, admission, rights
     CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count, not one a commit
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"
     CHECKPOINT_CORRUPT = "CheckpointCorrupt"

@@ -89,7 +89,7 @@ class Rule(ApiModel):
         description="Exit codes of the worker container; 0 is never a failure.",
     )
     on_reasons: tuple[Cause, ...] | None = Field(
-        default=None, min_length=1, max_length=16, description="Causes, as in status.recoveries."
+        default=None, min_length=1, max_length=32, description="Causes, as in status.recoveries."
     )
     action: RuleAction = Field(
         description="Fail: end the job. Restart: charge the restart budget. RestartUncharged: restart without a charge."
@@ -130,6 +130,14 @@ class Recovery(ApiModel):
         "Kubernetes has waited by then. A node that is deleted is lost at once. A worker whose agent still answers the "
         "operator is never lost by the state of its node; Kubernetes itself evicts it when its pod's tolerationSeconds "
         "(300 by default) are over.",
+    )
+    start_timeout_seconds: Annotated[Int32, Field(ge=10, le=YEAR)] | None = Field(
+        default=None,
+        description="Seconds from the creation of a worker's pod until its container runs. A worker that has not "
+        "started by then, whatever it waits for (capacity, an image, a volume, an init container), is replaced "
+        "(StartTimeout), on another node where there is one, and uncharged. After noProgressLimit of them in a row, "
+        "while too few workers train, the job fails. To end it at the first one, add a rule for StartTimeout. Absent: "
+        "no deadline.",
     )
     hang: Hang = section(Hang, "When a silent process counts as hung.")
     rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first matching rule decides.")

@@ -150,6 +150,9 @@ class Restarts(StatusModel):
         description="Restarts after losses of workers whose container had not begun to run: rejected, evicted or "
         "deleted before. They do not show that the program has ever run.",
     )
+    start_timeouts: Count = Field(
+        default=0, description="Times in a row that workers did not start in time: never charged."
+    )
     mismatch: Annotated[str, StringConstraints(max_length=MAX_MISMATCH)] | None = Field(
         default=None,
         description="Where the ranks' collectives did not match, at the last restart for that reason. The same again, "
@@ -175,7 +178,8 @@ class Restarts(StatusModel):
     rejected_by: tuple[NodeName, ...] = Field(
         default=(),
         max_length=MAX_REJECTED_BY,
-        description="Nodes that rejected pods, the last one first. For half an hour new pods prefer other nodes.",
+        description="Nodes that rejected pods, or did not start them in time, the last one first. For half an hour new "
+        "pods prefer other nodes.",
     )
 
     @model_validator(mode="before")

@@ -58,14 +58,16 @@ class Applied:
     """What the API server refused, for the next plan. Retryable errors are raised instead."""
 
     collisions: tuple[str, ...] = ()  # sentences, as `names.taken` writes them
-    create_refused: str | None = None
+    create_refused: str | None = None  # of a pod
+    object_refused: str | None = None  # of another object, with its kind and name
     left: int = 0  # actions that did not begin, because the next plan should decide about them
 
 
 @dataclass(slots=True)
 class _Refusals:
     collisions: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # the server's words by object name
+    pods: dict[str, str] = field(default_factory=dict)  # the server's words by object name
+    objects: dict[str, str] = field(default_factory=dict)  # the same of other objects, by kind and name
 
 
 class Applier:
@@ -120,8 +122,13 @@ class Applier:
             self._require_leading()
             raise min(errors, key=lambda error: isinstance(error, TerminalError))
         # Creates run in parallel: which of several refusals is shown must not depend on their order.
-        first = min(refusals.refused, default=None)
-        return Applied(tuple(sorted(refusals.collisions)), None if first is None else refusals.refused[first], left)
+        pod, other = min(refusals.pods, default=None), min(refusals.objects, default=None)
+        return Applied(
+            tuple(sorted(refusals.collisions)),
+            None if pod is None else refusals.pods[pod],
+            None if other is None else f"{other}: {refusals.objects[other]}",
+            left,
+        )
 
     async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedOutcome[bool]]:
         calls = [partial(self._one, job, action, refusals) for action in stage.actions]
@@ -197,11 +204,14 @@ class Applier:
             except NotFound as e:
                 raise Conflict(f"{name} was taken and is free again", where="create") from e
             if controller_uid(found.metadata) != job.uid:
-                whose = controller_of(found.metadata)
-                refusals.collisions.append(names.taken(resource.kind, name, job.namespace, job.name, whose))
+                whose, ends = controller_of(found.metadata), found.metadata.deletion_timestamp
+                refusals.collisions.append(names.taken(resource.kind, name, job.namespace, job.name, whose, ends))
                 return False
         except (Forbidden, Invalid, Rejected) as e:
-            refusals.refused[name] = str(e)[:500]
+            if resource is PODS:
+                refusals.pods[name] = str(e)[:500]
+            else:
+                refusals.objects[f"{resource.kind} {name}"] = str(e)[:500]
             return False
         return True
 

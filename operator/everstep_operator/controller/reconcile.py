@@ -29,6 +29,7 @@ from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView, NodeView, RoundView, Settings, Snapshot, WorkerPod
+from everstep_operator.rounds.documents import Hindered
 from everstep_operator.runtime.cache import is_not_newer
 from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.controller import Result
@@ -70,12 +71,11 @@ class Reconciler:
         round_view: Callable[[Unstructured], RoundView | None],
         answers: Callable[[Unstructured, str], bool] = lambda _, __: False,
         forget: Callable[[str], None] = lambda _: None,
-        rounds_taken: Callable[[Unstructured], str | None] = lambda _: None,
+        rounds_hindered: Callable[[Unstructured], Hindered] = lambda _: Hindered(),
     ) -> None:
         """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet. `answers`:
-        whether an agent of the pod with this UID renews its presence here. `rounds_taken` tells who has the name of the
-        job's ConfigMap, if another object has it. `forget` gets the UID of a job that is gone, when no pass can use it
-        any more."""
+        whether an agent of the pod with this UID renews its presence here. `rounds_hindered` tells why the job's
+        ConfigMap cannot be written. `forget` gets the UID of a job that is gone, when no pass can use it any more."""
         self._caches = caches
         self._applier = applier
         self._recorder = recorder
@@ -86,7 +86,7 @@ class Reconciler:
         self._round_view = round_view
         self._answers = answers
         self._forget = forget
-        self._rounds_taken = rounds_taken
+        self._rounds_hindered = rounds_hindered
         self._memory: dict[Key, _JobMemory] = {}
 
     def forget_all(self) -> None:
@@ -216,6 +216,7 @@ class Reconciler:
         budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
         nodes = self._nodes_of(pods)
         doubted = {name for name, node in nodes.items() if not node.ready}
+        hindered = self._rounds_hindered(obj)
         return Snapshot(
             now=self._clock.now(),
             job=job,
@@ -226,8 +227,9 @@ class Reconciler:
             answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),
-            name_collisions=tuple(filter(None, (*memory.applied.collisions, self._rounds_taken(obj)))),
+            name_collisions=tuple(filter(None, (*memory.applied.collisions, hindered.taken))),
             create_refused=memory.applied.create_refused,
+            object_refused=memory.applied.object_refused or hindered.refused,
             settings=self._settings,
         )
 

@@ -4,6 +4,7 @@ name. So a pod is never created twice, and its name is enough to find it."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from datetime import datetime
 from typing import Any
 
 from everstep.contract import labels
@@ -31,9 +32,11 @@ def selector(job: str) -> str:
     return f"{labels.JOB}={job}"
 
 
-def taken(kind: str, name: str, namespace: str, job: str, owner: tuple[str, str] | None) -> str:
+def taken(
+    kind: str, name: str, namespace: str, job: str, owner: tuple[str, str] | None, ends: datetime | None = None
+) -> str:
     """Says that an object has a name that the job needs, whose it is, and what to do. `owner`: kind and name of its
-    controller."""
+    controller. `ends`: when it should be gone, if it is being deleted."""
     if owner is None:
         whose = "no job owns it (an earlier job was deleted without it, or somebody made it)"
     elif owner == (labels.KIND, job):
@@ -41,6 +44,13 @@ def taken(kind: str, name: str, namespace: str, job: str, owner: tuple[str, str]
     else:
         whose = f"{owner[0]} {owner[1]} owns it"
     delete = f"kubectl delete {kind.lower()} {name} -n {namespace}"
+    if ends is not None:
+        # Deleting it once more would change nothing: a finalizer keeps it, or its kubelet is gone.
+        by_force = f" and its node; once the node is gone, delete it by force ({delete} --force)"
+        return (
+            f"{kind} {name} has a name that this job needs, and is being deleted: it should be gone by "
+            f"{ends:%Y-%m-%d %H:%M:%S} UTC; if it stays, look at its finalizers{by_force if kind == 'Pod' else ''}"
+        )
     return f"{kind} {name} has a name that this job needs, and {whose}, delete it ({delete}), or rename this job"
 
 

@@ -40,6 +40,7 @@ def sanitized(snapshot: Snapshot) -> Snapshot:
         if snapshot.world is None
         else replace(snapshot.world, closed=_shown(snapshot.world.closed, secrets)),
         create_refused=_shown(snapshot.create_refused, secrets),
+        object_refused=_shown(snapshot.object_refused, secrets),
     )
 
 

@@ -257,6 +257,7 @@ class Snapshot:
     progress: Progress = Progress()
     name_collisions: tuple[str, ...] = ()  # objects of others with names that the job needs, as `names.taken` says it
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
+    object_refused: str | None = None  # the same of another object that the job needs, with its kind and name
     settings: Settings = Settings()
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours

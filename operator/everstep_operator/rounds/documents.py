@@ -16,7 +16,7 @@ from everstep.contract import labels
 from everstep.contract.fields import MAX_NUMBER
 from everstep_operator.errors import RetryableError, TerminalError
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
+from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_of, controller_uid
 from everstep_operator.plan import names
@@ -34,6 +34,10 @@ class RoundsUnavailable(RetryableError):
 
 class NameTaken(RoundsUnavailable):
     """The ConfigMap's name belongs to another object."""
+
+
+class WriteRefused(RoundsUnavailable):
+    """The API server refuses the ConfigMap: quota, an admission webhook, missing rights."""
 
 
 class RoundsRefused(TerminalError):
@@ -54,6 +58,15 @@ class StoredDocument:
     document: str | None = None
     version: int = 0
     lease: float = 0.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Hindered:
+    """Why a job's ConfigMap cannot be written, in sentences for its status. `taken`: who has its name. `refused`: what
+    the API server said."""
+
+    taken: str | None = None
+    refused: str | None = None
 
 
 def config_map_name(job: str) -> str:
@@ -100,6 +113,8 @@ class RoundDocuments:
                 written = await self._client.replace(CONFIGMAPS, job.namespace, name, body)
         except (AlreadyExists, Conflict, NotFound):
             return None
+        except (Forbidden, Invalid, Rejected) as e:
+            raise WriteRefused(f"ConfigMap {name}: {str(e)[:500]}") from e
         except KubeError as e:
             raise RoundsUnavailable(f"the document cannot be written: {e}") from e
         return self._kept(job, written)

@@ -20,12 +20,14 @@ from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
 from everstep_operator.rounds.documents import (
+    Hindered,
     JobRef,
     NameTaken,
     RoundDocuments,
     RoundsRefused,
     RoundsUnavailable,
     StoredDocument,
+    WriteRefused,
 )
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.rounds.rules import (
@@ -89,7 +91,7 @@ class JobRounds:
 
     def __init__(self, ref: JobRef, epoch: int, presences: Presences, environment: Environment) -> None:
         self.ref, self.epoch, self.presences, self.watches = ref, epoch, presences, Watches()
-        self.taken: str | None = None  # who has the name of the job's ConfigMap, if another object has it
+        self.hindered = Hindered()
         self.was_read = False  # whether the document was read in this leadership or the one before
         self._env = environment
         self._lock = asyncio.Lock()
@@ -228,14 +230,16 @@ class JobRounds:
     async def _look(self) -> None:
         try:
             await self._loaded(0)
-            self.taken = None
+            self.hindered = replace(self.hindered, taken=None)
             self._env.changed(self.ref)
         except RoundsUnavailable as e:
             log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
-            taken = str(e) if isinstance(e, NameTaken) else None
-            if taken != self.taken:
-                self.taken = taken
-                self._env.changed(self.ref)
+            self._hinder(replace(self.hindered, taken=str(e) if isinstance(e, NameTaken) else None))
+
+    def _hinder(self, hindered: Hindered) -> None:
+        if hindered != self.hindered:
+            self.hindered = hindered
+            self._env.changed(self.ref)
 
     async def _load(self) -> None:
         """Read the document from the API server. The lock is held."""
@@ -259,9 +263,12 @@ class JobRounds:
                 stored, written = await self._write(expected, text, document)
         except BaseException as e:
             self._stored = None  # it may have been written
+            if isinstance(e, WriteRefused):
+                self._hinder(replace(self.hindered, refused=str(e)))
             if isinstance(e, TimeoutError):
                 raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
             raise
+        self._hinder(replace(self.hindered, refused=None))
         if stored is None:
             await self._load()
             return None

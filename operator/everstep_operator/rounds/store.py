@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from everstep.contract.document import Sizes
 from everstep_operator.plan.snapshot import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
-from everstep_operator.rounds.documents import JobRef, RoundDocuments
+from everstep_operator.rounds.documents import Hindered, JobRef, RoundDocuments
 from everstep_operator.rounds.job import Environment, JobRounds, VersionedDocument
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.runtime.clock import Clock
@@ -133,10 +133,10 @@ class RoundStore:
         except NotLeading:
             return None
 
-    def taken(self, ref: JobRef) -> str | None:
-        """Who has the name of the job's ConfigMap, if another object has it."""
+    def hindered(self, ref: JobRef) -> Hindered:
+        """Why the job's ConfigMap cannot be written, if a person has to change something."""
         job = self._jobs.get(ref.uid)
-        return None if job is None else job.taken
+        return Hindered() if job is None else job.hindered
 
     async def set_sizes(self, ref: JobRef, sizes: Sizes) -> None:
         """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""

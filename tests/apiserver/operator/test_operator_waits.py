@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from support.apiserver.operators import Operators, Place
+from everstep_operator.kube.resources import EVENTS, PODS, Resource
+from everstep_operator.kube.wire import KubeObject
+from support.apiserver.operators import TEMPLATE, Operators, Place
 from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
 
+QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", KubeObject)
 NO_NODE = {
     "phase": "Pending",
     "conditions": [
@@ -99,7 +102,7 @@ async def test_init_container_that_fails_is_named_with_its_exit_code_and_last_li
 WAITING = [
     (
         {"initContainerStatuses": [container("fetch", waiting={"reason": "ImagePullBackOff", "message": "no image"})]},
-        "worker 1: init container fetch: ImagePullBackOff: no image",
+        "init container fetch: ImagePullBackOff: no image",
     ),
     (
         {
@@ -110,15 +113,15 @@ WAITING = [
                 }
             ]
         },
-        "worker 1: init container proxy: CrashLoopBackOff: exit code 2 (Error): bad flag --x",
+        "init container proxy: CrashLoopBackOff: exit code 2 (Error): bad flag --x",
     ),
     (
         {"containerStatuses": [container("logs", waiting={"reason": "ErrImagePull", "message": "denied"})]},
-        "worker 1: container logs: ErrImagePull: denied",
+        "container logs: ErrImagePull: denied",
     ),
     (
         {"containerStatuses": [container("worker", waiting={"reason": "CreateContainerConfigError", "message": "no"})]},
-        "worker 1: CreateContainerConfigError: no",
+        "CreateContainerConfigError: no",
     ),
 ]
 
@@ -137,7 +140,7 @@ async def test_container_that_cannot_start_is_told_in_the_status_and_in_one_even
             found = conditions(await place.status())
             stalled = found.get("Stalled", {})
             ready = found.get("Ready", {}).get("message", "")
-            return bool(stalled.get("status") == "True" and stalled["message"] == words and words in ready)
+            return bool(stalled.get("status") == "True" and words in stalled["message"] and words in ready)
 
         await eventually(f"the status says: {words}", told)
 
@@ -154,3 +157,66 @@ async def reads(place: Place, reason: str) -> bool:
 
 def conditions(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {c["type"]: c for c in status.get("conditions", ())}
+
+
+async def stalled(place: Place) -> str:
+    """What keeps the job from going on by itself; empty if nothing does."""
+    found = conditions(await place.status()).get("Stalled", {})
+    return str(found["message"]) if found.get("status") == "True" else ""
+
+
+async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name_and_its_reason(place: Place) -> None:
+    quota = await place.client.create(QUOTAS, place.namespace, {"metadata": {"name": "none"}})
+    hard = {"hard": {"services": "0"}, "used": {"services": "0"}}  # nobody here computes it from the spec
+    await place.client.patch_status(QUOTAS, place.namespace, "none", hard)
+    await place.create_job()
+    async with Operators(place).run():
+        words = "the API server refuses to create Service digits-workers: "
+
+        async def told() -> bool:
+            said = await stalled(place)
+            return said.startswith(words) and "exceeded quota: none" in said
+
+        await eventually("the status says what is refused and why", told)
+
+        async def one_event() -> bool:
+            return (await place.events()).count("CreateRefused") == 1
+
+        await eventually("one event tells it", one_event)
+        assert await place.names() == []  # its pods would not find each other
+        await place.client.delete(QUOTAS, place.namespace, quota.metadata.name)
+        await place.running("digits-w0-0", "digits-w1-0")
+        assert await stalled(place) == ""
+
+
+async def test_name_held_by_a_pod_that_does_not_end_is_told_with_its_age(place: Place) -> None:
+    """An earlier job's pod, whose kubelet is gone. (A finalizer holds it here.)"""
+    left = {"metadata": {"name": "digits-w0-0", "finalizers": ["example.com/held"]}, "spec": TEMPLATE["spec"]}
+    await place.client.create(PODS, place.namespace, left)
+    await place.client.delete(PODS, place.namespace, "digits-w0-0", grace_seconds=0)
+    await place.create_job()
+    async with Operators(place).run():
+
+        async def told() -> bool:
+            said = await stalled(place)
+            whose = "Pod digits-w0-0 has a name that this job needs, and is being deleted"
+            return all(part in said for part in (whose, time.strftime("%Y-"), "--force"))
+
+        await eventually("the status says who has the name, since when, and what to do", told)
+        await place.client.merge_patch(PODS, place.namespace, "digits-w0-0", {"metadata": {"finalizers": None}})
+        await place.running("digits-w0-0", "digits-w1-0")
+
+
+async def test_worker_that_does_not_start_in_time_is_replaced_uncharged(place: Place) -> None:
+    await place.create_job(recovery={"startTimeoutSeconds": 10})
+    async with Operators(place).run():
+        await there(place, "digits-w0-0", "digits-w1-0")
+        await place.set_pod("digits-w1-0", NO_NODE)
+        await place.start("digits-w0-0")
+        await there(place, "digits-w0-1", "digits-w1-1")
+        status = await place.status()
+        assert status["recoveries"][0]["cause"] == "StartTimeout"
+        assert (status["restarts"]["userCode"], status["restarts"]["startTimeouts"]) == (0, 1)
+        notes = [e.note for e in (await place.client.list(EVENTS, place.namespace)).items if e.reason == "WorkerLost"]
+        assert "not started in 10 s (spec.recovery.startTimeoutSeconds): it cannot be scheduled: 0/2 nodes" in notes[0]
+        await place.running("digits-w0-1", "digits-w1-1")

@@ -82,6 +82,7 @@ class World:
         self.progress = Progress()
         self.deleting = False
         self.refused: str | None = None
+        self.object_refused: str | None = None
         self.collisions: tuple[str, ...] = ()
         self.uids = 0
         self.answering: frozenset[str] = frozenset()
@@ -116,6 +117,7 @@ class World:
             world=self.view,
             disruption_budget=self.disruption_budget,
             answering=self.answering,
+            object_refused=self.object_refused,
         )
 
     def reconcile(self) -> str:
@@ -408,6 +410,10 @@ class World:
 
     def do_refuse(self, reason: str = "") -> None:
         self.refused = reason or None
+
+    def do_refuse_object(self, what: str = "", reason: str = "") -> None:
+        """The API server refuses an object beside the pods; without arguments none any more."""
+        self.object_refused = f"{what}: {reason}" if what else None
 
     def do_collide(self, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
         """An object of somebody else has a name that the job needs; without arguments none has."""

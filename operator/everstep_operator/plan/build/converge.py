@@ -57,8 +57,10 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
     missing = _missing(facts)
-    # No event tells that a name is free again.
+    # No event tells that a name is free again, or that there is quota.
     taken = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
+    if taken is None and snapshot.object_refused is not None:
+        taken = Requeue(REFUSED_RETRY, "creates were refused")
     if not missing:
         return Convergence(actions, taken)
     if (older := waits.older_pods(facts)) is not None:
@@ -74,7 +76,8 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     ]
     # This is tried again in every pass, and after a while even without an observed change.
     if taken is not None:
-        return Convergence(actions, taken, snapshot.name_collisions[0])
+        said = snapshot.name_collisions[0] if snapshot.name_collisions else waits.refused(snapshot.object_refused or "")
+        return Convergence(actions, taken, said)
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
     return Convergence(actions)

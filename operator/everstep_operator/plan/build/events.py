@@ -51,6 +51,8 @@ def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
         found.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
     elif begins and facts.snapshot.name_collisions:
         found.append(Event(EventReason.NAME_TAKEN, facts.snapshot.name_collisions[0]))
+    elif begins and stalled is not None and facts.snapshot.object_refused and facts.snapshot.create_refused is None:
+        found.append(Event(EventReason.CREATE_REFUSED, stalled.message))
     elif begins and stalled is not None:
         found.append(Event(EventReason.WORKER_WAITS, stalled.message))
     return tuple(found)

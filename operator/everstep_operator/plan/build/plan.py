@@ -14,6 +14,7 @@ from everstep_operator.plan.build import (
     ready_condition,
     recovery_record,
     status,
+    waits,
     world,
 )
 from everstep_operator.plan.build.converge import Convergence
@@ -62,7 +63,7 @@ def _publish(facts: Facts, change: Publish) -> Plan:
 def _keep(facts: Facts) -> Plan:
     observed = _status(facts)
     convergence = converge.converge(facts, observed.restarts)
-    requeue = converge.soonest(facts, convergence.requeue, ready_condition.patience(facts))
+    requeue = converge.soonest(facts, convergence.requeue, ready_condition.patience(facts), waits.until_overdue(facts))
     ready = observed.condition(ConditionType.READY)
     return Plan(
         observed,

@@ -6,10 +6,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
+from everstep_operator.plan.build import waits
 from everstep_operator.plan.build.status import Quorum, Verdict
 from everstep_operator.plan.build.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
+from everstep_operator.plan.state import losses
 from everstep_operator.plan.state.facts import Facts
 
 # A pod without a node for longer than this is reported as a lack of capacity. Autoscalers need about this long.
@@ -38,11 +40,11 @@ def verdict(facts: Facts) -> Verdict:
     wanted = facts.roster.wanted
     if wanted == 0:
         left = f"{len(facts.snapshot.pods)} are ending" if facts.snapshot.pods else "no workers"
-        return Verdict(
-            ReadyReason.SUSPENDED, f"spec.suspend is true: {left}", quorum=_quorum(facts, "the job is suspended")
-        )
+        stays = waits.not_ending(facts)
+        message = f"spec.suspend is true: {left}" + (f"; {stays}" if stays is not None else "")
+        return Verdict(ReadyReason.SUSPENDED, message, stays, _quorum(facts, "the job is suspended"))
     why = blocked(facts)
-    stalled = why if why is not None and _has_waited_long(facts) else _overstayed(facts)
+    stalled = why if why is not None and _has_waited_long(facts) else _overstayed(facts) or waits.not_ending(facts)
     return _of_standing(facts, why, stalled) if facts.world.stands else _of_broken(facts, why, stalled)
 
 
@@ -60,8 +62,10 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
         return Verdict(ReadyReason(before), f"{counted}, waiting for the first step", quorum=quorum)
     training = max(0, size - len(facts.succeeded & facts.world.members))
     if size >= wanted:
-        taken = stalled if facts.snapshot.name_collisions else None  # by a Service or a disruption budget
-        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", taken, quorum)
+        # A Service or a disruption budget cannot be made, or a node holds a pod that was replaced.
+        beside = stalled if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
+        stays = beside or waits.not_ending(facts)
+        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _ASKED_FOR and why is None
     reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
@@ -180,6 +184,7 @@ def patience(facts: Facts) -> Requeue | None:
         for pod in facts.current.values()
         if pod.unschedulable is not None and pod.created_at is not None
     ]
+    due += [at - facts.snapshot.now for p in facts.current.values() if (at := losses.start_due(facts.snapshot, p))]
     ahead = [left for left in due if left > timedelta(0)]
     return Requeue(min(ahead), "a worker has not started") if ahead else None
 
@@ -187,6 +192,7 @@ def patience(facts: Facts) -> Requeue | None:
 def _has_waited_long(facts: Facts) -> bool:
     """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
-    refused = snapshot.name_collisions or snapshot.create_refused or any(p.waiting for p in pods)
+    refused = bool(snapshot.name_collisions or snapshot.create_refused or snapshot.object_refused)
+    stuck = any(p.waiting for p in pods)
     late = any(p.starting is not None and waited(facts, p) >= STALLED_AFTER for p in pods)
-    return bool(refused) or late or bool(starved(facts))
+    return refused or stuck or late or bool(starved(facts))

@@ -1,15 +1,16 @@
 """Says what keeps a job's workers from running: for how long already, and whether a person is needed.
 
-Every wait has words, the reason first. Times are moments and not ages, so a status stays the same while nothing
-changes; only kubectl and the event count from them.
+Every wait has words. It is dated by its beginning and not by its length, so a status stays the same while nothing
+changes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from everstep_operator.plan.build import pods
+from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import WorkerPod
 from everstep_operator.plan.state import node_loss
 from everstep_operator.plan.state.facts import Facts
@@ -52,8 +53,12 @@ def older_pods(facts: Facts) -> OlderPods | None:
 
 def overstays(facts: Facts, pod: WorkerPod) -> bool:
     """Whether the pod lives much longer than the grace period that it was given."""
-    patience = timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
+    patience = _patience_with_end(facts)
     return pod.deleted_at is not None and not pod.finished and facts.snapshot.now - pod.deleted_at > patience
+
+
+def _patience_with_end(facts: Facts) -> timedelta:
+    return timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
 
 
 def blocked(facts: Facts) -> str | None:
@@ -66,15 +71,59 @@ def blocked(facts: Facts) -> str | None:
         return f"the API server refuses to create a worker: {snapshot.create_refused}"
     for index, pod in sorted(facts.current.items()):
         if pod.waiting is not None:
-            return f"worker {index}: {pod.waiting}"
+            return f"worker {index} has not started{_since(facts, pod)}: {pod.waiting}"
         if pod.unschedulable is not None:
-            return f"worker {index} cannot be scheduled: {pod.unschedulable}"
+            return f"worker {index} cannot be scheduled{_since(facts, pod)}: {pod.unschedulable}{_held(facts)}"
         if pod.starting is not None and waited(facts, pod) >= START_PATIENCE:
-            since = f" since {pod.created_at:%H:%M:%S} UTC" if pod.created_at is not None else ""
-            return (
-                f"worker {index} has not started{since}: {pod.starting}; `kubectl describe pod {pod.name}` tells more"
-            )
+            more = f"`kubectl describe pod {pod.name}` tells more"
+            return f"worker {index} has not started{_since(facts, pod)}: {pod.starting}; {more}"
+    if snapshot.object_refused is not None:
+        return refused(snapshot.object_refused)
     return None
+
+
+def refused(what: str) -> str:
+    """Says that the API server refuses an object beside the pods."""
+    return f"the API server refuses to create {what}"
+
+
+def not_ending(facts: Facts) -> str | None:
+    """Says which pod of an earlier incarnation does not end, since when, and what to do."""
+    pods_ = sorted(facts.snapshot.pods, key=lambda pod: pod.name)
+    found = [pod for pod in pods_ if pod not in facts.current.values() and overstays(facts, pod)]
+    if not found:
+        return None
+    pod, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    where = f" on {pod.node}" if pod.node else ""
+    told = f"was told to end{_moment(facts, pod.deleted_at, 'at')}, and its node has not ended it"
+    remedy = f"once the node is gone, `kubectl delete pod {pod.name} -n {facts.job.namespace} --force`"
+    return f"pod {pod.name}{where}{more} {told}; {remedy}"
+
+
+def until_overdue(facts: Facts) -> Requeue | None:
+    """When a pod that was told to end will have taken too long. No change would be observed then."""
+    told = [p.deleted_at for p in facts.snapshot.pods if p.deleted_at is not None and not p.finished]
+    ahead = [left for at in told if (left := at + _patience_with_end(facts) - facts.snapshot.now) > timedelta(0)]
+    # A moment later, since a pod is overdue only after that time.
+    return Requeue(min(ahead) + timedelta(seconds=1), "a pod has not ended") if ahead else None
+
+
+def _held(facts: Facts) -> str:
+    """A pod that does not end may hold what the worker waits for."""
+    held = not_ending(facts)
+    return f"; {held}" if held is not None else ""
+
+
+def _since(facts: Facts, pod: WorkerPod) -> str:
+    return _moment(facts, pod.created_at)
+
+
+def _moment(facts: Facts, at: datetime | None, word: str = "since") -> str:
+    """Since when. It has a date only if that is another day."""
+    if at is None:
+        return ""
+    today = at.date() == facts.snapshot.now.date()
+    return f" {word} {at:%H:%M:%S} UTC" if today else f" {word} {at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def waited(facts: Facts, pod: WorkerPod) -> timedelta:

@@ -43,9 +43,23 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
         case restart_budget.Fail(reason, message, event):
             return Failed(reason, message, root, event)
         case restart_budget.Restart(restarts):
+            if facts.world.stands and restarts.start_timeouts:
+                # Enough others train: a worker that never starts is no reason to end them.
+                restarts = restarts.model_copy(update={"start_timeouts": 0})
+            if root.cause is Cause.START_TIMEOUT and restarts.start_timeouts >= _limit(facts):
+                return Failed(
+                    FailedReason.START_TIMED_OUT,
+                    f"worker {root.index}: {root.detail}; {restarts.start_timeouts} times in a row "
+                    "(spec.recovery.noProgressLimit)",
+                    root,
+                )
             return _replace(facts, lost, restarts, follows)
         case other:
             assert_never(other)
+
+
+def _limit(facts: Facts) -> int:
+    return facts.job.spec.recovery.no_progress_limit
 
 
 def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: bool) -> Publish:

@@ -25,7 +25,9 @@ LONGEST = timedelta(seconds=60)
 
 def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts:
     """The counters after these losses. Pods that are rejected together count once."""
-    rejected = [loss for loss in lost if loss.cause is Cause.REJECTED]
+    # A node on which a pod did not start in time is avoided like one that rejected it. A pod without a node needs none.
+    late = (loss for loss in lost if loss.cause is Cause.START_TIMEOUT and loss.node is not None)
+    rejected = [*(loss for loss in lost if loss.cause is Cause.REJECTED), *late]
     if not rejected:
         return restarts
     before, nodes = (restarts.rejections, restarts.rejected_by) if _is_remembered(now, restarts) else (0, ())

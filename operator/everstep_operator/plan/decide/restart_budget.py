@@ -25,6 +25,7 @@ _SAYS_NOTHING_ABOUT_PROGRESS = frozenset(
         Cause.EVICTED,
         Cause.DISRUPTION_TARGET,
         Cause.REJECTED,
+        Cause.START_TIMEOUT,
         Cause.PEER_MISSING,
     }
 )
@@ -194,6 +195,7 @@ def _count(
         without_progress=without,
         start_failures=old.start_failures,
         unstarted=old.unstarted,
+        start_timeouts=old.start_timeouts + 1 if loss.cause is Cause.START_TIMEOUT else 0,
         mismatch=None if progressed else old.mismatch,
         last_step=step if step is not None else old.last_step,
         last_at=now if charged else old.last_at,

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 
 from everstep.contract import exit_codes, redact, termination
@@ -84,6 +84,7 @@ CHARGES: dict[Cause, Charge] = {
     Cause.NODE_LOST: Charge.INFRASTRUCTURE,
     Cause.POD_DELETED: Charge.INFRASTRUCTURE,
     Cause.REJECTED: Charge.INFRASTRUCTURE,
+    Cause.START_TIMEOUT: Charge.INFRASTRUCTURE,
     Cause.FENCED: Charge.INFRASTRUCTURE,
     Cause.RENDEZVOUS_TIMEOUT: Charge.INFRASTRUCTURE,
     Cause.PEER_MISSING: Charge.INFRASTRUCTURE,
@@ -145,17 +146,18 @@ def losses_among(
 def _is_unstarted(pod: WorkerPod, loss: Loss) -> bool:
     """Whether the worker's container never ran. A container that the runtime could not start has an end all the
     same."""
-    return loss.cause is Cause.START_FAILED or not (pod.ready or pod.started_at is not None or pod.exit is not None)
+    return loss.cause is Cause.START_FAILED or not has_started(pod)
 
 
 def root_cause_first(found: Iterable[Loss]) -> tuple[Loss, ...]:
     return tuple(sorted(found, key=_first_cause))
 
 
-# Causes of losses that cause no other loss, or may follow from one. A rejected worker has met nobody. A worker that is
+# Causes of losses that cause no other loss, or may follow from one. A worker that was rejected, or did
+# not start, has met nobody. A worker that is
 # asked to stop makes its peers stop in order; a worker that dies breaks their collectives; a worker that cannot run is
 # waited for in vain.
-_CONSEQUENCES = (Cause.REJECTED, Cause.PREEMPTED, Cause.PEER_LOST, Cause.PEER_MISSING)
+_CONSEQUENCES = (Cause.REJECTED, Cause.START_TIMEOUT, Cause.PREEMPTED, Cause.PEER_LOST, Cause.PEER_MISSING)
 
 
 def _first_cause(loss: Loss) -> tuple[int, float, int]:
@@ -184,7 +186,31 @@ def _loss_of(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
         return Loss(pod.index, Cause.POD_DELETED, "its pod was deleted", pod.name, pod.node, at=pod.deleted_at)
     if pod.ended_by_kubelet:
         return _loss_by_kubelet(pod)
-    return _loss_of_exit(pod) if pod.finished else None
+    return _loss_of_exit(pod) if pod.finished else _loss_of_start(snapshot, pod)
+
+
+def start_due(snapshot: Snapshot, pod: WorkerPod) -> datetime | None:
+    """By when the worker's container has to run; None if there is no such time, or it has run."""
+    seconds = snapshot.job.spec.recovery.start_timeout_seconds
+    if seconds is None or pod.created_at is None or pod.finished or has_started(pod):
+        return None
+    return pod.created_at + timedelta(seconds=seconds)
+
+
+def has_started(pod: WorkerPod) -> bool:
+    """Whether the worker's container has ever begun to run."""
+    return pod.ready or pod.started_at is not None or pod.exit is not None
+
+
+def _loss_of_start(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
+    due = start_due(snapshot, pod)
+    if due is None or snapshot.now < due:
+        return None
+    unplaced = f"it cannot be scheduled: {pod.unschedulable}" if pod.unschedulable is not None else None
+    waits = pod.waiting or unplaced or pod.starting or "its kubelet has not begun"
+    seconds = snapshot.job.spec.recovery.start_timeout_seconds
+    detail = f"not started in {seconds} s (spec.recovery.startTimeoutSeconds): {waits}"
+    return Loss(pod.index, Cause.START_TIMEOUT, detail, pod.name, pod.node, at=due)
 
 
 def _loss_by_kubelet(pod: WorkerPod) -> Loss:
