@@ -4,6 +4,7 @@ What they need is made before the first test, because it can take longer than an
 that the chosen tests start, by the list in `testcluster/packages.py`; a test that starts another one fails.
 """
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
@@ -110,6 +111,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             make()
     if session.config.option.prepare:
         pytest.exit("prepared, as --prepare asks", returncode=0)
+
+
+@pytest.fixture(autouse=True)
+def _no_children_left() -> Iterator[None]:
+    """A DataLoader's worker that outlives its test is the product's mistake, or the test's."""
+    before = multiprocessing.active_children()
+    yield
+    made = [child for child in multiprocessing.active_children() if child not in before]
+    for child in made:
+        child.join(10)
+    left = [child for child in made if child.is_alive()]  # to kill one would raise torch's error for it, anywhere
+    assert not left
 
 
 @pytest.fixture(scope="session")

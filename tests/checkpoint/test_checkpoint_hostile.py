@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import everstep
 from everstep.checkpoint import CheckpointError
-from everstep.checkpoint.errors import FormatError
+from everstep.checkpoint.errors import FormatError, StateMismatch
 from everstep.checkpoint.format.layout import record_name
 from everstep.checkpoint.format.manifest import Piece
 from everstep.checkpoint.format.tiling import check_tiling
@@ -253,6 +253,29 @@ def test_known_attack_is_stepped_over_in_time_and_memory(change: Callable[[Json]
 )  # fmt: skip
 def test_line_that_is_no_record_is_stepped_over(line: bytes) -> None:
     attack(sealed(line), steps_over=True)
+
+
+def generators(body: Json) -> Json:
+    return body["values"]["ranks"][0]["rng"]["tree"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: generators(b).update(numpy={"$tuple": ["MT19937", "", 624, 0, 0.0]}),
+        lambda b: generators(b).update(numpy=["MT19937"]),
+        lambda b: generators(b).update(python={"version": 3, "words": [10**400], "gauss": None}),
+        lambda b: generators(b)["python"].update(version=10**400),
+        lambda b: generators(b).update(torch=5),
+    ],
+)
+def test_values_that_an_object_cannot_load_are_refused_by_the_name_of_the_object(change: Any) -> None:
+    store, told = store_with(changed(change)), "rng: the commit does not fit the object passed in"
+    with (
+        everstep.Checkpointer(store=store, on_event=lambda *_, **__: None) as run,
+        pytest.raises(StateMismatch, match=told),
+    ):
+        run.restore(state(0.0))
 
 
 def test_deep_values_are_stepped_over() -> None:

@@ -1,8 +1,6 @@
-"""What the data tests share: no job around them, and nothing left running behind them."""
+"""What the data tests share: no job around them."""
 
-import multiprocessing
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +11,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs the tests may be a rank of some job itself."""
     for name in [n for n in os.environ if n.startswith("EVERSTEP_") or n in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def _no_workers_left() -> Iterator[None]:
-    yield
-    for child in multiprocessing.active_children():
-        child.join(10)
-    assert multiprocessing.active_children() == []
 
 
 @pytest.fixture(scope="session", autouse=True)

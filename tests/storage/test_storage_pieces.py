@@ -27,7 +27,9 @@ class TestPieces(StoreContract):
 
     sweeps = False  # parts wait on the local disk, in a file without a name
 
-    test_twenty_racing_creators_have_one_winner = None  # type: ignore[assignment]  # such stores have one committer
+    # Such stores have one committer: two creators that race may both be told that they won, and the probe may see it.
+    test_twenty_racing_creators_have_one_winner = None  # type: ignore[assignment]
+    test_probe_tells_whether_a_second_create_is_refused = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("scheme", RENAMING)

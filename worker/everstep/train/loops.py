@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -219,7 +219,8 @@ class Loops:
         self._coordinator.watch()
         self._unmanaged.begin(feed, self._state)
         try:
-            yield world, self._nesting
+            with feed if feed is not None else nullcontext():
+                yield world, self._nesting
         except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
             refused_end.stands(e)

@@ -234,7 +234,7 @@ def apply(
                 _decode_optimizer(state, key, tree, body)
             elif (answer := _decode(state, key, tree, body, taken)) is not None:
                 answers[key] = answer
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError) as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
     return answers
 

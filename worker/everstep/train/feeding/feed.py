@@ -139,6 +139,16 @@ class Feed:
         for loader in self._loaders.values():
             loader.rewind()
 
+    def __enter__(self) -> None:
+        """The block is the loop over the feed. Behind it the workers end, because the script may go on, also behind an
+        error that it has caught, which would keep the loaders' iterators alive. `SystemExit`: a process that ends needs
+        not wait for what they are reading."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, SystemExit):
+            for loader in self._loaders.values():
+                loader.close()
+
     def moved(self) -> None:
         """The world has changed: all its members compare their data anew."""
         self._agreed, self._read_alike = (), ()
