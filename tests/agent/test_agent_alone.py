@@ -279,3 +279,10 @@ def test_a_rendezvous_of_torchs_own_is_run_by_torchrun(script: Path) -> None:
     done = run("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=c", script)
     assert (done.returncode, done.stdout) == (0, "c\n"), done.stderr
     assert "torchrun does it" in done.stderr
+
+
+def test_agent_writes_for_the_probe_of_its_pod_that_it_is_in_a_round(script: Path, tmp_path: Path) -> None:
+    joined = tmp_path / "joined"
+    write(script, f"import os\nassert os.path.exists({str(joined)!r})\n")
+    assert run(script, EVERSTEP_JOINED_FILE=str(joined)).returncode == 0
+    assert joined.exists()

@@ -387,3 +387,37 @@ def test_fields_of_the_template_that_say_what_we_do_anyway_are_accepted() -> Non
     template["spec"].update(hostname="", subdomain=None, restartPolicy="Never")
     spec = pods.worker_pod(job(template), 1, 7, 2, SETTINGS)["spec"]
     assert (spec["hostname"], spec["subdomain"], spec["restartPolicy"]) == ("digits-w1-6", "digits-workers", "Never")
+
+
+def probed(backend: str, **container: Any) -> dict[str, Any]:
+    """The worker's container as it is made from a template whose worker has these fields."""
+    template = copy.deepcopy(TEMPLATE)
+    next(c for c in template["spec"]["containers"] if c["name"] == "worker").update(container)
+    rendezvous = {"backend": backend, **({"etcd": {"endpoints": ["http://e:2379"]}} if backend == "etcd" else {})}
+    view = job(template, rendezvous=rendezvous)
+    body = pods.worker_pod(view, 1, 7, 2, SETTINGS) if backend == "c10d" else pods.agent_pod(view, 1, 6, SETTINGS)
+    made: dict[str, Any] = next(c for c in body["spec"]["containers"] if c["name"] == "worker")
+    return made
+
+
+@pytest.mark.parametrize(("backend", "needed"), [("c10d", True), ("etcd", True), ("everstep", False)])
+def test_pod_whose_round_the_operator_does_not_see_is_ready_when_its_worker_has_joined(
+    backend: str, needed: bool
+) -> None:
+    made = probed(backend)
+    assert ("startupProbe" in made) is needed
+    files = [e["value"] for e in made["env"] if e["name"] == "EVERSTEP_JOINED_FILE"]
+    assert files == (["/dev/shm/everstep-joined-digits-w1-6"] if needed else [])
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe"])
+def test_probe_of_the_template_says_itself_when_its_worker_is_ready(probe: str) -> None:
+    theirs = {"exec": {"command": ["true"]}}
+    made = probed("c10d", **{probe: theirs})
+    assert [made.get(name) for name in ("startupProbe", "readinessProbe") if name in made] == [theirs]
+
+
+def test_probe_is_ended_by_its_own_time_before_the_kubelet_counts_a_failure() -> None:
+    probe = probed("c10d")["startupProbe"]
+    assert probe["timeoutSeconds"] > 2 * 600  # of joinTimeoutSeconds, counted by whole seconds of `sleep`
+    assert probe["failureThreshold"] == 2**31 - 1

@@ -72,6 +72,7 @@ class Command:
 async def command(container: Mapping[str, Any], facts: PodFacts, sources: Sources, place: Place) -> Command:
     """Raises NotStartable, KubeError and AddressesExhausted."""
     given = await _given(container, facts, sources)
+    given.pop(contract.JOINED_FILE, None)  # there are no probes here that look for it
     argv = [expand(str(part), given) for key in ("command", "args") for part in container.get(key) or ()]
     if not container.get("command"):
         raise NotStartable(

@@ -87,6 +87,7 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         disrupted_at=disruption.last_transition_time if disruption is not None else None,
         spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
         started_at=worker_started_at(pod),
+        joining=_is_joining(pod),
         starting=pod_start.starting(pod),
         init_failure=pod_start.init_failure(pod),
     )
@@ -105,6 +106,11 @@ def _ready(pod: Pod, conditions: Mapping[str, Condition]) -> tuple[bool, datetim
         return False, since
     running = worker.state.running
     return worker.ready, running.started_at if running is not None else since
+
+
+def _is_joining(pod: Pod) -> bool:
+    worker = worker_container(pod)
+    return worker is not None and worker.state.running is not None and worker.started is False
 
 
 _PHASES = frozenset(PodPhase)

@@ -89,6 +89,7 @@ class ContainerState(Wire, frozen=True, kw_only=True):
 class ContainerStatus(Wire, frozen=True, kw_only=True):
     name: str = ""
     ready: bool = False
+    started: bool | None = None  # whether its start-up probe has succeeded
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
 

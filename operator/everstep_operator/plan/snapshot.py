@@ -72,6 +72,7 @@ class WorkerPod:
     message: str | None = None  # status.message: what the kubelet says of `reason`
     spec_hash: str | None = None  # of the spec that it was made from; None: an older operator made it
     started_at: datetime | None = None  # when the worker container began to run
+    joining: bool = False  # the container runs, and its start-up probe has not succeeded
     starting: str | None = None  # what it waits for before that, without any fault that is known
     init_failure: InitFailure | None = None
     disrupted_at: datetime | None = None  # when `disruption` became true

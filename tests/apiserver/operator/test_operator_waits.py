@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everstep_operator.kube.resources import EVENTS, PODS, Resource
-from everstep_operator.kube.wire import KubeObject
+from everstep_operator.kube.wire import KubeObject, Unstructured
 from support.apiserver.operators import TEMPLATE, Operators, Place
 from support.apiserver.waiting import eventually
 
@@ -220,3 +220,35 @@ async def test_worker_that_does_not_start_in_time_is_replaced_uncharged(place: P
         notes = [e.note for e in (await place.client.list(EVENTS, place.namespace)).items if e.reason == "WorkerLost"]
         assert "not started in 10 s (spec.recovery.startTimeoutSeconds): it cannot be scheduled: 0/2 nodes" in notes[0]
         await place.running("digits-w0-1", "digits-w1-1")
+
+
+async def test_job_is_ready_when_its_workers_have_joined_and_not_when_their_containers_run(place: Place) -> None:
+    """Under c10d: what `kubectl wait --for=condition=Ready` and GitOps read."""
+    await place.create_job()
+    names = ("digits-w0-0", "digits-w1-0")
+    async with Operators(place).run():
+        await there(place, *names)
+        for name in names:
+            runs = {**container("worker", running={"startedAt": now()}), "started": False}
+            unready = [{"type": t, "status": "False"} for t in ("ContainersReady", "Ready")]
+            await place.set_pod(name, {"phase": "Running", "conditions": unready, "containerStatuses": [runs]})
+
+        async def joining() -> bool:
+            ready = conditions(await place.status()).get("Ready", {})
+            return ready.get("status") == "False" and "2 have not joined a round" in ready["message"]
+
+        await eventually("the job says that its workers have not joined", joining)
+        assert await place.reason() == "Pending"
+        (probe,) = [c["startupProbe"] for c in (await raw_pod(place, names[0]))["containers"] if c["name"] == "worker"]
+        assert probe["exec"]["command"][0] == "/bin/sh"
+        for name in names:
+            await place.set_pod(name, {"containerStatuses": None})
+            await place.start(name)
+        await eventually("the job runs", lambda: reads(place, "Running"))
+        assert (await place.status())["restarts"].get("total", 0) == 0
+
+
+async def raw_pod(place: Place, name: str) -> dict[str, Any]:
+    """The spec of a pod as the API server stores it."""
+    stored = Resource("", "v1", "pods", "Pod", Unstructured)
+    return (await place.client.get(stored, place.namespace, name)).spec

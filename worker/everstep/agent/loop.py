@@ -7,6 +7,7 @@ confirmed yet waits for the confirmation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -295,6 +296,8 @@ class Agent:
                 "cpus": self._cpus[slot] if self._cpus else None,
             }
         )
+        if round_ is not None:
+            self._mark_joined()
         watch = Watch(self._arguments.hang_seconds, self._arguments.hang_factor)
         self._running[pid] = Running(slot, rank, files, watch)
         self._state = started(self._state, slot, pid)
@@ -303,6 +306,7 @@ class Agent:
 
     def _announce(self, slot: int, round_: Round, whole: bool) -> None:
         first = round_.members[0]
+        self._mark_joined()
         pid = self._state.slots[slot].pid
         if pid in self._running:
             self._running[pid].rank = round_.first_process + slot
@@ -317,6 +321,12 @@ class Agent:
             whole=whole,
             environment=of_round(slot, round_),
         )
+
+    def _mark_joined(self) -> None:
+        """Tell the start-up probe of the pod that this worker is in a round."""
+        if path := self._environ.get(env.JOINED_FILE):
+            with contextlib.suppress(OSError):  # then the probe ends by its own time
+                Path(path).touch()
 
     async def _elapse(self, timer: e.Timer) -> None:
         await asyncio.sleep(timer.seconds)

@@ -32,6 +32,9 @@ TOKEN_FILE = "EVERSTEP_TOKEN_FILE"
 # Where the container's termination message goes, if not to /dev/termination-log (local mode).
 TERMINATION_LOG = "EVERSTEP_TERMINATION_LOG"
 
+# The file that an agent writes when it is in a round, for the start-up probe of its pod.
+JOINED_FILE = "EVERSTEP_JOINED_FILE"
+
 # Seconds from SIGTERM to SIGKILL that a training process has.
 GRACE_SECONDS = "EVERSTEP_GRACE_SECONDS"
 

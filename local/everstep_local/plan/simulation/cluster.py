@@ -259,9 +259,16 @@ class World:
                 ready_at=since,
                 started_at=started,
                 waiting=None,
+                joining=False,
                 starting=None,
                 unschedulable=None,
             )
+
+    def do_runs(self, *indexes: str) -> None:
+        """The container runs, and its worker has not joined a round: the probe of its start has not succeeded."""
+        for index in indexes:
+            name = self.current(int(index))
+            self.change(name, phase=PodPhase.RUNNING, ready=False, started_at=self.now, starting=None, joining=True)
 
     def do_succeed(self, *indexes: str) -> None:
         for index in indexes:

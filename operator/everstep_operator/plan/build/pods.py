@@ -17,7 +17,7 @@ from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
 from everstep_operator.api.template import ETCD_VOLUME, TOKEN_VOLUME
 from everstep_operator.plan import names
-from everstep_operator.plan.build import agents, rendezvous
+from everstep_operator.plan.build import agents, rendezvous, start_probe
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
@@ -88,6 +88,9 @@ def _pod(
     meta: dict[str, Any] = template.get("metadata", {}) or {}
     name = names.pod_name(job.name, index, incarnation)
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
+    if start_probe.is_needed(job.spec, container):
+        container["startupProbe"] = start_probe.probe(job.spec)
+        identity = {**identity, env.JOINED_FILE: start_probe.joined_file(job.name, index, incarnation)}
     _inject_environment(container, job, identity, tuning or {})
     for one in (container, *(spec.get("initContainers") or ())):
         one.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
@@ -146,7 +149,7 @@ def _inject_environment(
         env.GRACE_SECONDS: str(grace_seconds(job)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds(job)),
     }
-    reserved = {*identity, *_FIELDS, env.ROUND}
+    reserved = {*identity, *_FIELDS, env.ROUND, env.JOINED_FILE}
     theirs = [e for e in (container.get("env") or ()) if e.get("name") not in reserved]
     taken = {e.get("name") for e in theirs}
     if "PET_MAX_RESTARTS" in taken:

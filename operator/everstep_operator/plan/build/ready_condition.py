@@ -77,7 +77,7 @@ def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     reason = _reason_of_broken(facts)
     recovers = reason in _CHANGES
     waits = ", waiting for all workers" if facts.roster.whole and recovers else ""
-    counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}"
+    counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}{_joining(facts)}"
     message = f"{counted}{waits}{_because(facts, why)}"
     return Verdict(reason, message, stalled, _quorum(facts, message))
 
@@ -116,6 +116,12 @@ def _succeeded(facts: Facts) -> str:
 
 def _at_least(facts: Facts) -> str:
     return f", min {facts.sizes.minimum}" if facts.job.spec.elastic is not None else ""
+
+
+def _joining(facts: Facts) -> str:
+    """How many workers run and are in no round yet: see `start_probe`."""
+    count = sum(p.joining and not p.finished for p in facts.current.values())
+    return f", {count} {'has' if count == 1 else 'have'} not joined a round" if count else ""
 
 
 def _because(facts: Facts, why: str | None) -> str:

@@ -23,8 +23,8 @@ from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """The incarnation of one worker. `started`: its pod has been Ready, so a missing pod is lost, and not still to be
-    created."""
+    """The incarnation of one worker. `started`: its container has begun to run, so a missing pod is lost, and not still
+    to be created."""
 
     number: int
     started: bool = False
@@ -169,10 +169,10 @@ def revised(
 
 
 def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
-    """The roster, with `started` set for every worker whose pod has been Ready."""
+    """The roster, with `started` set for every worker whose container has begun to run."""
     workers = {
         index: worker
-        if worker.started or (pod := current.get(index)) is None or not (pod.ready or pod.finished)
+        if worker.started or (pod := current.get(index)) is None or not (pod.started_at or pod.ready or pod.finished)
         else replace(worker, started=True)
         for index, worker in roster.workers.items()
     }

@@ -30,7 +30,7 @@ class WorldState:
 
 def of(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod], sizes: Sizes) -> WorldState:
     if roster.whole:
-        return _published(roster, current)
+        return _published(snapshot, roster, current)
     view = snapshot.world
     if view is None:
         return _as_before(snapshot, roster) if is_awaited(snapshot) else _by_pods(snapshot, roster, current, sizes)
@@ -48,11 +48,13 @@ def is_awaited(snapshot: Snapshot) -> bool:
     return snapshot.world is None and snapshot.job.spec.rendezvous.backend is RendezvousBackend.EVERSTEP
 
 
-def _published(roster: Roster, current: Mapping[int, WorkerPod]) -> WorldState:
+def _published(snapshot: Snapshot, roster: Roster, current: Mapping[int, WorkerPod]) -> WorldState:
     size = len(roster.workers)
-    return WorldState(
-        roster.next_incarnation, size, frozenset(roster.workers), stands=len(_running_or_done(current)) >= size > 0
-    )
+    number = roster.next_incarnation
+    # Reports of all ranks count as much as a probe of theirs, which may be slower, or of the template.
+    trains = snapshot.progress.round == number and snapshot.progress.first_step_at is not None
+    stands = size > 0 and (len(_running_or_done(current)) >= size or (trains and len(current) == size))
+    return WorldState(number, size, frozenset(roster.workers), stands)
 
 
 def _as_before(snapshot: Snapshot, roster: Roster) -> WorldState:
