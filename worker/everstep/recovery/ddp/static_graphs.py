@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import script_call_site
+from everstep.recovery.replacements import replace
 
 _FAILS = (
     "torch learns a static graph in a reducer's first pass, and fails if that pass is in no_sync(); after each loss of "
@@ -24,12 +25,14 @@ _FAILS = (
 )
 
 
+@functools.cache
 def put_up() -> None:
-    """Put the check in place. Called when a run begins, also more than once."""
-    no_sync = DistributedDataParallel.no_sync
-    if getattr(no_sync, "everstep", False):
-        return
+    """Put the check in place. Called when a run begins; does nothing the second time, whatever other libraries have put
+    around it since."""
+    replace("no_sync", _checked, DistributedDataParallel)
 
+
+def _checked(no_sync: Any) -> Any:
     @functools.wraps(no_sync)
     def checked(ddp: Any) -> Any:
         # A DDP object has the second attribute only with a static graph.
@@ -43,5 +46,4 @@ def put_up() -> None:
             )
         return no_sync(ddp)
 
-    for holder, name, ours in ((checked, "everstep", True), (DistributedDataParallel, "no_sync", checked)):
-        setattr(holder, name, ours)
+    return checked

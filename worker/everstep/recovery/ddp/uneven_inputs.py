@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import script_call_site
+from everstep.recovery.replacements import replace
 
 _NOT_ALIKE = (
     "some ranks average their gradients in this pass, and others accumulate them in no_sync(). Inside `join` all ranks "
@@ -74,20 +75,15 @@ _steps: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKe
 _give: list[Callable[[int], None]] = []
 
 
+@functools.cache
 def put_up() -> None:
-    """Put the replacements in place. Called when a run begins, also more than once."""
-    ddp: Any = DistributedDataParallel
-    join: Any = joins.Join
-    if ddp.join_hook is _join_hook:
-        return
-    for holder, name, ours in (
-        (join, "__init__", _asked(join.__init__)),
-        (join, "__enter__", _enter),
-        (join, "__exit__", _leave(join.__exit__)),
-        (ddp, "join_hook", _join_hook),
-        (ddp, "_check_global_requires_backward_grad_sync", _tell),
-    ):
-        setattr(holder, name, ours)
+    """Put the replacements in place. Called when a run begins; does nothing the second time, whatever other libraries
+    have put around them since."""
+    replace("__init__", _asked, joins.Join)
+    replace("__enter__", lambda _: _enter, joins.Join)
+    replace("__exit__", _leave, joins.Join)
+    replace("join_hook", lambda _: _join_hook, DistributedDataParallel)
+    replace("_check_global_requires_backward_grad_sync", lambda _: _tell, DistributedDataParallel)
     register_optimizer_step_post_hook(_stepped)
 
 

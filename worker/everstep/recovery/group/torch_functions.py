@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import NO_PIPELINE, NO_SUBGROUPS, script_call_site
+from everstep.recovery.replacements import replace
 
 _NO_MESH = (
     "a mesh that the script makes has the world in which it was made: this process alone. For replicas × shards write "
@@ -86,41 +88,27 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     processes. `ours`: whether our own code asks c10d for a group now. `make`: makes a group of these ranks (None: all),
     with a description."""
     world = dist.group.WORLD
-    new_group = distributed_c10d._new_group_with_tag
-    barrier = distributed_c10d.monitored_barrier
-    rank_in = distributed_c10d.get_rank
 
     def here() -> bool:
         return world is not None and dist.group.WORLD is world
 
-    def new_group_with_tag(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
-        if here() and not ours():
-            return make(None if ranks is None else list(ranks), named.get("group_desc"))
-        return new_group(ranks, *arguments, **named)
+    def new_group_with_tag(torchs: Any) -> Any:
+        @functools.wraps(torchs)
+        def making(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
+            if here() and not ours():
+                return make(None if ranks is None else list(ranks), named.get("group_desc"))
+            return torchs(ranks, *arguments, **named)
 
-    def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:
-        """torch has this function for gloo's own groups only. Here the agent names a rank that does not arrive."""
-        if isinstance(group or dist.group.WORLD, RecoverableGroup):
-            return dist.barrier(group)
-        return barrier(group, *arguments, **named)
+        return making
 
-    @functools.wraps(rank_in)
-    def get_rank(group: Any = None) -> int:
-        """Ask the default group: torch would read its rank from a table that is not valid before the first round."""
-        asking = sys._getframe(1)
-        if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
-            _check_stage(asking)
-        if isinstance(group, RecoverableGroup) and group.knows_place:
-            return group.rank()
-        return int(rank_in(group))
-
-    distributed_c10d._new_group_with_tag = new_group_with_tag
-    _replace(distributed_c10d, "get_rank", get_rank)
-    _replace(distributed_c10d, "new_subgroups", _new_subgroups(dist.new_subgroups, here, most))
-    _replace(distributed_c10d, "new_subgroups_by_enumeration", _by_enumeration(dist.new_subgroups_by_enumeration, here))
+    both = distributed_c10d, dist
+    replace("_new_group_with_tag", new_group_with_tag, distributed_c10d)
+    replace("get_rank", partial(_get_rank, here), *both)
+    replace("new_subgroups", partial(_new_subgroups, here, most), *both)
+    replace("new_subgroups_by_enumeration", partial(_by_enumeration, here), *both)
     for name in ("get_process_group_ranks", "get_global_rank", "get_group_rank"):
-        _replace(distributed_c10d, name, _of_table(getattr(distributed_c10d, name)))
-    _replace(distributed_c10d, "monitored_barrier", monitored_barrier)
+        replace(name, _of_table, *both)
+    replace("monitored_barrier", _monitored_barrier, *both)
     for holder, name, what, why in (
         (distributed_c10d, "split_group", "dist.split_group()", NO_SUBGROUPS),
         (distributed_c10d, "shrink_group", "dist.shrink_group()", NO_SUBGROUPS),
@@ -129,11 +117,38 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         (distributed_c10d, "init_process_group", "dist.init_process_group()", _NO_INIT),
         *((holder, name, "rpc.init_rpc()", _NO_RPC) for holder, name in _of_rpc()),
     ):
-        _replace(holder, name, _refusing(getattr(holder, name), here, what, why))
+        replace(name, partial(_refusing, here, what, why), *(both if holder is distributed_c10d else (holder,)))
     for kind in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC"):
         if hasattr(distributed_c10d, kind):
-            _not_by_hand(getattr(distributed_c10d, kind), here)
+            replace("__init__", partial(_not_by_hand, kind, here), getattr(distributed_c10d, kind))
     _meshes(here)
+
+
+def _get_rank(here: Callable[[], bool], torchs: Any) -> Any:
+    """Let it ask the default group: torch would read its rank from a table that is not valid before the first round."""
+
+    @functools.wraps(torchs)
+    def get_rank(group: Any = None) -> int:
+        asking = sys._getframe(1)
+        if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
+            _check_stage(asking)
+        if isinstance(group, RecoverableGroup) and group.knows_place:
+            return group.rank()
+        return int(torchs(group))
+
+    return get_rank
+
+
+def _monitored_barrier(torchs: Any) -> Any:
+    """torch has this function for gloo's own groups only. Here the agent names a rank that does not arrive."""
+
+    @functools.wraps(torchs)
+    def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:
+        if isinstance(group or dist.group.WORLD, RecoverableGroup):
+            return dist.barrier(group)
+        return torchs(group, *arguments, **named)
+
+    return monitored_barrier
 
 
 def _check_stage(asking: FrameType) -> None:
@@ -160,7 +175,7 @@ def _of_table(torchs: Any) -> Any:
     return asking
 
 
-def _new_subgroups(torchs: Any, here: Callable[[], bool], most: int) -> Any:
+def _new_subgroups(here: Callable[[], bool], most: int, torchs: Any) -> Any:
     """Replace torch's function, which reads this process's rank to find its own group."""
 
     @functools.wraps(torchs)
@@ -175,7 +190,7 @@ def _new_subgroups(torchs: Any, here: Callable[[], bool], most: int) -> Any:
     return new_subgroups
 
 
-def _by_enumeration(torchs: Any, here: Callable[[], bool]) -> Any:
+def _by_enumeration(here: Callable[[], bool], torchs: Any) -> Any:
     @functools.wraps(torchs)
     def new_subgroups_by_enumeration(lists: Any, *arguments: Any, **named: Any) -> Any:
         if not here():
@@ -193,14 +208,16 @@ def _mine(groups: Sequence[Any]) -> Any:
 def _meshes(here: Callable[[], bool]) -> None:
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
 
-    make = DeviceMesh.__init__
+    def making(make: Any) -> Any:
+        @functools.wraps(make)
+        def init(mesh: Any, *arguments: Any, **named: Any) -> None:
+            if here() and named.get("_root_mesh") is None and (asked := script_call_site(sys._getframe(1))) is not None:
+                raise LoopError(f"{asked.function or 'DeviceMesh'}{asked.at}: {_NO_MESH}")
+            make(mesh, *arguments, **named)
 
-    def init(mesh: Any, *arguments: Any, **named: Any) -> None:
-        if here() and named.get("_root_mesh") is None and (asked := script_call_site(sys._getframe(1))) is not None:
-            raise LoopError(f"{asked.function or 'DeviceMesh'}{asked.at}: {_NO_MESH}")
-        make(mesh, *arguments, **named)
+        return init
 
-    DeviceMesh.__init__ = init  # type: ignore[method-assign, assignment]
+    replace("__init__", making, DeviceMesh)
 
 
 def _of_rpc() -> list[tuple[Any, str]]:
@@ -212,21 +229,20 @@ def _of_rpc() -> list[tuple[Any, str]]:
             (dist.rpc, "_init_rpc_backend")]  # fmt: skip
 
 
-def _not_by_hand(kind: Any, here: Callable[[], bool]) -> None:
-    """Refuse a script that makes objects of this class itself; torch and our own code may."""
-    make = kind.__init__
+def _not_by_hand(kind: str, here: Callable[[], bool], make: Any) -> Any:
+    """Refuse a script that makes objects of this class of torch itself; torch and our own code may."""
 
     @functools.wraps(make)
     def init(group: Any, *arguments: Any, **named: Any) -> None:
         by = f"{sys._getframe(1).f_globals.get('__name__')}."
         if here() and not by.startswith(("torch.", "everstep.")):
-            _refuse(f"dist.{kind.__name__}()", _NO_HANDMADE)
+            _refuse(f"dist.{kind}()", _NO_HANDMADE)
         make(group, *arguments, **named)
 
-    kind.__init__ = init
+    return init
 
 
-def _refusing(function: Any, here: Callable[[], bool], what: str, why: str) -> Any:
+def _refusing(here: Callable[[], bool], what: str, why: str, function: Any) -> Any:
     @functools.wraps(function)
     def refusing(*arguments: Any, **named: Any) -> Any:
         if here():
@@ -239,12 +255,6 @@ def _refusing(function: Any, here: Callable[[], bool], what: str, why: str) -> A
 def _refuse(what: str, why: str) -> NoReturn:
     asked = script_call_site(sys._getframe(1))
     raise LoopError(f"{what}{asked.at if asked is not None else ''}: {why}")
-
-
-def _replace(holder: Any, name: str, function: Any) -> None:
-    setattr(holder, name, function)
-    if holder is distributed_c10d:
-        setattr(dist, name, function)
 
 
 def _line_of(function: str) -> str:

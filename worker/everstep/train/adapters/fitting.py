@@ -37,6 +37,7 @@ from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
+from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
 from everstep.train.adapters.logged import Logged
@@ -118,16 +119,17 @@ def begin_with_a_batch(loop: Any) -> None:
     """Let the next epoch of Lightning's fit loop, which goes on between two batches, begin with its batch. Where a
     validation is due between these two, Lightning would first make a turn without a batch, to end the validation, and
     count it as a step for its loggers. Ours has ended: the progress is kept when the next batch is there."""
-    epoch_loop = loop.epoch_loop
-    epoch_loop.__dict__.pop("on_run_start", None)
-    on_run_start = epoch_loop.on_run_start
+    epoch_loop, replaced = loop.epoch_loop, Replacements()
 
-    def started(data_fetcher: Any) -> None:
-        del epoch_loop.on_run_start
-        on_run_start(data_fetcher)
-        epoch_loop._restarting = False  # not by the property, which would change the loops in it too
+    def starting(on_run_start: Callable[[Any], None]) -> Callable[[Any], None]:
+        def started(data_fetcher: Any) -> None:
+            replaced.end()
+            on_run_start(data_fetcher)
+            epoch_loop._restarting = False  # not by the property, which would change the loops in it too
 
-    epoch_loop.on_run_start = started
+        return started
+
+    replaced.put("on_run_start", starting, epoch_loop)
 
 
 class Progress:
@@ -226,6 +228,7 @@ class Fitting:
         self._round = -1  # of this pass
         self._in_step = self._fresh = False  # fresh: this pass has seen no batch
         self._behind = False  # the step is complete, but the work after it is not
+        self._replaced = Replacements()
         self.skip = 0  # batches of this pass's epoch that are trained on
 
     def begin(self, state: dict[str, Any]) -> None:
@@ -243,8 +246,8 @@ class Fitting:
         self._world.place = self._place
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it takes no notice of lost peers
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
-            trainer.precision_plugin.optimizer_step = self._optimizer_step
-        trainer._run_stage = self._passes
+            self._replaced.put("optimizer_step", lambda _: self._optimizer_step, trainer.precision_plugin)
+        self._replaced.put("_run_stage", lambda _: self._passes, trainer)
 
     # The fit loop's events, in order.
 
@@ -311,8 +314,7 @@ class Fitting:
                     traceback.clear_frames(e.__traceback__)
         finally:
             self._coordinator.leave()
-            for holder, name in ((trainer, "_run_stage"), (trainer.precision_plugin, "optimizer_step")):
-                holder.__dict__.pop(name, None)
+            self._replaced.end()
 
     def _lost(self, error: BaseException) -> bool:
         """Whether the error means that a peer was lost. Then the world has changed."""

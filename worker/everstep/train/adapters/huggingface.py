@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import Checkpointer, SettingUnusable
+from everstep.recovery.replacements import Replacements
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
 from everstep.train.coordination.step_coordinator import StepCoordinator
@@ -195,8 +196,9 @@ def _weights_kept(trainer: Any) -> Iterator[None]:
         if trainer.model is not restored:  # model_init has made another
             trainer.model.load_state_dict(restored.state_dict())
 
-    trainer._load_from_checkpoint = load
+    replaced = Replacements()
+    replaced.put("_load_from_checkpoint", lambda _: load, trainer)
     try:
         yield
     finally:
-        del trainer._load_from_checkpoint
+        replaced.end()

@@ -8,7 +8,7 @@ again. Changes that the body makes in a lost step without checking `sync_gradien
 refused (parameters; sums over batches, found in the script's text).
 
 Invariants: no optimizer moves in a lost step. A collective whose error could not be kept in this way is refused before
-it begins. At the run's end all classes and objects of torch and Accelerate are as they were before it.
+it begins. After the run's end all classes and objects of torch and Accelerate do as they did before it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.data import Batch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import is_of_lost_peer
-from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase
+from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase, script_call_site
+from everstep.recovery.replacements import Replacements
 from everstep.train.adapters.counted import BY_HAND, check_counters
 from everstep.train.session import Run
 
@@ -50,28 +52,20 @@ class OwnLoop:
         self._entered = self._weighted = self._stepped = 0
         self._left = False  # whether the script has left its loop early
         self._read = False  # its text
-        self._undo: list[Callable[[], object]] = []
-        self._backward = accelerator.backward
-        self._accumulate = accelerator.accumulate
-        self._put(accelerator, "backward", self._weighting)
-        self._put(accelerator, "accumulate", self._accumulating)
+        self._replaced = Replacements()
+        self._replaced.put("backward", lambda call: partial(self._weighting, call), accelerator)
+        self._replaced.put("accumulate", lambda call: partial(self._accumulating, call), accelerator)
         for name in _COLLECTIVES:
-            self._put(accelerator, name, self._only_in_scope(name, getattr(accelerator, name)))
+            self._replaced.put(name, partial(self._only_in_scope, name), accelerator)
         for optimizer in accelerator._optimizers:
-            self._put(optimizer, "step", self._counting(optimizer.step))
-        self._watch_forward()
-        self._undo.append(_take_over(loader, self))
+            self._replaced.put("step", self._counting, optimizer)
+        self._replaced.put("_pre_forward", self._guarding, DistributedDataParallel)
+        self._give_back = _take_over(loader, self)
 
     def end(self) -> None:
         """End the run. A second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _put(self, target: Any, name: str, value: Any) -> None:
-        held = vars(target)
-        before = held.get(name)
-        held[name] = value
-        self._undo.append(lambda: held.pop(name) if before is None else held.update({name: before}))
+        self._give_back()
+        self._replaced.end()
 
     def check_epoch(self) -> None:
         """Check the script at the end of its outer loop's body. Raises `LoopError` if it left the inner loop early."""
@@ -173,7 +167,7 @@ class OwnLoop:
         self._accelerator.gradient_state._set_sync_gradients(False)
         return True
 
-    def _weighting(self, loss: Any, **named: Any) -> None:
+    def _weighting(self, backward: Callable[..., Any], loss: Any, **named: Any) -> None:
         if self._batch is None:
             raise LoopError(
                 "accelerator.backward(loss) outside of `for batch in loader:` over the prepared loader that is trained "
@@ -184,7 +178,7 @@ class OwnLoop:
             return
         where, self._scope.where = self._scope.where, ScriptPhase.STEP
         try:
-            self._backward(self._batch.scale(loss) * self._micros, **named)  # Accelerate divides by it
+            backward(self._batch.scale(loss) * self._micros, **named)  # Accelerate divides by it
         except Exception as e:
             if not self._keeps(e):
                 raise
@@ -192,7 +186,7 @@ class OwnLoop:
             self._scope.where = where
 
     @contextmanager
-    def _accumulating(self, *models: Any) -> Iterator[None]:
+    def _accumulating(self, accumulate: Callable[..., Any], *models: Any) -> Iterator[None]:
         self._entered += 1
         if self._error is not None:
             yield
@@ -200,7 +194,7 @@ class OwnLoop:
         self._accumulates = True
         where, self._scope.where = self._scope.where, ScriptPhase.STEP if self._batch is not None else self._scope.where
         try:
-            with self._accumulate(*models):
+            with accumulate(*models):
                 yield
         except Exception as e:
             if not self._keeps(e):
@@ -214,10 +208,10 @@ class OwnLoop:
     def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
             if self._batch is not None and not self._accumulates:
-                frame = sys._getframe(1)
-                line = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                asked = script_call_site(sys._getframe(1))
+                at = asked.at if asked is not None else ""
                 raise LoopError(
-                    f"accelerator.{name}(…) ({line}) is in the body of the loop over the prepared loader. If a peer "
+                    f"accelerator.{name}(…){at} is in the body of the loop over the prepared loader. If a peer "
                     "is lost in it, the body ends with an error that Everstep cannot catch there. Write `with "
                     "accelerator.accumulate(model):` around the body of the loop"
                 )
@@ -225,35 +219,39 @@ class OwnLoop:
 
         return called
 
-    def _watch_forward(self) -> None:
+    def _guarding(self, before: Callable[..., Any]) -> Callable[..., Any]:
         """Let DDP's forward pass go on without its collectives (of buffers, for example) in a lost step."""
-        before = DistributedDataParallel._pre_forward
 
         def guarded(model: Any, *inputs: Any, **named: Any) -> Any:
             if self._error is not None:
                 return inputs, named
             try:
-                return before(model, *inputs, **named)  # type: ignore[no-untyped-call]
+                return before(model, *inputs, **named)
             except Exception as e:
                 if not self._keeps(e):
                     raise
                 return inputs, named
 
-        def put_back() -> None:
-            DistributedDataParallel._pre_forward = before  # type: ignore[method-assign]
-
-        DistributedDataParallel._pre_forward = guarded  # type: ignore[method-assign,assignment]
-        self._undo.append(put_back)
+        return guarded
 
 
 def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
     """Let the script's object `loader` yield the batches of `loop`, until the returned function is called."""
-    kind = type(loader)
-    members = {"__iter__": lambda _: loop.batches(), "__module__": kind.__module__}
+    kind: Any = type(loader)
+    taken = True
+    iterate = {"__iter__": lambda one: loop.batches() if taken else kind.__iter__(one)}
+    ours = type(kind.__name__, (kind,), {**iterate, "__module__": kind.__module__})
     # Accelerate's loaders claim to be of torch's class: `__class__` is a property of theirs.
     become = object.__dict__["__class__"].__set__
-    become(loader, type(kind.__name__, (kind,), members))
-    return lambda: become(loader, kind)
+    become(loader, ours)
+
+    def give_back() -> None:
+        nonlocal taken
+        taken = False
+        if type(loader) is ours:  # another library may have derived its own class from it
+            become(loader, kind)
+
+    return give_back
 
 
 def trained_loader(accelerator: Any) -> Any:

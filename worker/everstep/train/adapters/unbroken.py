@@ -32,6 +32,7 @@ from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
+from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
@@ -98,16 +99,14 @@ class Unbroken:
     def run(self, arguments: Mapping[str, Any]) -> Any:
         trainer, given = self._trainer, dict(arguments)
         eval_on_start, model_init = trainer.args.eval_on_start, trainer.model_init
-        prepare, work = trainer._prepare_for_training, trainer._maybe_log_save_evaluate
-        handler = trainer.callback_handler
-        begins, epoch_begins = handler.on_train_begin, handler.on_epoch_begin
+        replaced = Replacements()
         try:
-            self._build(prepare, given)
+            self._build(given)
             trainer.model_init = None  # there is a model
-            trainer._prepare_for_training = self._preparing(prepare)
-            trainer._maybe_log_save_evaluate = self._working(work)
-            handler.on_train_begin = self._beginning(begins)
-            handler.on_epoch_begin = self._epoch_beginning(epoch_begins)
+            replaced.put("_prepare_for_training", self._preparing, trainer)
+            replaced.put("_maybe_log_save_evaluate", self._working, trainer)
+            replaced.put("on_train_begin", self._beginning, trainer.callback_handler)
+            replaced.put("on_epoch_begin", self._epoch_beginning, trainer.callback_handler)
             self._begin()
             while True:
                 self._kept.look()
@@ -123,13 +122,7 @@ class Unbroken:
                     traceback.clear_frames(e.__traceback__)
         finally:
             trainer.args.eval_on_start, trainer.model_init = eval_on_start, model_init
-            for holder, name in (
-                (trainer, "_prepare_for_training"),
-                (trainer, "_maybe_log_save_evaluate"),
-                (handler, "on_train_begin"),
-                (handler, "on_epoch_begin"),
-            ):
-                holder.__dict__.pop(name, None)
+            replaced.end()
 
     # The trainer's events, in order.
 
@@ -194,18 +187,25 @@ class Unbroken:
 
     # The passes.
 
-    def _build(self, prepare: Callable[..., Any], given: dict[str, Any]) -> None:
+    def _build(self, given: dict[str, Any]) -> None:
         trainer = self._trainer
         self._seed = torch.initial_seed()
 
-        def built(max_steps: int, *rest: Any) -> NoReturn:
-            prepare(max_steps, *rest)
-            self._max_steps, self._own_schedule = max_steps, trainer._created_lr_scheduler
-            raise _Built
+        def building(prepare: Callable[..., Any]) -> Callable[..., Any]:
+            def built(max_steps: int, *rest: Any) -> NoReturn:
+                prepare(max_steps, *rest)
+                self._max_steps, self._own_schedule = max_steps, trainer._created_lr_scheduler
+                raise _Built
 
-        trainer._prepare_for_training = built
-        with accelerated.building(), contextlib.suppress(_Built):
-            trainer.train(**given)
+            return built
+
+        replaced = Replacements()
+        replaced.put("_prepare_for_training", building, trainer)
+        try:
+            with accelerated.building(), contextlib.suppress(_Built):
+                trainer.train(**given)
+        finally:
+            replaced.end()
         self._tidy()
 
     def _begin(self) -> None:

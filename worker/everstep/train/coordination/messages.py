@@ -6,12 +6,13 @@ made of messages too. Invariant: each message counted here is in gloo's number, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from everstep.recovery.replacements import Replacements
 
 _FUNCTIONS = (
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list", "monitored_barrier",
@@ -24,18 +25,16 @@ class Messages:
 
     def __init__(self, number: Callable[[], int]) -> None:
         self._number = number
-        self._torchs = {name: getattr(distributed_c10d, name) for name in _FUNCTIONS}
         self._inside = False
         self.count = 0
-        for name, function in self._torchs.items():
-            self._replace(name, self._counting(function))
+        self._replaced = Replacements()
+        for name in _FUNCTIONS:
+            self._replaced.put(name, self._counting, distributed_c10d, dist)
 
     def end(self) -> None:
-        for name, function in self._torchs.items():
-            self._replace(name, function)
+        self._replaced.end()
 
     def _counting(self, function: Any) -> Any:
-        @functools.wraps(function)
         def counted(*arguments: Any, **named: Any) -> Any:
             if self._inside:
                 return function(*arguments, **named)
@@ -47,8 +46,3 @@ class Messages:
                 self.count += self._number() - before
 
         return counted
-
-    @staticmethod
-    def _replace(name: str, function: Any) -> None:
-        setattr(distributed_c10d, name, function)
-        setattr(dist, name, function)

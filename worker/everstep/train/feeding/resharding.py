@@ -5,7 +5,7 @@ If worlds may change, a process builds its objects in a world of one. A loader f
 each new one. A sampler with a given place stays as it is. It is refused when it is iterated in another world than that
 in which it was made.
 
-Invariant: torch is not changed if worlds do not change, nor after `end`.
+Invariant: torch is not changed if worlds do not change, and samplers do as torch's after `end`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils.data import DistributedSampler
 
 from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
+from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.shape import Shape
 
 _make = DistributedSampler.__init__
-_iterate = DistributedSampler.__iter__
 
 
 class Resharded(Protocol):
@@ -48,8 +48,10 @@ class Resharding:
         self._samplers = weakref.WeakSet[DistributedSampler[Any]]()
         self._fixed = weakref.WeakKeyDictionary[DistributedSampler[Any], World | None]()  # made in which world
         self._world: World | None = None  # None: while the process builds its objects
+        self._replaced = Replacements()
         if most is not None:
-            self._look()
+            self._replaced.put("__init__", self._making, DistributedSampler)
+            self._replaced.put("__iter__", self._iterating, DistributedSampler)
 
     def add(self, loader: Resharded) -> None:
         """Track an object, for example a loader from `run.loader`."""
@@ -72,31 +74,31 @@ class Resharding:
 
     def end(self) -> None:
         """No further world follows."""
-        DistributedSampler.__init__ = _make  # type: ignore[method-assign]
-        DistributedSampler.__iter__ = _iterate  # type: ignore[method-assign]
+        self._replaced.end()
 
-    def _look(self) -> None:
-        cuts = self
-
-        def make(sampler: Any, *given: Any, **named: Any) -> None:
-            _make(sampler, *given, **named)
+    def _making(self, make: Any) -> Any:
+        def making(sampler: Any, *given: Any, **named: Any) -> None:
+            make(sampler, *given, **named)
             places = (*given[1:3], named.get("num_replicas"), named.get("rank"))
             if all(place is None for place in places):
-                cuts._samplers.add(sampler)
-                if cuts._world is None:
-                    _cut(sampler, 0, cuts.shape.reads_as(0, cuts._most or 1).size)
+                self._samplers.add(sampler)
+                if self._world is None:
+                    _cut(sampler, 0, self.shape.reads_as(0, self._most or 1).size)
             else:
-                cuts._fixed[sampler] = cuts._world
+                self._fixed[sampler] = self._world
 
-        def iterate(sampler: Any) -> Iterator[Any]:
-            cuts._check(sampler)
-            if cuts._world is None and sampler in cuts._samplers:
+        return making
+
+    def _iterating(self, iterate: Any) -> Any:
+        def iterating(sampler: Any) -> Iterator[Any]:
+            self._check(sampler)
+            if self._world is None and sampler in self._samplers:
                 sampler = copy.copy(sampler)
                 _cut(sampler, 0, 1)
-            return _iterate(sampler)
+            found: Iterator[Any] = iterate(sampler)
+            return found
 
-        DistributedSampler.__init__ = make  # type: ignore[method-assign,assignment]
-        DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
+        return iterating
 
     def _check(self, sampler: DistributedSampler[Any]) -> None:
         made = self._fixed.get(sampler, self._world)

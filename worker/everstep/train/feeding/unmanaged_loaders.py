@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from everstep.data import ElasticLoader
 from everstep.data.fetching import Fetching
 from everstep.recovery.errors import LoopError
+from everstep.recovery.replacements import Replacements
 from everstep.train.feeding.feed import Feed
-
-_advance = _BaseDataLoaderIter.__next__
 
 
 class UnmanagedLoaders:
@@ -40,6 +40,7 @@ class UnmanagedLoaders:
         # Unfinished iterators of this step: each with its sampler, and the dataset that it reads.
         self._now: dict[int, tuple[weakref.ref[Any], Any, Any]] = {}
         self._before = weakref.WeakSet[Any]()  # unfinished iterators of earlier steps
+        self._replaced = Replacements()
         self._last: dict[int, Any] = {}  # samplers whose iterators the last step left unfinished
 
     def begin(self, feed: Feed | None, state: Mapping[str, Any]) -> None:
@@ -47,15 +48,10 @@ class UnmanagedLoaders:
         self._feed = feed
         if not self._worlds_change:
             self._tracked = tuple(state.values())
-        watch = self
-
-        def advance(iterator: Any) -> Any:
-            return watch._next(iterator)
-
-        _BaseDataLoaderIter.__next__ = advance  # type: ignore[method-assign,assignment]
+        self._replaced.put("__next__", lambda advance: partial(self._next, advance), _BaseDataLoaderIter)
 
     def end(self) -> None:
-        _BaseDataLoaderIter.__next__ = _advance  # type: ignore[method-assign]
+        self._replaced.end()
 
     def steps_begin(self) -> None:
         """The steps of an epoch begin. The script was not training on samples that it read before, for example to look
@@ -84,9 +80,9 @@ class UnmanagedLoaders:
                 self._before.add(alive)
         self._now.clear()
 
-    def _next(self, iterator: Any) -> Any:
+    def _next(self, advance: Any, iterator: Any) -> Any:
         try:
-            data = _advance(iterator)
+            data = advance(iterator)
         except StopIteration:
             self._now.pop(id(iterator), None)
             self._before.discard(iterator)
