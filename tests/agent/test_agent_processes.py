@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from everstep.agent.processes import stores
 from everstep.agent.processes.client import ForkServer
 from everstep.agent.processes.control_socket import ControlSocket
 from everstep.contract import env
@@ -109,3 +111,52 @@ async def test_a_signal_to_all_of_a_jobs_processes_does_not_end_the_one_that_hos
     finally:
         await control_socket.close()
         await fork_server.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():  # noqa: ASYNC110  the socket has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_stores_that_are_opened_round_after_round_leave_no_descriptor_behind(tmp_path: Path) -> None:
+    """With a process that hosts them, with none, and with one that is about to go."""
+    control_socket = ControlSocket(str(tmp_path / "agent"), lambda *_: None)
+    await control_socket.start()
+    try:
+        for _ in range(3):
+            reader, host = await asyncio.open_unix_connection(control_socket.path)
+            host.write(b'{"kind":"stores","pid":1}\n')
+            await until(control_socket._there.is_set)
+            for _ in range(20):
+                control_socket.open_store()
+            before = descriptors()
+            for _ in range(200):
+                control_socket.open_store()
+            assert descriptors() == before
+            host.close()
+            await host.wait_closed()
+            for _ in range(200):
+                control_socket.open_store()
+            await until(lambda: not control_socket._there.is_set())
+            assert descriptors() <= before
+            del reader
+    finally:
+        await control_socket.close()
+
+
+def test_descriptor_that_is_no_socket_is_refused_and_not_copied() -> None:
+    reads, writes = os.pipe()
+    before = descriptors()
+    try:
+        for _ in range(10):
+            with pytest.raises(OSError, match="Socket operation on non-socket"):
+                stores._host(reads)
+        assert descriptors() == before
+    finally:
+        os.close(reads)
+        os.close(writes)

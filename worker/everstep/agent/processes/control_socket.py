@@ -73,7 +73,7 @@ class ControlSocket:
         if self._stores is None or listener not in self._listeners:
             return
         try:
-            with socket.socket(fileno=os.dup(_descriptor(self._stores))) as raw:
+            with self._stores.get_extra_info("socket").dup() as raw:
                 socket.send_fds(raw, [b'{"kind":"store"}\n'], [listener.fileno()])
         except BlockingIOError:  # it does not read at the moment
             asyncio.get_running_loop().call_later(SEND_AGAIN_SECONDS, self._send, listener)
@@ -137,8 +137,3 @@ class ControlSocket:
             if self._writers.get(pid) is writer:
                 del self._writers[pid]
             writer.close()
-
-
-def _descriptor(writer: asyncio.StreamWriter) -> int:
-    found: int = writer.get_extra_info("socket").fileno()
-    return found

@@ -92,8 +92,9 @@ def _cpus(mode: str, processes: int) -> dict[str, Any]:
 
 def _host(listener: int) -> Any:
     """A store that listens on this socket."""
-    with socket.socket(fileno=os.dup(listener)) as known:
-        port = known.getsockname()[1]
+    known = socket.socket(fileno=listener)
+    port = known.getsockname()[1]
+    known.detach()  # torch's store closes it
     return TCPStore(
         "localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener,
         use_libuv=True,
