@@ -206,7 +206,7 @@ class Checkpointer(Commits):
         """Copy `state` to host memory and make it durable in the background as the state after `step`.
 
         Every rank calls it at the same step; the state may change as soon as it returns. While the save before is in
-        flight it waits for that one; while another waits already, this call does too: no save is left out.
+        flight it waits for that one; while another waits already, this call does too: no save is left out for that.
         `metrics`: numbers that belong to it, such as `{"loss": 2.1}`, for `Keep(best=…)` and `list`; those of rank 0
         count.
 
@@ -226,15 +226,13 @@ class Checkpointer(Commits):
         holders = self._snapshots.holders
         if holders.unions is None:
             holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
-        problem: CheckpointError | None = writer.fenced or writer.refused
-        problem = problem or lost_keys(step, self._keys, state)
+        problem: CheckpointError | None = writer.fenced or writer.refused or lost_keys(step, self._keys, state)
         if problem is not None and not holders.unions:
             raise problem
         if problem is None:
             self._keys = frozenset(state)
         assert self._owner.record is not None
-        self._sequence += 1  # on every rank alike, whatever becomes of the save
-        self._last = step
+        self._sequence, self._last = self._sequence + 1, step  # on every rank alike, whatever becomes of the save
         identifier = save_id(self._owner.record.n, self._owner.record.writer, self._sequence)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
         taken = self._snapshots.take(state, ranks, problem, compares=compares)
@@ -245,6 +243,8 @@ class Checkpointer(Commits):
         try:
             staged = self._snapshots.copy(taken, ranks, handle, metrics)
             writer.submit(staged, handle)
+        except SaveFailed as e:  # no memory: training goes on, and so do the other ranks
+            writer.leave_out(handle, ranks.rank, e)
         except BaseException as e:  # a signal too, whose handler may end the script
             if writer.newest is not handle:
                 handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))

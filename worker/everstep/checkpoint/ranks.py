@@ -21,6 +21,7 @@ from everstep.checkpoint.errors import SettingUnusable
 
 log = logging.getLogger("everstep.checkpoint")
 
+_LENGTH = 8  # bytes in front of a rank's bytes, where ranks have different numbers of them
 PATIENCE = 20.0  # seconds after which a rank says that it waits
 
 
@@ -37,8 +38,8 @@ class Ranks(Protocol):
         """Rank 0's bytes, on every rank."""
         ...
 
-    def from_rank(self, source: int, data: bytes) -> bytes:
-        """That rank's bytes, on every rank."""
+    def from_each(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
         ...
 
     def maximum(self, value: int) -> int:
@@ -65,8 +66,8 @@ class Alone:
     def from_first(self, data: bytes) -> bytes:
         return data
 
-    def from_rank(self, source: int, data: bytes) -> bytes:
-        return data
+    def from_each(self, data: bytes) -> list[bytes]:
+        return [data]
 
     def maximum(self, value: int) -> int:
         return value
@@ -76,11 +77,18 @@ class Alone:
 
 
 class Broadcasting:
-    """Bytes to all ranks, over whatever `broadcast` a world has."""
+    """Bytes to all ranks, over whatever collectives a world has."""
 
     rank: int
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
+        raise NotImplementedError
+
+    def maximum(self, value: int) -> int:
+        raise NotImplementedError
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order. All have one shape and type."""
         raise NotImplementedError
 
     def from_first(self, data: bytes) -> bytes:
@@ -94,6 +102,14 @@ class Broadcasting:
         if buffer:
             self.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source).wait()
         return bytes(buffer)
+
+    def from_each(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order: two collectives, however many ranks there are."""
+        mine = torch.zeros(_LENGTH + self.maximum(len(data)), dtype=torch.uint8)
+        framed = bytearray(len(data).to_bytes(_LENGTH, "little") + data)
+        mine[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
+        each = (found.numpy() for found in self.all_gather(mine))
+        return [found[_LENGTH:][: int.from_bytes(found[:_LENGTH].tobytes(), "little")].tobytes() for found in each]
 
 
 class _Patience:
@@ -151,6 +167,12 @@ class Group(Broadcasting):
     def from_rank(self, source: int, data: bytes) -> bytes:
         with _patience.of(self.rank):
             return super().from_rank(source, data)
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(data) for _ in range(self.world_size)]
+        with _patience.of(self.rank):
+            dist.all_gather(found, data, group=self._group)
+        return found
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         from_rank = source if self._group is None else dist.get_global_rank(self._group, source)

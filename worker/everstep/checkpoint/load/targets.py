@@ -27,7 +27,6 @@ from everstep.checkpoint.load.fit_optimizer import tensors_of
 from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, parameters_of
-from everstep.checkpoint.state.holders import gather
 from everstep.checkpoint.state.sharding import holding, is_sharded, like, one_layout
 from everstep.checkpoint.state.tree import references
 from everstep.checkpoint.state.union import Union, inside, levels_of, paths, unasked
@@ -113,7 +112,9 @@ def of_all_ranks(
     except CheckpointError as e:
         problem = e
     if unions or saved:
-        told = [json.loads(zlib.decompress(data)) for data in gather(ranks, zlib.compress(json.dumps(asked).encode()))]
+        told = [
+            json.loads(zlib.decompress(data)) for data in ranks.from_each(zlib.compress(json.dumps(asked).encode()))
+        ]
         if all(names is not None for names in told):
             if selection is None or selection.whole:
                 _check_asked(saved, {name for names in told for name in names}, ranks.rank)

@@ -8,8 +8,8 @@ fails says so in its description, so that nobody waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +23,7 @@ from everstep.storage import NotFound, ObjectStore
 
 _POLL_FIRST: Final = 0.02
 _POLL_MOST: Final = 1.0
+_READS: Final = 16  # parts that are read at a time: one request is a wait for the store, and little else
 _NAMED: Final = 16  # how many diverged parameters a manifest names, a rank
 
 
@@ -95,27 +96,38 @@ def gather_parts(
 ) -> list[Part]:
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
     `timeout` seconds."""
+    with ThreadPoolExecutor(_READS, thread_name_prefix="everstep-parts") as pool:
+        return _gather(store, staged, own, timeout, stop, clock, pool)
+
+
+def _gather(
+    store: ObjectStore,
+    staged: Staged,
+    own: Part,
+    timeout: float,
+    stop: threading.Event,
+    clock: Callable[[], float],
+    pool: Executor,
+) -> list[Part]:
     parts = {own.rank: own}
     torn: dict[int, FormatError] = {}
     deadline, pause = clock() + timeout, _POLL_FIRST
     while len(parts) < staged.world_size:
         listed = {info.name for info in store.list(save_folder(staged.save_id))}
         before = len(parts)
-        for rank in range(staged.world_size):
-            if rank in parts or part_name(staged.save_id, rank) not in listed:
-                continue
-            try:
-                found = _read(store, staged.save_id, rank)
-            except FormatError as e:
-                if store.capabilities.whole:
-                    raise
-                torn[rank] = e  # perhaps it is still being written
-                continue
+        wanted = [r for r in range(staged.world_size) if r not in parts and part_name(staged.save_id, r) in listed]
+        for rank, found in _read_all(store, staged.save_id, wanted, pool):
             match found:
                 case Part() as part:
                     parts[rank] = part
                 case PartFailed(_, _, reason):
                     raise SaveFailed(f"step {staged.step}: rank {rank} gave up: {reason}")
+                case FormatError() as e:
+                    if store.capabilities.whole:
+                        raise e
+                    torn[rank] = e  # perhaps it is still being written
+                case None:
+                    pass  # a listing from before a deletion
         if len(parts) == staged.world_size:
             break
         if clock() > deadline:
@@ -132,10 +144,25 @@ def gather_parts(
     return [parts[rank] for rank in range(staged.world_size)]
 
 
-def _read(store: ObjectStore, save_id: str, rank: int) -> Part | PartFailed | None:
+_Read = Part | PartFailed | FormatError | None
+
+
+def _read_all(store: ObjectStore, save_id: str, ranks: Sequence[int], pool: Executor) -> Iterator[tuple[int, _Read]]:
+    """What there is of these ranks, in their order. Raises what the store raises, for the first rank that it does."""
+    reads = [pool.submit(_read, store, save_id, rank) for rank in ranks]
+    try:
+        for rank, read in zip(ranks, reads, strict=True):
+            yield rank, read.result()
+    finally:
+        for read in reads:
+            read.cancel()  # those not begun, once one has failed
+
+
+def _read(store: ObjectStore, save_id: str, rank: int) -> _Read:
     name = part_name(save_id, rank)
     try:
-        data = store.get(name)
+        return decode_part(store.get(name), rank, save_id, name)
     except NotFound:
-        return None  # a listing from before a deletion
-    return decode_part(data, rank, save_id, name)
+        return None
+    except FormatError as e:
+        return e

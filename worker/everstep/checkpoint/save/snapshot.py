@@ -52,8 +52,9 @@ class Snapshots:
         return Taken(captured, arranged, tensors, told, held)
 
     def copy(self, taken: Taken, ranks: Ranks, handle: SaveHandle, metrics: Mapping[str, float]) -> Staged:
-        """Copy it to memory that no save in flight is written from, as the save of `handle`."""
-        buffer = self.buffers.free()
+        """Copy it to memory that no save in flight is written from, as the save of `handle`. Raises `SaveFailed` if
+        there is none."""
+        buffer = self.buffers.free(taken.arranged.plan.size if taken.tensors else 0)
         buffer.handle = handle
         captured, arranged = taken.captured, taken.arranged
         return Staged(

@@ -61,6 +61,11 @@ class Staging:
             torch.cuda.current_stream(device).synchronize()
         return data
 
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return 0 if self._pages is None else len(self._pages)
+
     def release(self) -> None:
         """Give the memory back. What `fill` returned before must not be used any more."""
         if self._pages is not None and self._pinned:

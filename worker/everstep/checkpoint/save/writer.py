@@ -117,6 +117,15 @@ class Writer:
 
         self._note(note)
 
+    def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed) -> None:
+        """This rank has no memory for a save: it is over, and the others hear of it."""
+        logger.warning("step %d was not saved, training goes on: %s", handle.step, error)
+        self._events("save-failed", step=handle.step, error=str(error))
+        handle.finish(Failed(handle.step, error))
+        self.newest = handle
+        if rank != 0:
+            self.give_up(handle.save_id, rank, str(error))
+
     def later(self, task: Callable[[], object]) -> None:
         """Do something small on the writer's thread, after what is in flight; what it raises is logged. Never left
         out."""

@@ -35,11 +35,6 @@ def any_union(state: Any, ranks: Ranks) -> bool:
     return bool(ranks.maximum(int(here)))
 
 
-def gather(ranks: Ranks, data: bytes) -> list[bytes]:
-    """Every rank's bytes, in rank order. Collective."""
-    return [ranks.from_rank(source, data) for source in range(ranks.world_size)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """One rank's part of a tensor: `box` of `shape`."""
@@ -140,7 +135,7 @@ class Holders:
         if worst == _CHANGED:
             self._signature = None
             described = described or _all_described(captured, ranks)
-            told = gather(ranks, zlib.compress(json.dumps(described).encode(), 1))
+            told = ranks.from_each(zlib.compress(json.dumps(described).encode(), 1))
             self._teams = agreed([json.loads(zlib.decompress(data)) for data in told], ranks.rank)
             self._signature = signature
         return self._teams

@@ -18,7 +18,11 @@ def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:
 
 def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
     """Every rank's values, by rank. Each rank gives the same number of values, of at most 63 bits."""
-    mine = torch.tensor(values, dtype=torch.int64)
-    found = [torch.zeros_like(mine) for _ in range(group.size())]
-    group.allgather([found], [mine]).wait()
-    return [tuple(t.tolist()) for t in found]
+    return [tuple(t.tolist()) for t in all_gather(torch.tensor(values, dtype=torch.int64), group)]
+
+
+def all_gather(data: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Every rank's tensor, by rank. All have one shape and type."""
+    found = [torch.zeros_like(data) for _ in range(group.size())]
+    group.allgather([found], [data]).wait()
+    return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.ranks import Broadcasting
-from everstep.recovery.group.collectives import gather_over, reduce_into
+from everstep.recovery.group.collectives import all_gather, gather_over, reduce_into
 from everstep.recovery.group.recoverable import RecoverableGroup
 
 
@@ -36,6 +36,9 @@ class Members(Broadcasting):
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """Every rank's values, by rank. Each rank gives the same number of values, of at most 63 bits."""
         return gather_over(values, self.group)
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        return all_gather(data, self.group)
 
     def any(self, values: Sequence[bool], places: int = 1) -> list[bool]:
         """For each value, whether it is true on any rank; all ranks give the same number of values. With `places` above

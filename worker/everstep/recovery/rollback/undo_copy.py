@@ -8,20 +8,18 @@ other script, and only if it fits into a part of the free memory.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 
+from everstep.checkpoint.save.host_memory import free_host_memory
 from everstep.recovery.group.script_location import script_call_site
 from everstep.recovery.rollback.snapshots import TensorSnapshot, raw
 
 log = logging.getLogger("everstep.train")
 
 SHARE = 0.5  # of a device's free memory that the copy may take
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class UndoCopy:
@@ -103,18 +101,7 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return 0
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found = int(known["MemAvailable"].split()[0]) * 1024
-        most = (_CGROUP / "memory.max").read_text().strip()
-        if most != "max":
-            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            found = min(found, int(most) - used)
-    except (OSError, ValueError, KeyError):
-        pass  # not Linux, no cgroup v2, or the root cgroup
-    return max(found, 0)
+    return free_host_memory()
 
 
 def _need(held: Iterable[TensorSnapshot]) -> dict[torch.device, int]:
