@@ -79,7 +79,14 @@ class Operator:
         server can have no other operator; see `LeaderElector`."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
-        self.caches = Caches.of(clients.watches, JOBS, clock=clock, rng=rng, relisted=metrics.relisted)
+        self.caches = Caches.of(
+            clients.watches,
+            JOBS,
+            clock=clock,
+            rng=rng,
+            relisted=metrics.relisted,
+            network_policies=settings.job_network_policies,
+        )
         self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - which asks it in turn
         self.elector = LeaderElector(
             clients.lease,
@@ -123,7 +130,11 @@ class Operator:
             recorder,
             expectations,
             clock=clock,
-            settings=Settings(settings.report_url, settings.checkpoint_url_prefixes),
+            settings=Settings(
+                settings.report_url,
+                settings.checkpoint_url_prefixes,
+                network_policies=settings.job_network_policies,
+            ),
             metrics=metrics,
             round_view=lambda job: view_of(self.rounds, job),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),

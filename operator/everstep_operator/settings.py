@@ -48,6 +48,12 @@ VARIABLES = (
     Variable(
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
     ),
+    Variable(
+        "EVERSTEP_JOB_NETWORK_POLICIES",
+        "whether each job gets a NetworkPolicy, by which only its own pods reach its workers",
+        "false",
+        ("true", "false"),
+    ),
     Variable("EVERSTEP_LEASE_SECONDS", "seconds until another replica takes over from a dead leader, 3 to 120", "6"),
     Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 1024", "32"),
     Variable("EVERSTEP_LOG_LEVEL", "lowest level that is logged", "INFO", LEVELS),
@@ -80,6 +86,7 @@ class OperatorSettings:
     probe_port: int  # for probes and metrics
     report_url: str  # given to workers
     checkpoint_url_prefixes: tuple[str, ...]
+    job_network_policies: bool
     lease_seconds: int
     workers: int
     log_level: str
@@ -104,6 +111,12 @@ class OperatorSettings:
                 f"{given.spoken('EVERSTEP_LOG_LEVEL')}: {level!r} is not {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
             )
 
+        policies = given.text("EVERSTEP_JOB_NETWORK_POLICIES", defaults["EVERSTEP_JOB_NETWORK_POLICIES"])
+        if policies not in ("true", "false"):
+            raise SettingsError(
+                f"{given.spoken('EVERSTEP_JOB_NETWORK_POLICIES')}: {policies!r} is neither true nor false"
+            )
+
         def number(name: str, low: int, high: int) -> int:
             text = given.text(name, defaults[name])
             if not text.isdecimal() or not low <= int(text) <= high:
@@ -119,6 +132,7 @@ class OperatorSettings:
             probe_port=number("EVERSTEP_PROBE_PORT", 0, 65535),
             report_url=given.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
+            job_network_policies=policies == "true",
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),

@@ -14,9 +14,8 @@ from everstep_operator.kube.wire import (
     Condition,
     ContainerStatus,
     ContainerTerminated,
+    KubeObject,
     Pod,
-    PodDisruptionBudget,
-    Service,
 )
 
 Key: TypeAlias = tuple[str, str]
@@ -29,7 +28,7 @@ class WorkerLabels:
     round: int | None  # None: the pod belongs to no round, because its agent joins rounds
 
 
-def owner_key(obj: Pod | Service | PodDisruptionBudget) -> Key | None:
+def owner_key(obj: KubeObject) -> Key | None:
     """Namespace and name of the job that controls this object; None if no job does."""
     for owner in obj.metadata.owner_references:
         if owner.controller and owner.kind == labels.KIND and owner.api_version == labels.API_VERSION:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from everstep.contract import labels
+from everstep_operator.settings import OperatorSettings
 
 pytestmark = pytest.mark.apiserver
 
@@ -60,6 +61,9 @@ ALLOWED = [
     ("list", "poddisruptionbudgets.policy", "default"),
     ("create", "poddisruptionbudgets.policy", "default"),
     ("delete", "poddisruptionbudgets.policy", "default"),
+    ("watch", "networkpolicies.networking.k8s.io", "default"),
+    ("create", "networkpolicies.networking.k8s.io", "default"),
+    ("delete", "networkpolicies.networking.k8s.io", "default"),
     ("get", "configmaps", "default"),
     ("create", "configmaps", "default"),
     ("update", "configmaps", "default"),
@@ -76,6 +80,7 @@ DENIED = [
     ("delete", "configmaps", "default"),
     ("patch", "trainingjobs.everstep.dev", "default"),
     ("create", "trainingjobs.everstep.dev", "default"),
+    ("update", "networkpolicies.networking.k8s.io", "default"),
     ("patch", "pods", "default"),
     ("create", "pods:exec", "default"),
     ("get", "pods:log", "default"),
@@ -196,8 +201,6 @@ def test_workers_report_to_the_service_of_the_release(helm: Any) -> None:
 
 
 def test_operator_reads_the_settings_that_the_chart_writes(helm: Any) -> None:
-    from everstep_operator.settings import OperatorSettings  # noqa: PLC0415  # only this test needs the operator
-
     flags = (
         "--set",
         "leaseSeconds=9",
@@ -232,6 +235,24 @@ def test_operators_port_is_for_workers_and_replicas_and_its_probes_for_whoever_i
     assert "from" not in _only(_objects(helm), "NetworkPolicy")["spec"]["ingress"][1]  # the kubelet is no pod
     off = _objects(helm, "--set", "networkPolicy.enabled=false")
     assert "NetworkPolicy" not in {o["kind"] for o in off}
+
+
+@pytest.mark.parametrize(
+    ("flags", "made"),
+    [
+        ((), True),
+        (("--set", "networkPolicy.jobs=false"), False),
+        (("--set", "networkPolicy.enabled=false"), False),
+    ],
+)
+def test_jobs_have_policies_and_the_operator_the_right_to_them_where_the_chart_says_so(
+    helm: Any, flags: tuple[str, ...], made: bool
+) -> None:
+    objects = _objects(helm, *flags)
+    (container,) = _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = OperatorSettings.from_env({v["name"]: v.get("value", "x") for v in container["env"]})
+    granted = {r for rule in _only(objects, "ClusterRole")["rules"] for r in rule.get("resources", ())}
+    assert (settings.job_network_policies, "networkpolicies" in granted) == (made, made)
 
 
 def _pod_of(objects: list[dict[str, Any]]) -> tuple[dict[str, str], set[str]]:

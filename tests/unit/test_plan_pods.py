@@ -18,8 +18,10 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
 from everstep_operator.plan import names
+from everstep_operator.plan.actions import CreateNetworkPolicy
 from everstep_operator.plan.build import pods
-from everstep_operator.plan.snapshot import JobView, Settings
+from everstep_operator.plan.planner import plan
+from everstep_operator.plan.snapshot import JobView, Settings, Snapshot
 from everstep_operator.plan.state import pod_hash
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -421,3 +423,46 @@ def test_probe_is_ended_by_its_own_time_before_the_kubelet_counts_a_failure() ->
     probe = probed("c10d")["startupProbe"]
     assert probe["timeoutSeconds"] > 2 * 600  # of joinTimeoutSeconds, counted by whole seconds of `sleep`
     assert probe["failureThreshold"] == 2**31 - 1
+
+
+def policy_of(template: dict[str, Any], *, wanted: bool = True) -> dict[str, Any] | None:
+    """The NetworkPolicy that a job with this template gets."""
+    snapshot = Snapshot(NOW, job(template), settings=Settings(network_policies=wanted))
+    made = [a.body for a in plan(snapshot).actions if isinstance(a, CreateNetworkPolicy)]
+    return made[0] if made else None
+
+
+def test_network_policy_lets_a_jobs_own_pods_reach_all_ports_and_others_the_declared_ones() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    declared = [{"containerPort": 6006}, {"containerPort": 53, "protocol": "UDP"}, {"containerPort": 29400}]
+    template["spec"]["containers"][0]["ports"] = declared
+    body = policy_of(template)
+    assert body is not None
+    own = {"matchLabels": {"everstep.dev/job-uid": "uid-1"}}
+    assert body["spec"] == {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [
+            {"from": [{"podSelector": own}]},
+            {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 6006, "protocol": "TCP"}]},
+        ],
+    }
+    (owner,) = body["metadata"]["ownerReferences"]
+    assert (owner["uid"], owner["controller"]) == ("uid-1", True)
+
+
+def test_network_policy_without_declared_ports_has_no_rule_for_everybody() -> None:
+    """A rule without `from` and `ports` would let everybody in."""
+    template = copy.deepcopy(TEMPLATE)
+    for one in template["spec"]["containers"]:
+        one.pop("ports", None)
+    body = policy_of(template)
+    assert body is not None
+    assert len(body["spec"]["ingress"]) == 1
+
+
+def test_no_network_policy_for_pods_with_their_nodes_network_or_where_none_is_wanted() -> None:
+    template = copy.deepcopy(TEMPLATE)
+    assert policy_of(template, wanted=False) is None
+    template["spec"]["hostNetwork"] = True
+    assert policy_of(template) is None

@@ -157,6 +157,7 @@ class LocalRun:
             probe_port=0,
             report_url=f"http://127.0.0.1:{self._port}",
             checkpoint_url_prefixes=(),
+            job_network_policies=False,
             lease_seconds=LEASE_SECONDS,
             workers=2,
             log_level="INFO",

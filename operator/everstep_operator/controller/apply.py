@@ -27,16 +27,18 @@ from everstep_operator.kube.errors import (
     NotFound,
     Rejected,
 )
-from everstep_operator.kube.resources import PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
+    CreateNetworkPolicy,
     CreatePod,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
+    DeleteNetworkPolicy,
     DeletePod,
     DeleteService,
     SetSizes,
@@ -165,6 +167,10 @@ class Applier:
                 return await self._create(SERVICES, job, action.name, action.body, refusals)
             case CreateDisruptionBudget():
                 return await self._create(PDBS, job, action.name, action.body, refusals)
+            case CreateNetworkPolicy():
+                return await self._create(NETWORK_POLICIES, job, action.name, action.body, refusals)
+            case DeleteNetworkPolicy():
+                await self._delete(NETWORK_POLICIES, job, action.name, action.uid)
             case DeleteDisruptionBudget():
                 await self._delete(PDBS, job, action.name, action.uid)
             case DeletePod():

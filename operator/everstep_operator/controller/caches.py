@@ -8,8 +8,16 @@ from typing import Any
 
 from everstep.contract import labels
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.resources import NODES, PDBS, PODS, SERVICES, Resource
-from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
+from everstep_operator.kube.resources import NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES, Resource
+from everstep_operator.kube.wire import (
+    NetworkPolicy,
+    Node,
+    Pod,
+    PodDisruptionBudget,
+    Service,
+    Unstructured,
+    controller_uid,
+)
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.informer import Informer
 from everstep_operator.runtime.randomness import Random
@@ -24,6 +32,7 @@ class Caches:
     services: Informer[Service]
     nodes: Informer[Node]
     budgets: Informer[PodDisruptionBudget]
+    policies: Informer[NetworkPolicy] | None  # None: jobs have none, and the operator has no right to list them
 
     @classmethod
     def of(
@@ -34,6 +43,7 @@ class Caches:
         clock: Clock,
         rng: Random,
         relisted: Callable[[str], None],
+        network_policies: bool = False,
     ) -> Caches:
         """`relisted`: see `Informer`."""
         # A label of our own domain: other tools rewrite app.kubernetes.io/managed-by. All versions of the operator set
@@ -47,10 +57,12 @@ class Caches:
             services=Informer(client, SERVICES, label_selector=ours, **common),
             nodes=Informer(client, NODES, **common),
             budgets=Informer(client, PDBS, label_selector=ours, **common),
+            policies=Informer(client, NETWORK_POLICIES, label_selector=ours, **common) if network_policies else None,
         )
 
     def all(self) -> tuple[Informer[Any], ...]:
-        return (self.jobs, self.pods, self.services, self.nodes, self.budgets)
+        optional = () if self.policies is None else (self.policies,)
+        return (self.jobs, self.pods, self.services, self.nodes, self.budgets, *optional)
 
     def waiting(self) -> str | None:
         """Which lists have not come yet; None if this replica is ready."""

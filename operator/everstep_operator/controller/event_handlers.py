@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from everstep_operator.controller import observe
 from everstep_operator.controller.caches import BY_NODE, Caches
-from everstep_operator.kube.wire import Node, Pod, PodDisruptionBudget, Service, Unstructured, controller_uid
+from everstep_operator.kube.wire import (
+    NetworkPolicy,
+    Node,
+    Pod,
+    PodDisruptionBudget,
+    Service,
+    Unstructured,
+    controller_uid,
+)
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
@@ -27,6 +35,8 @@ class EventHandlers:
         caches.pods.add_handler(self._pod)
         caches.services.add_handler(self._owned)
         caches.budgets.add_handler(self._owned)
+        if caches.policies is not None:
+            caches.policies.add_handler(self._owned)
         caches.nodes.add_handler(self._node)
 
     def _job(self, delta: Delta[Unstructured]) -> None:
@@ -57,7 +67,7 @@ class EventHandlers:
         if worker is not None and job_uid is not None:
             self._rounds.withdraw_pod(job_uid, Worker(pod.metadata.uid, worker.index, worker.incarnation))
 
-    def _owned(self, delta: Delta[Service] | Delta[PodDisruptionBudget]) -> None:
+    def _owned(self, delta: Delta[Service] | Delta[PodDisruptionBudget] | Delta[NetworkPolicy]) -> None:
         if (key := owner_key(delta.object)) is not None:
             self._queue.add(key)
 

@@ -14,11 +14,21 @@ from everstep_operator.api.allowlist import checkpoint_url_refusal
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec, parse_status
 from everstep_operator.controller import pod_start
-from everstep_operator.kube.wire import Condition, Node, Pod, PodDisruptionBudget, Unstructured, controller_uid
+from everstep_operator.kube.wire import (
+    Condition,
+    NetworkPolicy,
+    Node,
+    Pod,
+    PodDisruptionBudget,
+    Unstructured,
+    controller_uid,
+)
+from everstep_operator.plan.build.network_policy import OPEN_PORTS
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
     JobView,
+    NetworkPolicyView,
     NodeHealth,
     NodeView,
     PodPhase,
@@ -130,6 +140,13 @@ def disruption_budget_view(budget: PodDisruptionBudget, job_uid: str) -> Disrupt
         return None
     least = budget.spec.min_available
     return DisruptionBudgetView(budget.metadata.uid, least if isinstance(least, int) else None)
+
+
+def network_policy_view(policy: NetworkPolicy | None, job_uid: str) -> NetworkPolicyView | None:
+    """The view of a network policy; None if it is not this job's."""
+    if policy is None or controller_uid(policy.metadata) != job_uid:
+        return None
+    return NetworkPolicyView(policy.metadata.uid, policy.metadata.annotations.get(OPEN_PORTS))
 
 
 def _is_true(condition: Condition | None) -> bool:

@@ -214,6 +214,8 @@ class Reconciler:
         pods = self._pods_of(job)
         service = self._caches.services.get(job.namespace, names.service_name(job.name))
         budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
+        policies = self._caches.policies
+        policy = policies.get(job.namespace, names.service_name(job.name)) if policies is not None else None
         nodes = self._nodes_of(pods)
         doubted = {name for name, node in nodes.items() if not node.ready}
         hindered = self._rounds_hindered(obj)
@@ -223,6 +225,7 @@ class Reconciler:
             pods=pods,
             service_uid=_own_uid(service, job),
             disruption_budget=observe.disruption_budget_view(budget, job.uid) if budget is not None else None,
+            network_policy=observe.network_policy_view(policy, job.uid),
             nodes=nodes,
             answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
             progress=memory.progress.snapshot(),

@@ -49,6 +49,7 @@ NODES = Resource("", "v1", "nodes", "Node", wire.Node, namespaced=False)
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease", wire.Lease)
 EVENTS = Resource("events.k8s.io", "v1", "events", "Event", wire.Event)
 PDBS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", wire.PodDisruptionBudget)
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", wire.NetworkPolicy)
 
 
 def custom_resource(group: str, version: str, plural: str, kind: str, struct: type[T]) -> Resource[T]:

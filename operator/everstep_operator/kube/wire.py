@@ -132,6 +132,10 @@ class PodDisruptionBudget(KubeObject, frozen=True, kw_only=True):
     spec: PodDisruptionBudgetSpec = PodDisruptionBudgetSpec()
 
 
+class NetworkPolicy(KubeObject, frozen=True, kw_only=True):
+    """A NetworkPolicy: only its existence, its owner and its annotations matter."""
+
+
 class LeaseSpec(Wire, frozen=True, kw_only=True):
     holder_identity: str | None = ""
     lease_duration_seconds: int | None = None

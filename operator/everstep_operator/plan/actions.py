@@ -34,6 +34,11 @@ class CreateDisruptionBudget(_Create):
     kind = "disruption budget"
 
 
+class CreateNetworkPolicy(_Create):
+    __slots__ = ()
+    kind = "network policy"
+
+
 @dataclass(frozen=True, slots=True)
 class CreatePod:
     name: str
@@ -83,6 +88,11 @@ class DeleteDisruptionBudget(_Delete):
     kind = "disruption budget"
 
 
+class DeleteNetworkPolicy(_Delete):
+    __slots__ = ()
+    kind = "network policy"
+
+
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
     uid: str
@@ -111,6 +121,8 @@ Action = (
     | DeleteService
     | CreateDisruptionBudget
     | DeleteDisruptionBudget
+    | CreateNetworkPolicy
+    | DeleteNetworkPolicy
     | DeleteJob
     | SetSizes
 )

@@ -208,6 +208,14 @@ class DisruptionBudgetView:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkPolicyView:
+    """The job's NetworkPolicy. `open_ports`: those that it was made for; None if it does not say."""
+
+    uid: str
+    open_ports: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoundView:
     """The round store's document, as far as a plan depends on it. A member in `gone` may still have a healthy pod: an
     agent whose processes were lost withdraws from the round, and joins the next."""
@@ -246,6 +254,7 @@ class Settings:
     checkpoint_url_prefixes: tuple[str, ...] = ()
     # The remaining pods are created in the following passes.
     max_pods_per_plan: int = 200
+    network_policies: bool = False  # whether each job gets one
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,4 +271,5 @@ class Snapshot:
     settings: Settings = Settings()
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
+    network_policy: NetworkPolicyView | None = None  # if it is there and ours
     answering: frozenset[str] = frozenset()  # UIDs of the pods on nodes that are not ready whose agents answer us

@@ -18,10 +18,12 @@ from enum import StrEnum
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
+    CreateNetworkPolicy,
     CreatePod,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
+    DeleteNetworkPolicy,
     DeletePod,
     DeleteService,
     SetSizes,
@@ -33,7 +35,7 @@ class StageName(StrEnum):
 
     CLEAR = "clear"  # pods that were lost or replaced, or belong to an older round: their successors need the room
     NETWORK = "network"  # the service that gives pods their host names
-    GUARD = "guard"  # the disruption budget
+    GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
     CREATE = "create"  # pods
     SIZES = "sizes"  # the sizes that the agents are told
     RELEASE = "release"  # healthy workers that are no longer wanted
@@ -45,11 +47,11 @@ ORDER = tuple(StageName)
 ALLOWED: Mapping[StageName, tuple[type[Action], ...]] = {
     StageName.CLEAR: (DeletePod,),
     StageName.NETWORK: (CreateService,),
-    StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget),
+    StageName.GUARD: (CreateDisruptionBudget, DeleteDisruptionBudget, CreateNetworkPolicy, DeleteNetworkPolicy),
     StageName.CREATE: (CreatePod,),
     StageName.SIZES: (SetSizes,),
     StageName.RELEASE: (DeletePod,),
-    StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget),
+    StageName.CLEAN: (DeletePod, DeleteService, DeleteDisruptionBudget, DeleteNetworkPolicy),
     StageName.END: (DeleteJob,),
 }
 

@@ -31,6 +31,7 @@ RESOURCES = (
     "events",
     "leases",
     "poddisruptionbudgets",
+    "networkpolicies",
     "tokenreviews",
     "jwks",
 )

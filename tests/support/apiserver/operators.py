@@ -196,7 +196,12 @@ class Operators:
 
     @contextlib.asynccontextmanager
     async def run(
-        self, *, lease: str = "", dies_after: int | None = None, loses: int | None = None
+        self,
+        *,
+        lease: str = "",
+        dies_after: int | None = None,
+        loses: int | None = None,
+        network_policies: bool = False,
     ) -> AsyncGenerator[CountingClient, None]:
         """One replica. Each has a Lease of its own, so that any number of them lead at once, unless told `lease`."""
         client = CountingClient(self.place.client, self.place.namespace, dies_after, loses)
@@ -206,6 +211,7 @@ class Operators:
             port=0,
             probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
+            job_network_policies=network_policies,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         task = asyncio.create_task(operator.run())

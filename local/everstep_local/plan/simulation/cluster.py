@@ -19,14 +19,17 @@ from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
+    CreateNetworkPolicy,
     CreatePod,
     CreateService,
     DeleteDisruptionBudget,
     DeleteJob,
+    DeleteNetworkPolicy,
     DeletePod,
     DeleteService,
     SetSizes,
 )
+from everstep_operator.plan.build.network_policy import OPEN_PORTS
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
@@ -35,11 +38,13 @@ from everstep_operator.plan.snapshot import (
     Exit,
     InitFailure,
     JobView,
+    NetworkPolicyView,
     NodeHealth,
     NodeView,
     PodPhase,
     Progress,
     RoundView,
+    Settings,
     Snapshot,
     WorkerPod,
 )
@@ -88,6 +93,8 @@ class World:
         self.answering: frozenset[str] = frozenset()
         self.view: RoundView | None = None
         self.disruption_budget: DisruptionBudgetView | None = None
+        self.network_policy: NetworkPolicyView | None = None
+        self.settings = Settings()
         self.side_cars: set[str] = set()
         self.pods_linger = False
         self.generation = 1
@@ -118,6 +125,8 @@ class World:
             disruption_budget=self.disruption_budget,
             answering=self.answering,
             object_refused=self.object_refused,
+            network_policy=self.network_policy,
+            settings=self.settings,
         )
 
     def reconcile(self) -> str:
@@ -159,10 +168,8 @@ class World:
                 self.service = "s1"
             case DeleteService():
                 self.service = None
-            case CreateDisruptionBudget(_, body, _):
-                self.disruption_budget = DisruptionBudgetView("b1", body["spec"]["minAvailable"])
-            case DeleteDisruptionBudget():
-                self.disruption_budget = None
+            case CreateDisruptionBudget() | DeleteDisruptionBudget() | CreateNetworkPolicy() | DeleteNetworkPolicy():
+                self._guard(action)
             case CreatePod(name, index, incarnation, body, _):
                 if name not in self.pods:
                     self.uids += 1
@@ -191,6 +198,20 @@ class World:
                 pass  # the transcript shows it, and ends there
             case SetSizes(sizes, _):
                 self.take_sizes(sizes)
+
+    def _guard(
+        self,
+        action: CreateDisruptionBudget | DeleteDisruptionBudget | CreateNetworkPolicy | DeleteNetworkPolicy,
+    ) -> None:
+        match action:
+            case CreateDisruptionBudget(_, body, _):
+                self.disruption_budget = DisruptionBudgetView("b1", body["spec"]["minAvailable"])
+            case DeleteDisruptionBudget():
+                self.disruption_budget = None
+            case CreateNetworkPolicy(_, body, _):
+                self.network_policy = NetworkPolicyView("n1", body["metadata"]["annotations"][OPEN_PORTS])
+            case DeleteNetworkPolicy():
+                self.network_policy = None
 
     def take_sizes(self, sizes: Sizes) -> None:
         raise AssertionError(f"this job has no agents that could be told the sizes {sizes}")
@@ -421,6 +442,17 @@ class World:
     def do_refuse_object(self, what: str = "", reason: str = "") -> None:
         """The API server refuses an object beside the pods; without arguments none any more."""
         self.object_refused = f"{what}: {reason}" if what else None
+
+    def do_network_policies(self) -> None:
+        """The installation gives each job a NetworkPolicy."""
+        self.settings = replace(self.settings, network_policies=True)
+
+    def do_ports(self, *numbers: str) -> None:
+        """The template's worker declares these."""
+        template = copy.deepcopy(self.spec["template"])
+        declared = [{"containerPort": int(number)} for number in numbers]
+        template["spec"]["containers"][0]["ports"] = declared  # type: ignore[index]
+        self.spec = {**self.spec, "template": template}
 
     def do_collide(self, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
         """An object of somebody else has a name that the job needs; without arguments none has."""

@@ -10,7 +10,7 @@ from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
-from everstep_operator.plan.build import disruption_budget, pods, status
+from everstep_operator.plan.build import disruption_budget, network_policy, pods, status
 from everstep_operator.plan.build.status import Verdict
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, Plan, Requeue
@@ -86,7 +86,7 @@ def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
         actions.append(
             DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
-    return (*actions, *disruption_budget.gone(snapshot))
+    return (*actions, *disruption_budget.gone(snapshot), *network_policy.gone(snapshot))
 
 
 def _side_cars_end_by(snapshot: Snapshot, pod: WorkerPod) -> datetime:

@@ -11,6 +11,7 @@ from everstep_operator.plan.build import (
     disruption_budget,
     events,
     finish,
+    network_policy,
     ready_condition,
     recovery_record,
     status,
@@ -80,7 +81,7 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     pods need the service."""
     actions = {
         **convergence.actions,
-        StageName.GUARD: disruption_budget.actions(facts),
+        StageName.GUARD: (*disruption_budget.actions(facts), *network_policy.actions(facts)),
         StageName.SIZES: converge.set_sizes(facts),
     }
     needs = {StageName.RELEASE: (StageName.SIZES,)}
