@@ -53,8 +53,9 @@ def older_pods(facts: Facts) -> OlderPods | None:
 
 def overstays(facts: Facts, pod: WorkerPod) -> bool:
     """Whether the pod lives much longer than the grace period that it was given."""
-    patience = _patience_with_end(facts)
-    return pod.deleted_at is not None and not pod.finished and facts.snapshot.now - pod.deleted_at > patience
+    if pod.deleted_at is None or pod.finished:
+        return False
+    return facts.snapshot.now - pod.deleted_at > _patience_with_end(facts)
 
 
 def _patience_with_end(facts: Facts) -> timedelta:
@@ -89,8 +90,11 @@ def refused(what: str) -> str:
 
 def not_ending(facts: Facts) -> str | None:
     """Says which pod of an earlier incarnation does not end, since when, and what to do."""
-    pods_ = sorted(facts.snapshot.pods, key=lambda pod: pod.name)
-    found = [pod for pod in pods_ if pod not in facts.current.values() and overstays(facts, pod)]
+    overdue = [pod for pod in facts.snapshot.pods if overstays(facts, pod)]
+    if not overdue:
+        return None
+    current = {pod.uid for pod in facts.current.values()}
+    found = sorted((pod for pod in overdue if pod.uid not in current), key=lambda pod: pod.name)
     if not found:
         return None
     pod, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
