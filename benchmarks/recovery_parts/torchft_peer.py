@@ -21,7 +21,7 @@ def interpreter() -> Path:
     found = FOLDER / "bin" / "python"
     if not (FOLDER / "made").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True)
-        torch = ["--find-links", str(WHEELS), "torch==2.13.0+cpu"] if WHEELS.is_dir() else ["torch>=2.13"]
+        torch = ["--find-links", str(WHEELS), "torch==2.13.0+cpu"] if WHEELS.is_dir() else ["torch>=2.13,<2.14"]
         uv = Path(sys.executable).with_name("uv")
         subprocess.run([uv, "pip", "install", "-q", "--python", found, *torch, VERSION, "numpy"], check=True)
         (FOLDER / "made").touch()

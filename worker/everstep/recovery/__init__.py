@@ -5,3 +5,8 @@ rounds from the agent. `forming` makes a round's groups. `group` runs the collec
 `transfer` brings all members to one state. `state`, `ddp` and `sharding` know which of torch's objects make up that
 state.
 """
+
+from everstep.recovery import torch_names
+
+# Before the modules of this package are imported: they would raise an ImportError that names no version that works.
+torch_names.check()

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.data import ElasticLoader
+from everstep.recovery import torch_names
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp import static_graphs, uneven_inputs
 from everstep.recovery.engine import Recovery
@@ -80,6 +81,7 @@ def start(
         text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         compare_gradients = options.pop("rehearsal")
+    torch_names.check_once()
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
