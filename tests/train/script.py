@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import everstep
+from everstep.data.workers import DEFAULT_CONTEXT
 
 
 class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=50)
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--context", help="how workers are started")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--seen", type=Path, help="folder for the samples of each completed step")
@@ -68,7 +70,11 @@ def main() -> None:
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         run.track(model=net, optimizer=optimizer, scheduler=scheduler)
         loader = run.loader(
-            Numbers(), global_batch=args.global_batch, num_workers=args.workers, micro_batch=args.micro_batch
+            Numbers(),
+            global_batch=args.global_batch,
+            num_workers=args.workers,
+            micro_batch=args.micro_batch,
+            multiprocessing_context=args.context or DEFAULT_CONTEXT,
         )
         for step in run.steps(loader, until=args.until):
             if step.number == 0 or (run.step == step.number and not hasattr(main, "said")):

@@ -82,9 +82,14 @@ def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int,
     assert resumed.parameters == undisturbed.parameters
 
 
-def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(start: Start, tmp_path: Path) -> None:
-    run = start(0, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.3, "--workers", 2)
-    run.until("it trains", lambda text: "start step=" in text)
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(
+    context: str, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "seen").mkdir()
+    workers = ("--workers", 2, "--context", context, "--seen", tmp_path / "seen")
+    run = start(0, "--url", tmp_path / "b", "--every-steps", 1000, "--until", 10_000, "--pause", 0.1, *workers)
+    run.until("it trains", lambda _: any((tmp_path / "seen").iterdir()), seconds=120)
     os.killpg(run.group, signal.SIGTERM)
     ended = run.end()
     assert ended.codes == [86], ended.output

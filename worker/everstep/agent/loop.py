@@ -249,11 +249,17 @@ class Agent:
                     self._control_socket.tell(pid, kind="leave")
                 case e.Signal(_, number):
                     if pid:
-                        self._fork_server.signal(pid, number)
+                        self._fork_server.signal(pid, number, group=not self._answers(pid, number))
                     else:
                         self._signals[slot] = number
                 case _:
                     assert_never(instruction)
+
+    def _answers(self, pid: int, number: int) -> bool:
+        """Whether the process finishes its step and saves on this signal. Its DataLoaders' workers are needed for that,
+        so the signal is not for them; what it leaves is ended after it."""
+        process = self._running.get(pid)
+        return number != signal.SIGKILL and process is not None and (process.speaks or process.listens)
 
     async def _fork(self, slots: tuple[int, ...], round_: Round | None) -> None:
         self._forking += 1
@@ -283,6 +289,7 @@ class Agent:
         pid = await self._fork_server.fork(
             {
                 "kind": "program",
+                "slot": slot,
                 "target": program.target,
                 "arguments": program.arguments,
                 "module": program.module,

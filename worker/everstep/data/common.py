@@ -114,7 +114,7 @@ def read_samples(
         probe, batch_size=None, num_workers=1, multiprocessing_context=multiprocessing_context, timeout=SECONDS,
         worker_init_fn=start, generator=generator,
     )  # fmt: skip
-    with sigterm_held():
+    with sigterm_held(multiprocessing_context):
         read = iter(loader)
     try:
         return dict(_taken(read))

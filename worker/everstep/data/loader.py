@@ -350,7 +350,7 @@ class ElasticLoader:
         cursor = self._progress.cursor
         self._generator.manual_seed(sample_seed(cursor.seed, cursor.epoch, cursor.index) ^ self.world.rank)
         self._start.about_to_start()
-        with sigterm_held():
+        with sigterm_held(self._options["multiprocessing_context"]):
             return iter(self._torch)
 
 

@@ -10,6 +10,8 @@ decided to. Knows nothing of datasets.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import select
 import signal
@@ -17,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 _LINUX: Final = sys.platform == "linux"
@@ -45,14 +47,22 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         bind_to(self._trainer, self._by_main_thread)
-        leave_process_group()
+        leave_process_group(self._trainer)
         if self._then is not None:
             self._then(worker)
 
 
 @contextmanager
-def sigterm_held() -> Iterator[None]:
-    """While workers start, in the trainer: what is sent meanwhile reaches it afterwards, and no worker."""
+def sigterm_held(multiprocessing_context: Any) -> Iterator[None]:
+    """While workers start, in the trainer: what is sent meanwhile reaches it afterwards, and no worker.
+
+    Workers inherit it whichever way they start: one that is spawned through the new program, one of the fork server
+    from that, which would end by SIGTERM otherwise and take its workers along."""
+    context: Any = multiprocessing_context
+    if context is None or isinstance(context, str):
+        context = multiprocessing.get_context(context)
+    if _LINUX and context.get_start_method() != "fork":
+        multiprocessing.resource_tracker.ensure_running()  # when it starts it lifts the block, so it has to run already
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -60,12 +70,16 @@ def sigterm_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_process_group() -> None:
+def leave_process_group(trainer: int) -> None:
     """A signal to the trainer's whole group is for the trainer: on SIGTERM it may use its grace period to end a step,
     and its workers feed it until then. They still end with it, and by the signals that it sends them itself."""
     with suppress(OSError):  # where it may not, the group's signals reach the worker as ever
         os.setpgid(0, 0)
-    if _LINUX and (held := signal.sigtimedwait([signal.SIGTERM], 0)) is not None and held.si_pid == os.getppid():
+    if (
+        _LINUX
+        and (held := signal.sigtimedwait([signal.SIGTERM], 0)) is not None
+        and held.si_pid in (trainer, os.getppid())
+    ):
         os._exit(0)  # as torch's workers do on their trainer's word
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -17,10 +17,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from everstep.agent.processes.leftovers import KILL_SECONDS, TERM_SECONDS
+
 log = logging.getLogger(__name__)
 
 MAX_LINE = 1024 * 1024
 START_SECONDS = 300.0  # for the fork server's imports, on a busy machine
+CLOSE_SECONDS = TERM_SECONDS + KILL_SECONDS + 5.0  # for it to end its processes' leftovers, on a busy machine
 
 Exit = Callable[[int, int], None]  # pid, code
 
@@ -81,17 +84,20 @@ class ForkServer:
                 (os.killpg if group else os.kill)(pid, number)
 
     async def close(self) -> None:
-        """End the fork server and all its remaining processes."""
+        """End the fork server, all its remaining processes, and what any of its processes has left."""
         for pid in list(self._alive):
             self.signal(pid, signal.SIGKILL)
         if self._reading is not None:
             self._reading.cancel()
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close()  # the fork server ends by that, when it has nothing left to end
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            try:
+                await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):
@@ -105,6 +111,7 @@ class ForkServer:
             if not answer.done():
                 answer.set_exception(ForkServerError(f"the fork server ended with code {code}"))
         for pid in sorted(self._alive):
+            self.signal(pid, signal.SIGKILL)  # the kernel has killed it, but not what it had started
             self._alive.discard(pid)
             self._exited(pid, -signal.SIGKILL)
 

@@ -4,7 +4,8 @@
 
 Commands and answers are JSON lines on the socket FD. Invariants: the fork server has one thread and no GPU context, so
 a forked process is complete. A module that starts a thread or a context is named in the log, and each process imports
-it instead. The fork server dies with the agent, and its children die with it. The end of each child is reported once.
+it instead. The end of each child is reported once. Its children die with it. When the agent is gone, it ends what the
+children have started (`leftovers`), and then itself.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import select
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from everstep.agent.processes.leftovers import LOOK_SECONDS, Leftovers
+
 MAX_LINE = 1024 * 1024
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # A terminal sends these to the agent's whole process group, Slurm and systemd to all of its descendants. Only the agent
 # handles them.
 FOR_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -68,6 +72,8 @@ def main(argv: list[str]) -> None:
         from everstep.agent.processes import program as run  # noqa: PLC0415 - the parent has no use for it
 
         run.main(program)
+    else:
+        os._exit(0)  # nothing is left to do; to take torch apart would take a while
 
 
 class Parent:
@@ -80,6 +86,9 @@ class Parent:
         # call, the handler would run only after that call. So the C-level handler writes to this pipe, which ends the
         # wait.
         self._woken, self._wake = os.pipe()
+        self._leftovers = Leftovers()
+        self._todo: deque[Mapping[str, Any]] = deque()  # commands that wait until the leftovers have ended
+        self._agent_is_gone = False
 
     def serve(self) -> Mapping[str, Any] | None:
         for end in (self._woken, self._wake):
@@ -89,26 +98,38 @@ class Parent:
         waiting = select.poll()
         waiting.register(self._commands, select.POLLIN)
         waiting.register(self._woken, select.POLLIN)
+        # From here on the socket tells of the agent's end, and there is something to do then. Orphans of the children
+        # become children of this process: nobody else would reap them where the agent is a container's first process.
+        _prctl(PR_SET_PDEATHSIG, 0)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._tell(warm=True)
         read = b""
-        while True:
-            ready = {descriptor for descriptor, _ in waiting.poll()}
+        while not self._agent_is_gone:
+            pause = LOOK_SECONDS * 1000 if self._leftovers.are_ending else None
+            ready = {descriptor for descriptor, _ in waiting.poll(pause)}
             if self._woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 65536)
                 self._reap()
-            if self._commands.fileno() not in ready:
-                continue
-            data = self._commands.recv(65536)
-            if not data:
-                return None
-            *lines, read = (read + data).split(b"\n")
-            for line in lines:
-                program = self._fork(json.loads(line))
+            self._leftovers.look()
+            if self._commands.fileno() in ready:
+                try:
+                    data = self._commands.recv(65536)
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    break
+                *lines, read = (read + data).split(b"\n")
+                self._todo += map(json.loads, lines)
+                if len(read) > MAX_LINE:
+                    raise ValueError(f"a command of more than {MAX_LINE} bytes")
+            # A new process may need what a leftover of the old one holds: a port, a file, a device's memory.
+            while self._todo and not self._leftovers.must_end_before(self._todo[0].get("slot")):
+                program = self._fork(self._todo.popleft())
                 if program is not None:
                     return program
-            if len(read) > MAX_LINE:
-                raise ValueError(f"a command of more than {MAX_LINE} bytes")
+        self._leftovers.end_all(self._reap)
+        return None
 
     def _fork(self, command: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Fork a child and report it. Ends are collected between two commands, so a child's end is reported after its
@@ -134,6 +155,7 @@ class Parent:
             # child runs.
             with contextlib.suppress(OSError):  # the child has ended, or has become another program
                 os.setpgid(pid, pid)
+            self._leftovers.started(pid, command.get("slot"))
             self._tell(forked=command["id"], pid=pid)
         except OSError as e:
             self._tell(forked=command["id"], error=str(e))
@@ -147,13 +169,14 @@ class Parent:
                 return
             if pid == 0:
                 return
-            self._tell(exited=pid, code=os.waitstatus_to_exitcode(status))
+            if self._leftovers.ended(pid, os.waitstatus_to_exitcode(status)):  # else it is an orphan of a child
+                self._tell(exited=pid, code=os.waitstatus_to_exitcode(status))
 
     def _tell(self, **message: Any) -> None:
         try:
             self._commands.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            os._exit(1)  # the agent is gone
+            self._agent_is_gone = True
 
 
 def unfit_to_fork(root: str = "/proc/self") -> str | None:
@@ -189,13 +212,17 @@ def _threads(root: str) -> list[str]:
 
 def die_with(parent: int) -> None:
     """Let the kernel end this process when its parent ends. Does nothing on systems without that call (not Linux)."""
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:  # the parent ended before the call
+    if _prctl(PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
+
+
+def _prctl(option: int, value: int) -> bool:
+    """Whether the system has the call."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def _import(module: str) -> None:
