@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.alike import bytes_of_each, first_bytes, to_bytes
 from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.divided import hyperparameters, is_divided
@@ -55,8 +56,9 @@ def settles_itself(target: Any) -> bool:
 def content(tensor: torch.Tensor) -> int:
     """A digest of the whole part of a tensor that this process holds."""
     found = local(tensor)
-    if found.layout is not torch.strided:
-        return 0
+    if not layouts.is_dense(found):
+        head, parts = layouts.parts_of(found)
+        return xxhash.xxh3_64_intdigest(f"{head} {[content(part) for part in parts]}".encode())
     if found.device.type != "cpu":
         return xxhash.xxh3_64_intdigest(to_bytes(reduced(found)))
     return xxhash.xxh3_64_intdigest(to_bytes(found))

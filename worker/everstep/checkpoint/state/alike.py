@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.capture import Captured
 from everstep.checkpoint.state.holders import Teams
 from everstep.checkpoint.state.sharding import is_sharded, local_of
@@ -84,12 +85,16 @@ def _is_known(target: Any) -> bool:
 
 def bytes_of_each(tensors: Collection[torch.Tensor]) -> int:
     """How many bytes of each tensor are looked at, at most."""
-    size = sum(t.numel() * t.element_size() for t in tensors)
+    size = sum(map(layouts.size_of, tensors))
     return size if size <= BUDGET else max(LEAST, BUDGET // len(tensors))
 
 
 def first_bytes(tensor: torch.Tensor, most: int) -> Any:
-    """At most so many bytes of a tensor, cut before they are copied from a device."""
+    """At most so many bytes of a tensor, cut before they are copied from a device. Of one that is not dense, what it is
+    and at most so many bytes of each of its parts."""
+    if not layouts.is_dense(tensor):
+        head, parts = layouts.parts_of(tensor)
+        return b"".join([head.encode(), *(bytes(first_bytes(part, most)) for part in parts)])
     return to_bytes(tensor.reshape(-1)[: most // tensor.element_size()])
 
 

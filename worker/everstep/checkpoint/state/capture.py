@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
-from everstep.checkpoint.state import named
+from everstep.checkpoint.state import layouts, named, schedules
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import shows_twice
 from everstep.checkpoint.state.modules import Answer, bare, fill
@@ -244,7 +245,10 @@ def _encode(flattener: Flattener, state: Mapping[str, Any], key: str, path: str 
     kind, target = kind_of(state[key]), inside(state[key])
     if kind == "value":
         return {"kind": kind, "tree": flattener.flatten(target, path)}
-    tree = named.by_name(target, _names(state), key) if kind == "optimizer" else bare(target).state_dict()
+    if kind == "optimizer":
+        tree = named.by_name(target, _names(state), key)
+    else:
+        tree = schedules.state_of(target) if isinstance(target, LRScheduler) else bare(target).state_dict()
     body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, path)}
     if kind == "optimizer":
         body["class"] = type(target).__name__
@@ -275,6 +279,9 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         if partial:
             kept = target.state_dict()["state"]
             tree = {**tree, "state": {**{n: kept[n] for n in body["kept"] if n in kept}, **tree["state"]}}
+        if isinstance(target, LRScheduler):
+            schedules.load(target, tree)
+            return None
         target.load_state_dict(tree)
         if isinstance(target, torch.optim.Optimizer) and not body.get("cast"):
             named.keep_types(target, tree)
@@ -306,8 +313,7 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
 
 def _shows_twice(tensor: torch.Tensor) -> bool:
     """Whether several of its elements are one in memory."""
-    odd = tensor.layout is not torch.strided or tensor.is_nested or torch.nn.parameter.is_lazy(tensor)
-    if odd:
+    if not layouts.is_dense(tensor) or torch.nn.parameter.is_lazy(tensor):
         return False
     own = local_of(tensor.detach())
     return shows_twice(own.shape, own.stride())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.sharding import placed_as
 
 
@@ -48,7 +49,7 @@ def make_writable(module: torch.nn.Module) -> None:
     many times, and those that were made in inference mode."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
+            if buffer is not None and layouts.is_dense(buffer) and 0 in buffer.stride():
                 part._buffers[name] = buffer.contiguous()
             elif buffer is not None and buffer.is_inference():
                 part._buffers[name] = buffer.clone()

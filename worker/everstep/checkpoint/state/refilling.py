@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.memory import same_bits, shows_twice, span
 from everstep.checkpoint.state.sharding import is_sharded, placed_as
 
@@ -170,7 +171,7 @@ def is_alike(live: Any, tree: Any) -> bool:
 def _writable(tensor: torch.Tensor) -> bool:
     return (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and tensor.layout is torch.strided
+        and layouts.is_dense(tensor)
         and not tensor.is_inference()
         and not shows_twice(tensor.shape, tensor.stride())
     )

@@ -18,6 +18,7 @@ import torch.utils._python_dispatch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.sharding import check_placements, is_sharded, local_of
 
 DTYPES: Final[dict[torch.dtype, str]] = {
@@ -122,8 +123,11 @@ class Flattener:
     def _add(self, tensor: torch.Tensor, path: str) -> str:
         if hasattr(tensor, "sharding_spec"):
             raise StateMismatch(f"{path}: a ShardedTensor (FSDP1) cannot be in a checkpoint; use fully_shard (FSDP2)")
-        odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
-        if odd or tensor.dtype not in DTYPES:
+        if not layouts.is_dense(tensor):
+            raise StateMismatch(
+                f"{path}: {layouts.kind_of(tensor)} is not supported in a checkpoint. {layouts.advice(tensor)}"
+            )
+        if tensor.dtype not in DTYPES:
             raise StateMismatch(f"{path}: a {tensor.dtype} tensor ({tensor.layout}, {tensor.device}) is not supported")
         if torch.nn.parameter.is_lazy(tensor):
             raise StateMismatch(f"{path}: a lazy module's parameter that has no shape yet; run a forward pass before")

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.checkpoint.state import layouts
+
 SMALL = 2**16  # bytes; the tensors of an object are copied in each step if they are together no larger
 _PLAIN = (int, float, str, bytes, bool, type(None))
 _ATOMS = frozenset(_PLAIN)  # a look at a value's type costs less than a call for each value, in each step
@@ -64,10 +66,21 @@ def address(tensor: Any) -> int:
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write values into a tensor. Memory that an expanded tensor repeats is written once, because torch refuses the
     rest."""
-    if tensor.layout is torch.strided and 0 in tensor.stride():
+    if not layouts.is_dense(tensor):
+        layouts.write(tensor, values)
+        return
+    if 0 in tensor.stride():
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
         tensor, values = tensor[once], values[once]
     tensor.copy_(values)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same type, shape and values."""
+    if layouts.is_dense(one) and layouts.is_dense(other):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    (head, parts), (head_of_other, of_other) = layouts.parts_of(one), layouts.parts_of(other)
+    return head == head_of_other and all(map(torch.equal, parts, of_other))
 
 
 @dataclass(slots=True)
@@ -190,7 +203,7 @@ def same(kept: Any, live: Any) -> bool:
             return False
         if kept.copy is None:
             return address(live) == kept.address and not kept.moved
-        return live.shape == kept.copy.shape and live.dtype == kept.copy.dtype and torch.equal(live, kept.copy)
+        return equal(live, kept.copy)
     if isinstance(kept, _Array):
         return type(live) is np.ndarray and live.dtype == kept.copy.dtype and np.array_equal(live, kept.copy)
     if isinstance(kept, dict):

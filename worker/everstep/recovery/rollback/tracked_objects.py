@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.checkpoint.state import layouts, schedules
 from everstep.checkpoint.state.divided import stepped
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS
@@ -99,7 +100,7 @@ class Module(TrackedObject):
         self._addresses = found
         for i, marks in self._large.items():
             buffer = self._buffers[i]
-            if marks == (version(buffer), address(buffer)) and not torch.equal(buffer, self._saved[i]):
+            if marks == (version(buffer), address(buffer)) and not snapshots.equal(buffer, self._saved[i]):
                 self._uncounted.add(i)
 
     def begin(self) -> None:
@@ -176,7 +177,7 @@ class Module(TrackedObject):
         to: list[torch.Tensor] = []
         source: list[torch.Tensor] = []
         for i, (buffer, saved) in enumerate(zip(live, self._saved, strict=True)):
-            if buffer.shape != saved.shape or buffer.dtype != saved.dtype:
+            if not layouts.is_dense(buffer) or buffer.shape != saved.shape or buffer.dtype != saved.dtype:
                 self._saved[i] = buffer.detach().clone()
                 continue
             if _is_large(buffer):
@@ -331,7 +332,7 @@ class Schedule(Tree):
     """A schedule, of the learning rate for example."""
 
     def __init__(self, name: str, schedule: Any) -> None:
-        super().__init__(name, schedule.state_dict, schedule.load_state_dict)
+        super().__init__(name, lambda: schedules.state_of(schedule), lambda kept: schedules.load(schedule, kept))
 
 
 class Scaler(Tree):
@@ -383,7 +384,7 @@ def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
 
 
 def _is_large(buffer: torch.Tensor) -> bool:
-    return buffer.numel() * buffer.element_size() > LARGE
+    return layouts.is_dense(buffer) and layouts.size_of(buffer) > LARGE
 
 
 def _versions(tensors: list[torch.Tensor]) -> int:

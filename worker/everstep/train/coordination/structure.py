@@ -8,17 +8,19 @@ loop's beginning. Buffers whose size the session saves (`everstep.recovery.state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.modules import bare
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.checkpoint.state.union import inside
 from everstep.recovery.errors import LoopError
+from everstep.recovery.rollback import snapshots
 from everstep.recovery.state.switches import SWITCHES
 
 NAMED: Final = 3  # of what has come or gone, in an error
@@ -73,6 +75,7 @@ class StructureCheck:
 
 
 def _structure(state: Mapping[str, Any]) -> _Structure:
+    _refuse_what_no_commit_holds(state)
     keeps_sizes = SWITCHES in state
     shapes: dict[str, _Shape] = {}
     lazy: set[str] = set()
@@ -100,6 +103,27 @@ def _structure(state: Mapping[str, Any]) -> _Structure:
         if isinstance(optimizer, torch.optim.Optimizer):
             groups[key] = tuple(_group(group["params"], paths) for group in optimizer.param_groups)
     return _Structure(shapes, frozenset(lazy), groups)
+
+
+def _refuse_what_no_commit_holds(state: Mapping[str, Any]) -> None:
+    """Raise `LoopError` for the first tensor of a layout that cannot be saved. It is told when the loop begins, and not
+    at the first save, when training would be lost."""
+    for path, tensor, is_saved in _tensors(state):
+        if not is_lazy(tensor) and not (layouts.is_dense(tensor) if is_saved else layouts.is_copied(tensor)):
+            raise LoopError(f"{path} is {layouts.kind_of(tensor)}, which no commit can hold. {layouts.advice(tensor)}")
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Each tensor with its name, and whether it is saved."""
+    for key, marked in state.items():
+        value = inside(marked)
+        if isinstance(value, dict | list | torch.Tensor):
+            yield from ((path, tensor, True) for path, tensor in snapshots.tensors(value, key))
+        for prefix, part in bare(value).named_modules() if isinstance(value, torch.nn.Module) else ():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    path = ".".join(filter(None, (key, prefix, name)))
+                    yield path, tensor, name not in part._non_persistent_buffers_set
 
 
 def _group(parameters: list[torch.Tensor], paths: Mapping[int, str]) -> tuple[str, ...] | int:

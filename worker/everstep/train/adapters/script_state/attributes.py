@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.checkpoint.state import layouts
 from everstep.recovery.rollback.snapshots import version
 from everstep.train.adapters.script_state.values import (
     ARRAY,
@@ -257,5 +258,5 @@ def _holds_tensors(each: object, value: Any) -> bool:
 
 def _is_small(each: object, tensor: torch.Tensor) -> bool:
     """Whether the object's tensor is kept. A module's is a mask or a cache: what it trains with is a buffer."""
-    kept = tensor.layout is torch.strided and tensor.numel() <= MOST
+    kept = layouts.is_dense(tensor) and tensor.numel() <= MOST
     return kept and not isinstance(each, torch.nn.Module) and not isinstance(tensor, torch.nn.Parameter)

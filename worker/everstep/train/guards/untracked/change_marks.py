@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
+from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.alike import to_bytes
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.train.guards.script_objects import Generator
@@ -103,7 +104,7 @@ def full_digest(tensor: torch.Tensor) -> int:
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
     """The bytes of a tensor that are digested, and whether these are all. On the CPU they are a view."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+    if is_lazy(tensor) or not layouts.is_dense(tensor):
         return None
     local: Any = tensor.detach()
     if is_sharded(tensor):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.state import layouts, schedules
 from everstep.checkpoint.state.divided import stepped
 from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
@@ -74,8 +75,9 @@ class Covered:
     def _add_schedule(self, schedule: Any) -> None:
         """Add a schedule with its parts, but without the optimizer that it changes."""
         self.objects.add(id(schedule))
-        for part in getattr(schedule, "_schedulers", ()):
-            self._add_schedule(part)
+        for part in schedules.parts_of(schedule):
+            if id(part) not in self.objects:
+                self._add_schedule(part)
 
     def _add_container(self, key: str, target: Any) -> None:
         for held in walk([(key, target)]):
@@ -166,6 +168,6 @@ def keyword(name: str, taken: Collection[str]) -> str:
 
 def _memory(tensor: Any) -> int | None:
     local = local_of(tensor)
-    if torch.nn.parameter.is_lazy(local) or local.is_meta or local.layout is not torch.strided or not local.numel():
+    if torch.nn.parameter.is_lazy(local) or not layouts.is_dense(local) or not local.numel():
         return None
     return int(local.untyped_storage()._cdata)

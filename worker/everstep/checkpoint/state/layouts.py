@@ -1,0 +1,95 @@
+"""Tensors that are no dense rows of numbers: sparse, nested, quantized, of mkldnn, or on the meta device.
+
+A commit holds dense tensors only. Others may be buffers that are not saved, and are compared and put back like those.
+Invariant: two tensors have equal bytes exactly if they have the same layout, shape, types and stored elements. Of
+sparse tensors that is what is stored: an explicit zero is an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+_COMPRESSED_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS: Final = (torch.sparse_csc, torch.sparse_bsc)
+# Of these torch can make no copy.
+_PACKED: Final = (torch.quint4x2, torch.quint2x4)
+_KEEP_DENSE: Final = (
+    "Keep a dense tensor in its place, and make the other from it in forward(); or register it with persistent=False "
+    "and make it when the module is made, if it never changes"
+)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has strides, and its elements are its bytes."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Whether torch can copy it."""
+    return tensor.dtype not in _PACKED
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """What it is, for a person."""
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values"
+    kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else "a"
+    return f"{kind} {tensor.dtype} tensor of layout {tensor.layout}"
+
+
+def advice(tensor: torch.Tensor) -> str:
+    """What to write instead of it in what is saved."""
+    if tensor.is_meta:
+        return "Give it memory and values before it is tracked: module.to_empty(device=…), then its reset_parameters()"
+    if tensor.is_nested:
+        return f"Nested tensors have no dense form of the same content: save .values() and .offsets(). {_KEEP_DENSE}"
+    how = ".dequantize(), or .int_repr() with its scales" if tensor.is_quantized else ".to_dense()"
+    return f"Its dense form is {how}. {_KEEP_DENSE}"
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    """A description, and the dense tensors that it consists of: equal for equal tensors, on all ranks."""
+    tensor = tensor.detach()
+    head = f"{tensor.layout} {tensor.dtype}"
+    if tensor.is_nested:
+        each = [one.contiguous() for one in tensor.unbind()]
+        return f"nested {head} {[tuple(one.shape) for one in each]}", each
+    head = f"{head} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return f"meta {head}", []
+    if tensor.is_quantized:
+        return _quantized(head, tensor)
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        parts = [whole.indices(), whole.values()]
+    elif tensor.layout in _COMPRESSED_ROWS:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in _COMPRESSED_COLUMNS:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+    return f"{head} {[(str(part.dtype), tuple(part.shape)) for part in parts]}", parts
+
+
+def _quantized(head: str, tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+    found: Any = tensor  # torch's stubs know these methods as returning anything
+    head = f"{head} {tensor.qscheme()}"
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"{head} {found.q_scale()!r} {found.q_zero_point()}", [found.int_repr()]
+    scales, zeros = found.q_per_channel_scales(), found.q_per_channel_zero_points()
+    return f"{head} {found.q_per_channel_axis()}", [found.int_repr(), scales, zeros]
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """The bytes of a dense copy, about."""
+    return 0 if tensor.is_meta else tensor.numel() * tensor.element_size()
+
+
+def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a tensor that is not dense the values of another one like it, of the same layout."""
+    if tensor.layout is torch.jagged or tensor.layout in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS):
+        tensor.copy_(values)  # `data` of these cannot be set, and torch says nothing
+    else:
+        tensor.data = values.detach().clone()  # `copy_` wants as many stored elements, or the same scale
