@@ -82,7 +82,7 @@ def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int,
     assert resumed.parameters == undisturbed.parameters
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(
     context: str, start: Start, tmp_path: Path
 ) -> None:

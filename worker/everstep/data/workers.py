@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import select
@@ -56,13 +57,17 @@ class WorkerStart:
 def sigterm_held(multiprocessing_context: Any) -> Iterator[None]:
     """While workers start, in the trainer: what is sent meanwhile reaches it afterwards, and no worker.
 
-    Workers inherit it whichever way they start: one that is spawned through the new program, one of the fork server
-    from that, which would end by SIGTERM otherwise and take its workers along."""
+    A worker that is forked or spawned inherits it. Those of multiprocessing's fork server inherit that one's, which may
+    not hold it: loaders that are not the session's have their workers from it, too, and those would never hear their
+    trainer's SIGTERM. So a signal to the whole group ends the fork server, and its workers with it."""
     context: Any = multiprocessing_context
     if context is None or isinstance(context, str):
         context = multiprocessing.get_context(context)
-    if _LINUX and context.get_start_method() != "fork":
+    method = context.get_start_method()
+    if _LINUX and method != "fork":
         multiprocessing.resource_tracker.ensure_running()  # when it starts it lifts the block, so it has to run already
+    if _LINUX and method == "forkserver":
+        multiprocessing.forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
