@@ -77,6 +77,7 @@ class ElasticLoader:
     """
 
     _seed_was_passed = True
+    samples_option = "run.loader(dataset, …, compare_samples=False)"  # what switches the comparison off
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class TakenOver(ElasticLoader):
         world: World,
         sizes: frozenset[int] | None = None,
         micros: int = 1,
+        compare_samples: bool = True,
     ) -> None:
         sampler, self.batch_size, drop_last = _batches(loader)
         order = _order(loader, sampler, frozenset({world.size}) if sizes is None else sizes)
@@ -65,6 +66,7 @@ class TakenOver(ElasticLoader):
             worker_init_fn=loader.worker_init_fn,
             persistent_workers=loader.persistent_workers,
             multiprocessing_context=loader.multiprocessing_context or DEFAULT_CONTEXT,
+            compare_samples=compare_samples,
             **order,
         )
         self._loader = loader

@@ -79,7 +79,10 @@ class RecoveringWorld:
         self._coordinator.check_by(self._recovery.check)
         self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
         alive = self._reducers.alive()
-        self._replicas = Replicas(self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape)
+        self._replicas = Replicas(
+            self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape,
+            frees=self._untracked_check.takes_names,
+        )  # fmt: skip
         self._scales = Scales(self._state, self._resharding.shape.places)
         GradientReduction(self._state, self._reducers, self._untracked_check, lasts=False)
         self._reducers.learn()  # from a backward pass that the script made before

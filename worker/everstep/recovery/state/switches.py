@@ -105,6 +105,16 @@ class Switches:
         for target in self._state.values():
             _align(target)
 
+    def hold(self) -> dict[str, str]:
+        """Require gradients as when the loop began, until the returned state is loaded: a framework that makes its
+        optimizer and wraps the module now finds what it would have found then."""
+        held = self.state_dict()
+        for began in self._modules:
+            for k, required in began.required.items():
+                if (p := began.module._parameters.get(k)) is not None:
+                    p.requires_grad_(required)
+        return held
+
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for began in self._modules:
             for key in began.required:

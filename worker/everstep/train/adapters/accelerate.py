@@ -37,17 +37,21 @@ from torch.nn import SyncBatchNorm
 
 from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
 from everstep.data import ElasticLoader
+from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.train import refused_end
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import LateRng
+from everstep.train.adapters.rank_checks import RankChecks
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
+from everstep.train.guards.common_samples import SAMPLES
 
 try:
     from accelerate.utils import DistributedType, send_to_device
 except ImportError as e:
     raise missing("accelerate", "accelerate", "accelerate") from e
 
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
@@ -73,6 +77,11 @@ class Position:
         self._rng = rng
         self._taken = 0  # batches that this rank's loop has got in this epoch
         self.epoch = 0
+
+    @property
+    def read(self) -> list[Any]:
+        """The DataLoader inside, if each rank reads its share; none if rank 0 alone reads."""
+        return [self._loader.base_dataloader] if isinstance(self._loader, DataLoaderShard) else []
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank."""
@@ -123,15 +132,25 @@ class Run:
     """A loop that is restored, saved and stopped; `start` makes it. Use it in `with`: its end commits the last
     state."""
 
-    def __init__(self, accelerator: Any, coordinator: StepCoordinator, state: dict[str, Any]) -> None:
+    def __init__(
+        self, accelerator: Any, coordinator: StepCoordinator, state: dict[str, Any], *, compare_samples: bool = True
+    ) -> None:
         self._accelerator = accelerator
         self._coordinator = coordinator
         self._data: Position | ElasticLoader = state["data"]
         self._rng = state["rng"]
         self._in_hand: Any = None
         self._total: int | None = None
-        coordinator.begin(state)
-        if isinstance(self._data, ElasticLoader):
+        self._checks = RankChecks(coordinator, "start", compares=compare_samples)
+        state[SAMPLES] = self._checks.samples
+        state[SWITCHES] = switches = Switches(state)
+        with refused_end.remembered():
+            elastic = self._data if isinstance(self._data, ElasticLoader) else None
+            self._checks.reads([elastic] if elastic is not None else self._data.read)
+            switches.start()
+            coordinator.begin(state)
+            self._checks.begin(state, elastic)
+        if elastic is not None:
             self._rng.apply()  # this loader draws no random numbers
         coordinator.watch()
 
@@ -186,6 +205,7 @@ class Run:
             self._data.acknowledge()
         elif not self._accelerator.sync_gradients:
             return
+        self._checks.completed()
         self._coordinator.completed(self._coordinator.step + 1, total=self._total, epoch=self._data.epoch)
 
     def __enter__(self) -> Run:
@@ -196,8 +216,14 @@ class Run:
     ) -> None:
         try:
             if error is None:
+                self._checks.completed(last=True)
                 self._coordinator.finish(self._coordinator.step)
+                refused_end.settled()
+        except (Exception, SystemExit) as e:
+            error = e
+            raise
         finally:
+            refused_end.stands(error)
             self._coordinator.leave()
 
 
@@ -208,6 +234,7 @@ def start(
     loader: Any = None,
     every_steps: int | None = None,
     every_seconds: float | None = None,
+    compare_samples: bool = True,
     options: Mapping[str, Any] | None = None,
     **objects: Any,
 ) -> Run | Prepared:
@@ -216,7 +243,7 @@ def start(
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
     passed to the new Checkpointer. `loader`: a prepared DataLoader, or an `ElasticLoader`, which must not be prepared.
     `objects`: the model, optimizer, scheduler and the rest of the training's state, by names of your choice.
-    Collective.
+    `compare_samples`: compare a few samples with those of the other ranks and of the saved run. Collective.
 
     Without `objects` the state is all that the accelerator has prepared, and the script keeps its own loop over the
     prepared loader, in `for epoch in run.epochs(n):`.
@@ -235,8 +262,11 @@ def start(
         loader, objects = trained_loader(accelerator) if loader is None else loader, held(accelerator)
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options or {})
     if recovery is not None:
-        return Prepared(accelerator, coordinator, recovery, loader, objects, own_loop=own_loop)
-    return Run(accelerator, coordinator, track(accelerator, loader=loader, **objects))
+        return Prepared(
+            accelerator, coordinator, recovery, loader, objects, own_loop=own_loop, compare_samples=compare_samples
+        )
+    state = track(accelerator, loader=loader, **objects)
+    return Run(accelerator, coordinator, state, compare_samples=compare_samples)
 
 
 def _check_own(accelerator: Any) -> None:

@@ -30,11 +30,15 @@ from typing import Any
 
 from everstep.checkpoint import Checkpointer, SettingUnusable
 from everstep.recovery.replacements import Replacements
+from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.train import refused_end
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
+from everstep.train.adapters.rank_checks import RankChecks
 from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
+    from accelerate.data_loader import DataLoaderShard
     from transformers import TrainerCallback
     from transformers.trainer_utils import TrainOutput
 except ImportError as e:
@@ -45,6 +49,7 @@ from everstep.train.adapters.order import known_order
 from everstep.train.adapters.script_state import CallbackWeights
 from everstep.train.adapters.trainer_state import KeptState
 from everstep.train.adapters.unbroken import AtEnd, Unbroken
+from everstep.train.guards.common_samples import SAMPLES
 
 STATE_FILE = "trainer_state.json"  # Trainer's own name
 
@@ -56,7 +61,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
 
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
     passed to the new Checkpointer. Set `save_strategy="no"` in Trainer's arguments, unless you want its checkpoints
-    too.
+    too. `compare_samples`: compare a few samples with those of the other ranks and of the saved run.
     """
 
     def __init__(
@@ -65,12 +70,15 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        compare_samples: bool = True,
         **options: Any,
     ) -> None:
         accelerated.recovery()  # before the world changes
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
         self._optimizer, self._scheduler, self._rng = Late(), Late(), LateRng()
+        self._checks = RankChecks(self._coordinator, "EverstepCallback", compares=compare_samples)
         self._state: dict[str, Any] = {}
+        self._switched: dict[str, str] = {}
         self._trainer: Any = None
         self._begun = self._watching = False
         self._unbroken: Unbroken | None = None
@@ -82,6 +90,12 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         Raises `SettingUnusable` for a Trainer that cannot be resumed, and `StateMismatch` for a commit of another
         global batch or model. If asked to stop, it commits and ends the process with exit code 86.
         """
+        with refused_end.remembered():
+            result = self._train(trainer, arguments)
+        refused_end.settled()
+        return result
+
+    def _train(self, trainer: Any, arguments: dict[str, Any]) -> Any:
         _check(trainer, arguments)
         arguments.pop("resume_from_checkpoint", None)  # scripts pass None, and a folder of ours takes its place
         if self not in trainer.callback_handler.callbacks:
@@ -89,20 +103,23 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._trainer = trainer
         kept = KeptState(trainer)
         if (recovery := accelerated.recovery()) is not None:
-            self._unbroken = Unbroken(trainer, recovery, self._coordinator, kept)
+            self._unbroken = Unbroken(trainer, recovery, self._coordinator, kept, self._checks.samples)
             try:
                 return self._unbroken.run(arguments)
             finally:
                 self._coordinator.leave()
         self._state = {
             "model": trainer.model, "optimizer": self._optimizer, "scheduler": self._scheduler, "trainer": kept,
-            "rng": self._rng,
+            "rng": self._rng, SAMPLES: self._checks.samples,
         }  # fmt: skip
+        self._state[SWITCHES] = switches = Switches(self._state)
+        switches.start()
         if trainer.accelerator.scaler is not None:
             self._state["scaler"] = trainer.accelerator.scaler
         try:
             if self._coordinator.begin(self._state) == 0:
                 return trainer.train(**arguments)
+            self._switched = switches.hold()
             with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
                 Path(folder, STATE_FILE).write_text(json.dumps(kept.loaded))
                 with _weights_kept(trainer):
@@ -121,7 +138,9 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                 "Trainer has to know before it begins which batches were trained already: call callback.train(trainer) "
                 "instead of trainer.train()"
             )
-        known_order(kwargs["train_dataloader"])
+        known_order(loader := kwargs["train_dataloader"])
+        if isinstance(loader, DataLoaderShard):  # otherwise rank 0 alone reads
+            self._checks.reads([loader.base_dataloader])
         if self._unbroken is not None:
             if not self._watching:
                 self._coordinator.watch()
@@ -131,6 +150,9 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         self._state["model"] = kwargs["model"]
         self._optimizer.bind(kwargs["optimizer"])
         self._scheduler.bind(kwargs["lr_scheduler"])
+        if self._switched:
+            self._state[SWITCHES].load_state_dict(self._switched)
+        self._checks.begin(self._state)
         self._coordinator.watch()
         if 0 < state.max_steps <= state.global_step:
             # If the last step was in the middle of an epoch, Trainer's loop would make one more.
@@ -151,6 +173,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             self._rng.apply()
         elif state.global_step > self._coordinator.step:
             self._state["trainer"].look()
+            self._checks.completed()
             self._coordinator.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -167,6 +190,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self._unbroken is not None:
             self._unbroken.finish(save=not best)
         else:
+            self._checks.completed(last=True)
             self._coordinator.finish(state.global_step, save=not best)
 
 

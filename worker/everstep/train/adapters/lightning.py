@@ -27,11 +27,15 @@ import torch
 from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
 from everstep.data import ElasticLoader
 from everstep.recovery.errors import LoopError
+from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.train import refused_end
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng, RngAt
 from everstep.train.adapters.logged import Logged
+from everstep.train.adapters.rank_checks import RankChecks, divides
 from everstep.train.adapters.script_state import CallbackWeights, ScriptAttributes
 from everstep.train.coordination.step_coordinator import StepCoordinator
+from everstep.train.guards.common_samples import SAMPLES
 
 try:
     from lightning.pytorch import Callback
@@ -59,6 +63,11 @@ class Elastic:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+    @property
+    def inner(self) -> ElasticLoader:
+        """The loader itself."""
+        return self._loader
 
     def __iter__(self) -> Iterator[ElasticBatch]:
         self.settle()
@@ -94,7 +103,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     `checkpoint`: a URL or folder (default: `EVERSTEP_CHECKPOINT_URL`), or a `Checkpointer`; without one, `options` are
     passed to the new Checkpointer. The state is that of the module, the optimizers, schedulers, precision plug-in, data
     module, loops, other callbacks (their `state_dict`) and random generators. `in_process`: under everstep-run a lost
-    peer does not end the other processes.
+    peer does not end the other processes. `compare_samples`: compare a few samples with those of the other ranks and of
+    the saved run.
     """
 
     def __init__(
@@ -104,17 +114,20 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         every_steps: int | None = None,
         every_seconds: float | None = None,
         in_process: bool = True,
+        compare_samples: bool = True,
         **options: Any,
     ) -> None:
         self._recovery = fitting.recovery() if in_process else None
         self._fitting: fitting.Fitting | None = None
         self._coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
+        self._checks = RankChecks(self._coordinator, "EverstepCallback", compares=compare_samples)
         self._rng, self._data, self._logged = LateRng(), Late(), Logged()
         self._epoch_rng: RngAt | None = None
         self._others: _Others
         self._skip = 0  # batches to read and drop
         self._chosen: tuple[Callback, ...] = ()  # the callbacks that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
+        self._state: dict[str, Any] = {}  # in a world that does not change
         self._weights: CallbackWeights | None = None
         self._looked = -1  # the step after which `_weights` has looked
 
@@ -129,7 +142,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._recovery is not None:
             self._fit_in_rounds(self._recovery, trainer, pl_module, progress)
             return
-        step = self._coordinator.begin(self._everything(trainer, pl_module, progress))
+        with refused_end.remembered():
+            self._state = self._everything(trainer, pl_module, progress)
+            step = self._coordinator.begin(self._state)
         if step == 0:
             self._fresh = True
             return
@@ -164,14 +179,17 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._fitting.begin(state)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._checks.reads(_read_by(trainer), changes=bool(trainer.reload_dataloaders_every_n_epochs))
         if self._fitting is not None:
             _drop(trainer, self._fitting.skip)
             return
         self._coordinator.watch()  # ours replaces Lightning's handler, which calls a collective from the signal
         if isinstance(trainer.train_dataloader, Elastic):
             self._data.bind(trainer.train_dataloader)
+            self._checks.begin(self._state, trainer.train_dataloader.inner)
         else:
             self._data.bind(_Worlds(trainer))
+            self._checks.begin(self._state)
             _drop(trainer, self._skip)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -197,6 +215,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._others.look()
             self._coordinator.log(self._logged.new(trainer))
             total = fitting.total_steps(trainer)
+            self._checks.completed()
             self._coordinator.completed(trainer.global_step, total=total, epoch=trainer.current_epoch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -211,6 +230,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._ended = True
         self._coordinator.log(self._logged.new(trainer))
         try:
+            self._checks.completed(last=True)
             self._coordinator.finish(trainer.global_step)
         finally:
             self._coordinator.leave()  # before Lightning removes its own handler
@@ -219,8 +239,10 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
             self._coordinator.finish(trainer.global_step, save=False)
         self._others.fit_ended()
+        refused_end.settled()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        refused_end.stands(exception)
         self._coordinator.leave()
 
     def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
@@ -235,7 +257,16 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             state["precision"] = trainer.precision_plugin
         if trainer.datamodule is not None:
             state["datamodule"] = trainer.datamodule
+        state[SAMPLES] = self._checks.samples
+        state[SWITCHES] = switches = Switches(state)
+        switches.start()
         return state
+
+
+def _read_by(trainer: Any) -> list[Any]:
+    """The loaders that `fit` trains on, without those whose ranks read by an order of their own."""
+    found = trainer.fit_loop._combined_loader.flattened
+    return [one.inner if isinstance(one, Elastic) else one for one in found if isinstance(one, Elastic) or divides(one)]
 
 
 class _Progress:

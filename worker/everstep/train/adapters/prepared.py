@@ -46,9 +46,11 @@ class Session(Run):
     def epoch(self) -> int:
         return self._feed.epoch if self._feed is not None else 0
 
-    def taken(self, loader: Any, micros: int) -> TakenOver:
+    def taken(self, loader: Any, micros: int, *, compare_samples: bool) -> TakenOver:
         try:
-            return TakenOver(loader, ranks=self.place.most, world=self._cut(), micros=micros)
+            return TakenOver(
+                loader, ranks=self.place.most, world=self._cut(), micros=micros, compare_samples=compare_samples
+            )
         except DataError as e:
             raise LoopError(
                 f"start(loader=…): the prepared DataLoader cannot be taken over: {e}. Or pass an everstep.data."
@@ -83,13 +85,17 @@ class Prepared:
         objects: Mapping[str, Any],
         *,
         own_loop: bool = False,
+        compare_samples: bool = True,
     ) -> None:
         self._accelerator = accelerator
         self._places = Places(accelerator)
         self._session = Session(coordinator, recovery, self._places)
         self._micros = accelerator.gradient_accumulation_steps
         self._scales = not isinstance(loader, ElasticLoader)
-        self._loader = self._session.taken(_base(loader), self._micros) if self._scales else loader
+        self._loader = loader
+        if self._scales:
+            self._loader = self._session.taken(_base(loader), self._micros, compare_samples=compare_samples)
+            self._loader.samples_option = "start(accelerator, …, compare_samples=False)"
         if not self._scales and self._micros > 1:
             raise LoopError(
                 f"gradient_accumulation_steps={self._micros} with an ElasticLoader, which makes micro-batches itself: "

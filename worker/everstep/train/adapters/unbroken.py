@@ -34,12 +34,14 @@ from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.resharding import Resharding
+from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.nested_loops import NestedLoops
 from everstep.train.once import Onces
 from everstep.train.recovering_world import RecoveringWorld
@@ -79,9 +81,12 @@ class _World(RecoveringWorld):
 
 class Unbroken:
     """One training of `trainer`. `kept`: its `TrainerState` in the run's state. It also says how much of the work after
-    the step is done."""
+    the step is done. `samples`: those that the ranks compare."""
 
-    def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, kept: Any) -> None:
+    def __init__(
+        self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, kept: Any, samples: CommonSamples
+    ) -> None:
+        self._samples = samples
         self._trainer = trainer
         self._recovery = recovery
         self._coordinator = coordinator
@@ -216,10 +221,13 @@ class Unbroken:
             "scheduler": trainer.lr_scheduler,
             "trainer": self._kept,
             STATE: self._random,
+            SAMPLES: self._samples,
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         state[BUCKETS] = reducers = Reducers(state)
+        state[SWITCHES] = switches = Switches(state)
+        switches.start()
         self._kept.seed = self._seed
         self._random.start()
         self._coordinator.join()

@@ -11,13 +11,21 @@ from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 
 
 class Uncounted(UntrackedStateCheck):
-    """Finds nothing: all that training changes belongs to the framework, and is tracked."""
+    """Finds nothing: all that training changes belongs to the framework, and is tracked. It says when a step is made,
+    which others ask."""
+
+    takes_names = False
 
     def __init__(self) -> None:
         super().__init__({})
 
     def start(self) -> None: ...
-    def begins(self) -> None: ...
-    def over(self) -> None: ...
+
+    def begins(self) -> None:
+        self.in_step = True
+
+    def over(self) -> None:
+        self.in_step = False
+
     def moved(self) -> None: ...
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None: ...

@@ -166,7 +166,9 @@ class Feed:
     def sources(self) -> dict[str, Source]:
         """What the loaders read, for `CommonSamples`."""
         return {
-            name: Source(loader.cursor.dataset.kind, loader.dataset, loader.sketches, loader.may_change)
+            name: Source(
+                loader.cursor.dataset.kind, loader.dataset, loader.sketches, loader.may_change, loader.samples_option
+            )
             for name, loader in self._loaders.items()
         }
 

@@ -27,15 +27,19 @@ _REMEDY: Final = (
 )
 
 
+OPTION: Final = "run.loader(dataset, …, compare_samples=False)"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A `dataset` that is trained on. `read` gives the sketches by index. `may_change`: a restart may read other
-    samples."""
+    samples. `option`: what switches the comparison off."""
 
     words: str
     dataset: Any
     read: Callable[[], Mapping[int, Sketch]]
     may_change: bool = False
+    option: str = OPTION
 
 
 class CommonSamples:
@@ -45,13 +49,20 @@ class CommonSamples:
     everstep_settles = True  # the last bits of floating-point values may differ between ranks
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources = sources
-        self._began = {name: facts_of(source.dataset) for name, source in sources.items()}
+        self._sources: Mapping[str, Source] = {}
+        self._began: dict[str, dict[str, str]] = {}
         self._read: dict[str, dict[int, Sketch]] | None = None  # of this process
         self._facts: dict[str, dict[str, str]] = {}  # what `_read` was read under
         self._moving: dict[str, set[str]] = {}  # the facts that reading itself changes (a counter)
         self._saved: dict[str, dict[int, Sketch]] = {}
         self._compared = False
+        self.trains_on(sources)
+
+    def trains_on(self, sources: Mapping[str, Source]) -> None:
+        """The loaders are made: when the loop begins, or by a framework later, or anew."""
+        self._sources = sources
+        for name, source in sources.items():
+            self._began.setdefault(name, facts_of(source.dataset))
 
     def moved(self) -> None:
         """The world has changed: all its members compare anew."""
@@ -76,6 +87,7 @@ class CommonSamples:
 
     def _look(self) -> None:
         self._read = {}
+        self._facts.clear()
         for name, source in self._sources.items():
             self._facts[name] = facts_of(source.dataset)
             self._read[name] = dict(source.read())
@@ -91,15 +103,17 @@ class CommonSamples:
 
     def _difference(self, gather: Gather) -> str | None:
         assert self._read is not None
-        mine = {name: [len(s.dataset), self._read[name], self._changed(name)] for name, s in self._sources.items()}
+        mine = {
+            name: [len(s.dataset), self._read.get(name, {}), self._changed(name)] for name, s in self._sources.items()
+        }
         told = [json.loads(said) for said in gather_texts(json.dumps(mine), gather)]
         for name, source in self._sources.items():
             words = f"{source.words}{f' of loader {name}' if name else ''}"
-            if (found := self._compare(words, [said[name] for said in told if name in said])) is not None:
+            if (found := self._compare(words, source, [said[name] for said in told if name in said])) is not None:
                 return found
         return None
 
-    def _compare(self, words: str, told: list[Any]) -> str | None:
+    def _compare(self, words: str, source: Source, told: list[Any]) -> str | None:
         """`told`: by rank, the length, the sketches, and the indices that read otherwise than when they were saved."""
         length, first, _ = told[0]
         for rank, (its_length, its, _) in enumerate(told[1:], 1):
@@ -113,15 +127,14 @@ class CommonSamples:
                 return (
                     f"rank {rank} reads another sample than rank 0 under index {', '.join(others)} of {words}, so the "
                     "ranks train on different data: some samples twice, others never, or held-out ones. "
-                    f"{_REMEDY}. If samples differ between ranks by intent: run.loader(dataset, …, "
-                    "compare_samples=False)"
+                    f"{_REMEDY}. If samples differ between ranks by intent: {source.option}"
                 )
         changed = sorted({index for _, _, changed in told for index in changed}, key=int)
         if changed:
             return (
                 f"index {', '.join(changed)} of {words} reads otherwise than when the run was saved, so the rest of "
                 f"the epoch would be of other samples. {_REMEDY}. If the data, or how it is prepared, was changed by "
-                "intent: run.loader(dataset, …, allow_changes={'dataset'}), or compare_samples=False"
+                f"intent: {_allowing(source.option)}"
             )
 
         return None
@@ -135,9 +148,19 @@ class CommonSamples:
     def state_dict(self) -> dict[str, str]:
         if self._read is None:
             return {"read": json.dumps(self._saved)}
-        return {"read": json.dumps({n: r for n, r in self._read.items() if self._is_as(n, self._facts[n])})}
+        return {
+            "read": json.dumps(
+                {n: r for n, r in self._read.items() if n in self._sources and self._is_as(n, self._facts[n])}
+            )
+        }
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         found = json.loads(state["read"])
         self._saved = {name: {int(i): (s[0], s[1]) for i, s in read.items()} for name, read in found.items()}
         self._compared = False
+
+
+def _allowing(option: str) -> str:
+    if option != OPTION:
+        return f"{option}, in one run"
+    return "run.loader(dataset, …, allow_changes={'dataset'}), or compare_samples=False"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,17 +22,20 @@ from everstep.recovery.ddp.reducers import Reducers, parallel
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.train.guards.replicas import cared_for
-from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
+
+
+class Stepping(Protocol):
+    """Says whether a step is being made."""
+
+    in_step: bool
 
 
 class GradientReduction:
     """Checks the DDP objects of a process and the optimizers of the tracked `state`, in the steps that
-    `untracked_state` sees. `lasts`: the world does not change, so the script may make DDP objects in its loop too."""
+    `stepping` sees. `lasts`: the world does not change, so the script may make DDP objects in its loop too."""
 
-    def __init__(
-        self, state: Mapping[str, Any], reducers: Reducers, untracked_check: UntrackedStateCheck, *, lasts: bool
-    ) -> None:
-        self._untracked_check = untracked_check
+    def __init__(self, state: Mapping[str, Any], reducers: Reducers, stepping: Stepping, *, lasts: bool) -> None:
+        self._stepping = stepping
         self._lasts = lasts
         self._names = _names(state)
         self._ddps = [(weakref.ref(ddp), reducers.reduced(ddp)) for ddp in reducers.alive()]
@@ -45,7 +48,7 @@ class GradientReduction:
                     before_step(optimizer, self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._untracked_check.in_step:
+        if not self._stepping.in_step:
             return
         for p in self._left_out(optimizer):
             if p.requires_grad and p.grad is not None and not (self._lasts and self._is_averaged_by_now(p)):

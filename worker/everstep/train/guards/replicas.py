@@ -14,7 +14,7 @@ ranks compare a number. Invariant: ranks compare at the same steps, and raise to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ TENSORS = 256
 
 class Replicas:
     """Make it once the script has built the tracked `state` and `parallel`, the DDP objects of this process. `is_free`:
-    whether a value with this name may be lost. Buffers matter only if something is `kept` for other processes."""
+    whether a value with this name may be lost. Buffers matter only if something is `kept` for other processes.
+    `frees`: whether the script has a run whose `untracked` names what may be lost."""
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class Replicas:
         *,
         kept: bool = True,
         shape: Shape | None = None,
+        frees: bool = True,
     ) -> None:
         self._shape = shape or Shape()
+        self._frees = frees
         parallels = {id(p) for ddp in parallel for p in cared_for(ddp)}
         own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
         # Parameters that tensor parallelism has sharded, or keeps whole on each rank of a replica: DDP does not average
@@ -101,10 +104,11 @@ class Replicas:
             self._compare_shards(gather)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
+        differing = self._first_of([*self._own, *self._averaged], same)
         if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
-                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, though "
-                f"DistributedDataParallel averages the gradients of {self._averaged[0][0]} and the others: "
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
+                "among them, though DistributedDataParallel averages their gradients: "
                 "something that training depends on is not the same on all ranks. In a process that replaces a "
                 "lost one the script's own variables have the values of the script's start (a counter that sets a "
                 "learning rate, the best loss so far, a copy of weights): keep them in a dictionary that is tracked, "
@@ -128,7 +132,7 @@ class Replicas:
             )
         raise LoopError(
             f"after step {self._steps} of this world its {world_size} ranks hold different parameters, "
-            f"{self._own[0][0]} among them: their gradients are not averaged. Wrap the module before steps(), "
+            f"{differing} among them: their gradients are not averaged. Wrap the module before steps(), "
             "`model = DistributedDataParallel(model)`, and call the wrapped module, also if the world has one process "
             "now and may grow later; or average the gradients in each step"
         )
@@ -163,9 +167,8 @@ class Replicas:
         raise LoopError(
             f"after step {self._steps} of this world the ranks have different values of {kept}, which is tracked: a "
             "new process, and each rank of a run that is started again, would get one rank's value. Make it the same "
-            "on all ranks: in the step use dist.all_reduce on what goes into it, or compute it from step.number. Or, "
-            f"if the training does not depend on it and it may be lost: run.untracked({', '.join(map(repr, names))})"
-            f"{of_place}"
+            "on all ranks: in the step use dist.all_reduce on what goes into it, or compute it from step.number"
+            f"{self._or_lost(*names)}{of_place}"
         )
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
@@ -174,33 +177,43 @@ class Replicas:
         held = [(name, b) for name, b in buffers if not self._is_free(name)]
         if same(_digest(b for _, b in held)):
             return
-        # Find which one by halves, on all ranks alike. Different places have different buffers.
-        while len(held) > 1 and self._shape.places == 1:
-            half = held[: len(held) // 2]
-            held = held[len(half) :] if same(_digest(b for _, b in half)) else half
-        name = held[0][0] if held else "a buffer"
+        name = self._first_of(held, same) if held else "a buffer"
         if self._shape.readers > 1:
             raise LoopError(
                 f"after step {self._steps} of this world the ranks have different values of {name}: the buffers of a "
                 "model that is divided over run.mesh() are not made the same in all replicas. A replica's own values "
                 "are lost with it, and commits do not hold them. Use a layer without such a buffer (LayerNorm instead "
-                f"of BatchNorm); or, if they may be lost: run.untracked({name!r})"
+                f"of BatchNorm){self._or_lost(name)}"
             )
         if self._were_none:
             raise LoopError(
                 f"after step {self._steps} of this world the ranks have different values of {name}, which was None "
                 "when its DistributedDataParallel was made, so that it is not made the same on all ranks: a rank's own "
                 "value is lost with its process, and commits do not hold it. Give it a value before the module is "
-                "wrapped, `register_buffer(name, torch.zeros(…))`; or compute it with dist.all_reduce; or, if it may "
-                f"be lost: run.untracked({name!r})"
+                "wrapped, `register_buffer(name, torch.zeros(…))`; or compute it with dist.all_reduce"
+                f"{self._or_lost(name)}"
             )
         raise LoopError(
             f"after step {self._steps} of this world the ranks have different values of {name}, because its "
             "DistributedDataParallel was made with broadcast_buffers=False: a rank's own values are lost with its "
             "process, and commits do not hold them. Leave broadcast_buffers=False out, and all ranks get rank 0's; or "
-            "use torch.nn.SyncBatchNorm, which computes one value from the batches of all ranks; or, if they may be "
-            f"lost: run.untracked({name!r})"
+            "use torch.nn.SyncBatchNorm, which computes one value from the batches of all ranks"
+            f"{self._or_lost(name)}"
         )
+
+    def _first_of(self, held: Sequence[tuple[str, torch.Tensor]], same: Callable[[int], bool]) -> str:
+        """The name of the first one that differs, found by halves on all ranks alike. Different places have different
+        tensors, so there it is the first of all. Collective."""
+        while len(held) > 1 and self._shape.places == 1:
+            half = held[: len(held) // 2]
+            held = held[len(half) :] if same(_digest(t for _, t in half)) else half
+        return held[0][0]
+
+    def _or_lost(self, *names: str) -> str:
+        if not self._frees:
+            return ""
+        listed = ", ".join(map(repr, names))
+        return f"; or, if the training does not depend on it and it may be lost: run.untracked({listed})"
 
     def _name(self, module: torch.nn.Module, key: str) -> str:
         return f"{self._names.get(id(module), type(module).__name__)}.{key}"

@@ -46,6 +46,8 @@ _live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this proce
 class UntrackedStateCheck:
     """The check for the tracked `state`. `untracked`: the names of what may be lost; the set may grow."""
 
+    takes_names = True  # whether a script can say what may be lost
+
     def __init__(self, state: Mapping[str, Any], untracked: Collection[str] = ()) -> None:
         self._state = state
         self._untracked = untracked

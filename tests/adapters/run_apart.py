@@ -1,0 +1,157 @@
+"""Ranks that train apart from each other, in one way, under one of the three frameworks.
+
+    run_apart.py FRAMEWORK WAY FOLDER [loop]
+
+`WAY`: "split" (each rank has shuffled its data for itself), "drift" (a rank moves a parameter by hand), "thaw" (a layer
+that was frozen when DDP was made is trained later), "buffers" (DDP does not send them), "" (nothing is wrong).
+"""
+
+# ruff: noqa: PLC0415  only one of the frameworks is imported
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+FRAMEWORK, WAY, FOLDER, KIND = sys.argv[1], sys.argv[2], Path(sys.argv[3]), "".join(sys.argv[4:])
+RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+STEPS = 6
+
+
+class Split(Dataset[Any]):
+    """Half of 64 points."""
+
+    def __init__(self) -> None:
+        own = torch.Generator().manual_seed(RANK if WAY == "split" else 0)
+        self.indices = torch.randperm(64, generator=own)[:32].tolist()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.full((3,), self.indices[index] / 64)
+        return {"x": x, "labels": x.sum().reshape(1)}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Linear(3, 4).requires_grad_(WAY != "thaw")
+        self.head = torch.nn.Linear(4, 1)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if WAY == "buffers":
+            self.mean = self.mean + x.mean()
+        y = self.head(self.body(x))
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
+
+    def disturb(self, step: int) -> None:
+        """Before step `step`."""
+        if WAY == "drift" and RANK == 1 and step == 1:
+            with torch.no_grad():
+                self.head.weight += 1e-3
+        if WAY == "thaw" and step == 2:
+            self.body.requires_grad_(True)
+
+
+def huggingface() -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.train.adapters.huggingface import EverstepCallback
+
+    class Disturbing(TrainerCallback):  # type: ignore[misc]  # the package has no types
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            net.disturb(state.global_step)
+
+    net = Net()
+    args = TrainingArguments(
+        str(FOLDER / "trainer"), max_steps=STEPS, per_device_train_batch_size=4, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, ddp_broadcast_buffers=WAY != "buffers", optim="sgd",
+    )  # fmt: skip
+    callback = EverstepCallback(str(FOLDER / "commits"), every_steps=100)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    trainer = Trainer(
+        model=net, args=args, train_dataset=Split(), callbacks=[callback, Disturbing()],
+        optimizers=(optimizer, None),
+    )  # fmt: skip
+    callback.train(trainer)
+
+
+def lightning() -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from everstep.train.adapters.lightning import EverstepCallback
+
+    class Disturbing(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.net.disturb(trainer.global_step)
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=1e-2)
+
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False,
+        strategy=DDPStrategy(broadcast_buffers=WAY != "buffers"), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(FOLDER),
+        callbacks=[EverstepCallback(str(FOLDER / "commits"), every_steps=100), Disturbing()],
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(Split(), batch_size=4, shuffle=True))
+
+
+def accelerate() -> None:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DataLoaderConfiguration
+
+    from everstep.train.adapters.accelerate import start
+
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=WAY != "buffers")],
+    )  # fmt: skip
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    loader = DataLoader(Split(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    with start(
+        accelerator, str(FOLDER / "commits"), every_steps=100, model=model, optimizer=optimizer, loader=loader
+    ) as run:
+
+        def learn(batch: Any) -> None:
+            net.disturb(run.completed)
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in run.epochs(2):
+            if KIND == "loop":
+                run.train(learn)
+                continue
+            for batch in run.batches():
+                learn(batch)
+                run.step()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    torch.set_num_threads(1)
+    (FOLDER / f"began-{os.getpid()}").touch()
+    {"huggingface": huggingface, "lightning": lightning, "accelerate": accelerate}[FRAMEWORK]()
+    print("trained to the end", flush=True)
