@@ -201,11 +201,14 @@ class JobRounds:
 
     async def set_sizes(self, sizes: Sizes) -> None:
         async with self._lock:
-            await self._load()  # a plan may be old, and this is rare
-            assert self._stored is not None
-            changed = with_sizes(self._stored.document, self._document, sizes)
-            if changed is not None and await self._put(self._stored.version, *changed) is None:
-                raise RoundsUnavailable("another operator changed the document at the same time")
+            if self._stored is None:
+                await self._load()
+            for _ in range(2):  # what is known may be old: the write finds that out, and reads again
+                assert self._stored is not None
+                changed = with_sizes(self._stored.document, self._document, sizes)
+                if changed is None or await self._put(self._stored.version, *changed) is not None:
+                    return
+            raise RoundsUnavailable("another operator changed the document at the same time")
 
     def stop(self) -> None:
         """End every timer, and wake all waiting calls, so that they find the newer object."""
