@@ -60,9 +60,9 @@ async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_do
     await place.running("digits-w0-1", "digits-w1-1")
     assert await holder(place) == other.name
     assert (await place.status())["restarts"]["total"] == 1
+    # The replica leads for the whole API server: jobs that other tests left in their namespaces have plans too.
     plans = [line for line in other.lines() if line["msg"] == "plan" and line["round"] == 2]
-    assert plans, "the log tells of no plan for round 2"
-    assert {line["job"] for line in plans} == {f"{place.namespace}/digits"}
+    assert f"{place.namespace}/digits" in {line["job"] for line in plans}, "the log tells of no plan for round 2"
 
 
 async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(

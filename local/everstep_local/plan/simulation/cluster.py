@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 
 from everstep.contract import labels
 from everstep.contract.document import Sizes
+from everstep_local.plan.simulation.commands import COMMANDS
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
@@ -238,6 +239,8 @@ class World:
     def run(self, line: str) -> str:
         """Run one command. An unknown command is an error of the transcript."""
         verb, *args = shlex.split(line)
+        if verb in COMMANDS:
+            return COMMANDS[verb](self, *args) or ""
         command = getattr(self, "do_" + verb.replace("-", "_"), None)
         if command is None:
             raise ValueError(f"unknown command {verb!r}")
@@ -337,21 +340,6 @@ class World:
         template["spec"]["containers"][0]["image"] = image  # type: ignore[index]
         self.spec = {**self.spec, "template": template}
 
-    def do_edited(self) -> str:
-        """The spec is changed in a way that does not matter here; prints what the status says of it after a pass."""
-        self.generation += 1
-        text = self.reconcile()
-        return f"{text}\ngeneration {self.generation}, observed {self.status.observed_generation}"
-
-    def do_replicas(self) -> str:
-        """What the scale subresource shows."""
-        return f"replicas {self.status.replicas}, {len(self.pods)} pods"
-
-    def do_stalled(self) -> str:
-        """What the condition Stalled says."""
-        stalled = next((c for c in self.status.conditions if c.type == "Stalled"), None)
-        return "" if stalled is None else f"stalled {stalled.status}: {stalled.message}"
-
     def do_older_operator(self) -> None:
         """All pods were made by an operator that did not write on them what they were made from."""
         for name in self.pods:
@@ -418,24 +406,6 @@ class World:
             first_step_at=self.now + timedelta(milliseconds=50),
         )
 
-    def do_committed(self, step: str) -> None:
-        healthy = replace(self.progress, checkpoint_error=None, checkpoint_damaged=None)
-        self.progress = replace(healthy, committed_step=int(step), committed_at=self.now)
-
-    def do_skipped(self) -> None:
-        """A save was due while the one before was still being written."""
-        self.progress = replace(self.progress, skipped_saves=self.progress.skipped_saves + 1)
-
-    def do_commit_failed(self, error: str) -> None:
-        self.progress = replace(self.progress, checkpoint_error=error)
-
-    def do_slow(self, text: str = "") -> None:
-        """Set the rank for which the others wait; without an argument there is none any more."""
-        self.progress = replace(self.progress, straggler=text or None)
-
-    def do_damaged(self, text: str) -> None:
-        self.progress = replace(self.progress, checkpoint_damaged=text)
-
     def do_refuse(self, reason: str = "") -> None:
         self.refused = reason or None
 
@@ -461,12 +431,3 @@ class World:
 
     def do_deleting(self) -> None:
         self.deleting = True
-
-    def do_started(self) -> str:
-        """Since when the job is active, and how long it was before."""
-        start, earlier = self.status.start_time, self.status.earlier_active_seconds
-        since = "not active" if start is None else f"active for {(self.now - start).total_seconds():g}s"
-        return f"{since}, and for {earlier}s before"
-
-    def do_pods(self) -> str:
-        return " ".join(sorted(self.pods)) or "none"
