@@ -72,6 +72,14 @@ async def test_references_are_expanded_in_order_and_dollars_can_be_had(machine: 
     assert await m.log("args") == ["b $(B) $(NONE)"]
 
 
+async def test_file_for_a_probe_is_not_asked_for_where_no_probe_looks(machine: Start) -> None:
+    """It would be left in /dev/shm of this machine."""
+    m = await machine()
+    env = [value("EVERSTEP_JOINED_FILE", "/dev/shm/everstep-joined-x"), value("A", "a")]
+    found = await environment(m, "unprobed", env=env)
+    assert ("EVERSTEP_JOINED_FILE" in found, found["A"]) == (False, "a")
+
+
 async def test_secrets_and_config_maps_come_from_the_cluster(machine: Start) -> None:
     m = await machine()
     await m.secret("s", user="ann", word="pass")

@@ -232,9 +232,10 @@ class Job(Player):
         deadline = time.monotonic() + seconds
         wait = ("wait", "--for=condition=Complete", f"tjob/{self.name}", "--timeout=30s")
         while (done := self.cluster.kubectl("-n", self.namespace, *wait)).returncode != 0:
-            if self.over == "Complete":
+            over = self.over  # read once: another thread writes it
+            if over == "Complete":
                 return
-            if self.over or time.monotonic() > deadline or "timed out" not in done.stderr:
+            if over or time.monotonic() > deadline or "timed out" not in done.stderr:
                 raise ScenarioError(f"not complete: {done.stderr}\n{self.describe()}")
 
     def expect_ended(self) -> None:
