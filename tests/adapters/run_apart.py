@@ -1,6 +1,6 @@
 """Ranks that train apart from each other, in one way, under one of the three frameworks.
 
-    run_apart.py FRAMEWORK WAY FOLDER [loop]
+    run_apart.py FRAMEWORK WAY FOLDER [loop | caught]
 
 `WAY`: "split" (each rank has shuffled its data for itself), "drift" (a rank moves a parameter by hand), "thaw" (a layer
 that was frozen when DDP was made is trained later), "buffers" (DDP does not send them), "" (nothing is wrong).
@@ -153,5 +153,11 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(1)
     (FOLDER / f"began-{os.getpid()}").touch()
-    {"huggingface": huggingface, "lightning": lightning, "accelerate": accelerate}[FRAMEWORK]()
+    try:
+        {"huggingface": huggingface, "lightning": lightning, "accelerate": accelerate}[FRAMEWORK]()
+    except Exception as e:
+        if KIND != "caught":
+            raise
+        print("the script has caught", type(e).__name__, flush=True)
+        sys.exit(0)
     print("trained to the end", flush=True)

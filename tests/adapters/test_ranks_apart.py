@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(600)
 FRAMEWORKS = ("huggingface", "lightning", "accelerate")
 
 
-def ranks(folder: Path, framework: str, way: str) -> tuple[list[int], str]:
+def ranks(folder: Path, framework: str, way: str, kind: str = "") -> tuple[list[int], str]:
     """Two ranks; their exit codes, and what they said."""
     output = folder / "output"
-    argv = [HERE / "run_apart.py", framework, way, folder]
+    argv = [HERE / "run_apart.py", framework, way, folder, kind]
     started = Ranks(warm(*MODULES[framework]), 2, argv, output, environment())
     try:
         codes = started.wait(SECONDS)
@@ -70,3 +70,14 @@ def test_ranks_under_everstep_run_that_train_apart_are_refused_once(
     assert re.search(said, played.output), played.output[-4000:]
     assert "trained to the end" not in played.output
     assert len(list(folder.glob("began-*"))) == SIZE, "each was started once"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_script_that_catches_the_refusal_fails_with_its_sentence_last(framework: str, tmp_path: Path) -> None:
+    """Its exit code was 0 before, as if its run were complete."""
+    codes, output = ranks(tmp_path, framework, "split", "caught")
+    assert codes == [1, 1], output[-4000:]
+    assert output.count("the script has caught LoopError") == 2
+    last = [line for line in output.splitlines() if "everstep: refused: " in line]
+    assert len(last) == 4, "first and last, of each rank"
+    assert all("reads another sample than rank 0" in line for line in last)

@@ -153,6 +153,7 @@ def test_standalone_processes_find_each_other_and_reduce(script: Path) -> None:
         ("try: raise refused\nexcept StateMismatch: raise ValueError('no data')", 1),
         ("try: raise refused\nexcept StateMismatch as e: sys.exit(3)", 1),
         ("raise ExceptionGroup('threads', [refused])", 1),
+        ("try: raise refused\nfinally: raise ValueError('cannot close')", 1),
         ("raise refused from OSError('the store is away')", 3),  # a restart may heal that
     ],
 )
