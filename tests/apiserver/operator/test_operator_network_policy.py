@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from everstep_operator.kube.resources import Resource
-from everstep_operator.kube.wire import KubeObject, Unstructured
+from everstep_operator.kube.wire import Unstructured
 from support.apiserver.operators import TEMPLATE, Operators, Place
+from support.apiserver.quotas import allow_none
 from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
 
 POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", Unstructured)
-QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", KubeObject)
 
 
 async def open_ports(place: Place) -> list[list[int]] | None:
@@ -71,9 +71,8 @@ async def no_pods(place: Place) -> bool:
 
 
 async def test_policy_that_is_refused_is_told_and_keeps_no_job_from_running(place: Place) -> None:
-    await place.client.create(QUOTAS, place.namespace, {"metadata": {"name": "none"}})
-    counted = {"count/networkpolicies.networking.k8s.io": "0"}
-    await place.client.patch_status(QUOTAS, place.namespace, "none", {"hard": counted, "used": counted})
+    counted = "count/networkpolicies.networking.k8s.io"
+    await allow_none(place, counted, POLICIES, {"spec": {"podSelector": {}}})
     await place.create_job()
     async with Operators(place).run(network_policies=True):
         await place.running("digits-w0-0", "digits-w1-0")

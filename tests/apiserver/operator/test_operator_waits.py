@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.kube.resources import EVENTS, PODS, Resource
-from everstep_operator.kube.wire import KubeObject, Unstructured
+from everstep_operator.kube.resources import EVENTS, PODS, SERVICES, Resource
+from everstep_operator.kube.wire import Unstructured
 from support.apiserver.operators import TEMPLATE, Operators, Place
+from support.apiserver.quotas import QUOTAS, allow_none
 from support.apiserver.waiting import eventually
 
 pytestmark = pytest.mark.apiserver
 
-QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", KubeObject)
 NO_NODE = {
     "phase": "Pending",
     "conditions": [
@@ -166,9 +166,7 @@ async def stalled(place: Place) -> str:
 
 
 async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name_and_its_reason(place: Place) -> None:
-    quota = await place.client.create(QUOTAS, place.namespace, {"metadata": {"name": "none"}})
-    hard = {"hard": {"services": "0"}, "used": {"services": "0"}}  # nobody here computes it from the spec
-    await place.client.patch_status(QUOTAS, place.namespace, "none", hard)
+    await allow_none(place, "services", SERVICES, {"spec": {"clusterIP": "None"}})
     await place.create_job()
     async with Operators(place).run():
         words = "the API server refuses to create Service digits-workers: "
@@ -184,7 +182,7 @@ async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name
 
         await eventually("one event tells it", one_event)
         assert await place.names() == []  # its pods would not find each other
-        await place.client.delete(QUOTAS, place.namespace, quota.metadata.name)
+        await place.client.delete(QUOTAS, place.namespace, "none")
         await place.running("digits-w0-0", "digits-w1-0")
         assert await stalled(place) == ""
 
