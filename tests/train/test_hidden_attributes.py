@@ -202,3 +202,46 @@ def test_own_comparison_of_an_object_is_not_called(tmp_path: Path, caplog: pytes
     with pytest.raises(LoopError, match="count_here"):
         play(tmp_path, LISTED.replace("def after", own))
     assert not caplog.records
+
+
+OF_A_CLASS = """
+    class Skip(Exception):
+        count_here = 0
+        def __init__(self):
+            super().__init__()
+            {init}
+        @classmethod
+        def after(cls):
+            {method}
+    class Loss:
+        def backward(self):
+            pass
+        def __rmul__(self, factor):
+            return self
+    for number in steps():
+        ({reads} * Loss()).backward()
+        try:
+            {raises}
+        except Skip:
+            pass
+"""
+READS = "(1.0 if Skip.count_here < 500 else 0.5)"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"init": "Skip.count_here += 1", "method": "pass", "raises": "raise Skip"},
+        {"init": "type(self).count_here += 1", "method": "pass", "raises": "raise Skip"},
+        {"init": "pass", "method": "cls.count_here += 1", "raises": "Skip.after()"},
+    ],
+    ids=["in __init__", "of its type", "in a classmethod"],
+)
+def test_count_that_an_exceptions_class_keeps_is_refused_by_its_name(tmp_path: Path, change: dict[str, str]) -> None:
+    with pytest.raises(LoopError, match=r"Skip\.count_here is changed from step to step, by calls"):
+        play(tmp_path, OF_A_CLASS.format(reads=READS, **change))
+    play(tmp_path, OF_A_CLASS.format(reads=READS, **change), untracked=("Skip.count_here",))
+
+
+def test_count_of_a_class_that_the_loop_does_not_train_by_passes(tmp_path: Path) -> None:
+    play(tmp_path, OF_A_CLASS.format(reads="1.0", init="Skip.count_here += 1", method="pass", raises="raise Skip"))

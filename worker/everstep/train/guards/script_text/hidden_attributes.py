@@ -6,10 +6,11 @@ So the values are compared, and the text is asked only whether the loop trains b
 all processes still have it, under each launcher, and not after a restart, when no process is left that has it.
 
 An attribute counts if a method of its class, or a function, computes its next value from that attribute, or from
-another one that counts. It counts even before it changes: a flag that is set when a count is high enough. A value that
-a callback sets anew in each step is not state. A list, set or deque counts if its length changes. A dictionary does
-not: one that grows is mostly a cache, which each process fills for itself. Invariants: none of the script's code is
-called, at most `VISITS` objects are looked at, and none of its objects is kept alive.
+another one that counts; a class's own attribute too, wherever that happens. It counts even before it changes: a flag
+that is set when a count is high enough. A value that a callback sets anew in each step is not state. A list, set or
+deque counts if its length changes. A dictionary does not: one that grows is mostly a cache, which each process fills
+for itself. Invariants: none of the script's code is called, at most `VISITS` objects are looked at, and none of its
+objects is kept alive.
 """
 
 from __future__ import annotations
@@ -93,7 +94,12 @@ class _Mark:
 
 
 def _values(frame: types.FrameType | None) -> Iterator[tuple[Token, _Mark, Any, type]]:
-    for held in islice(walk(variables(frame)), VISITS):
+    roots = list(variables(frame))
+    for kind in {id(value): value for _, value in roots if isinstance(value, type) and is_open(value)}.values():
+        for name, part in list(vars(kind).items()):
+            if type(part) in _PLAIN:  # a count of a class, which an exception of its own may keep too
+                yield (id(kind), name), _Mark(parts=(weakref.ref(kind),)), part, kind
+    for held in islice(walk(roots), VISITS):
         value, kind = held.value, type(held.value)
         if kind in _CONTAINERS:
             parts = (_part(one) for one in value[:FEW]) if kind is list else (weakref.ref(value),)
