@@ -7,12 +7,13 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import everstep
 from everstep.checkpoint import CheckpointError, StateMismatch
@@ -113,6 +114,26 @@ def test_trainer_whose_order_is_drawn_from_lost_numbers_is_refused(tmp_path: Pat
     callback = hf_callback(tmp_path / "c")
     trainer = hf_trainer(tmp_path, callback, accelerator_config={"use_seedable_sampler": False})
     with pytest.raises(CheckpointError, match="use_seedable_sampler=True"):
+        callback.train(trainer)
+
+
+class Endless(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        points = Points()
+        while True:
+            for i in range(len(points)):
+                yield points[i]
+
+
+@pytest.mark.parametrize("dispatched", [None, False])
+def test_trainer_with_a_stream_is_refused_by_its_class_with_what_to_write(
+    dispatched: bool | None, tmp_path: Path
+) -> None:
+    """`None` is Accelerate's default: rank 0 reads for all."""
+    callback = hf_callback(tmp_path / "c")
+    trainer = hf_trainer(tmp_path, callback, max_steps=3, accelerator_config={"dispatch_batches": dispatched})
+    trainer.train_dataset = Endless()
+    with pytest.raises(CheckpointError, match=r"^train_dataset=Endless: an IterableDataset .* with __len__ and"):
         callback.train(trainer)
 
 

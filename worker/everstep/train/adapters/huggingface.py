@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from everstep.checkpoint import Checkpointer, SettingUnusable
 from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.switches import SWITCHES, Switches
@@ -141,6 +143,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         known_order(loader := kwargs["train_dataloader"])
         if isinstance(loader, DataLoaderShard):  # otherwise rank 0 alone reads
             self._checks.reads([loader.base_dataloader])
+        _check_stream(kwargs["train_dataloader"])
+        known_order(kwargs["train_dataloader"])
         if self._unbroken is not None:
             if not self._watching:
                 self._coordinator.watch()
@@ -209,6 +213,19 @@ def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:
     for name, (used, fix) in wrong.items():
         if used:
             raise SettingUnusable(f"EverstepCallback cannot be used with {name}: {fix}")
+
+
+def _check_stream(loader: Any) -> None:
+    """Refuse a stream. Trainer keeps no position in it: after a loss in process it ended with other parameters than the
+    undisturbed run, and nothing compares what a stream gives when it is read again."""
+    if isinstance(data := getattr(loader, "dataset", None), IterableDataset):
+        data = getattr(data, "dataset", data)  # Accelerate's own divides it among the ranks
+        raise SettingUnusable(
+            f"train_dataset={type(data).__name__}: an IterableDataset has no position from which Trainer could go on "
+            "after a loss. Pass a dataset with __len__ and __getitem__ (of Hugging Face's datasets: without "
+            "streaming=True, or Dataset.from_generator). A stream can be trained on in a loop of your own: "
+            "run.steps(run.loader(everstep.data.Stream(dataset, length), global_batch=…), …)"
+        )
 
 
 @contextmanager
