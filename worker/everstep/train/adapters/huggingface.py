@@ -140,11 +140,10 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                 "Trainer has to know before it begins which batches were trained already: call callback.train(trainer) "
                 "instead of trainer.train()"
             )
-        known_order(loader := kwargs["train_dataloader"])
+        _check_stream(loader := kwargs["train_dataloader"])
+        known_order(loader)
         if isinstance(loader, DataLoaderShard):  # otherwise rank 0 alone reads
             self._checks.reads([loader.base_dataloader])
-        _check_stream(kwargs["train_dataloader"])
-        known_order(kwargs["train_dataloader"])
         if self._unbroken is not None:
             if not self._watching:
                 self._coordinator.watch()
