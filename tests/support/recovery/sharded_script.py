@@ -149,10 +149,19 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
     once = iter((True,))
 
     def broken(step: int, *said: Any) -> Any:
-        if step != wanted.deaf_at or run.rank not in wanted.deaf or not next(once, False):
+        if step != wanted.deaf_at or not next(once, False):
             return vote(step, *said)
         before = recovery._sharded._made
-        vote(step, *said)
+        heard = vote(step, *said)
+        # A rank that has begun the next collective has heard the vote. Without it a deaf rank's end could come before
+        # that, and the vote would be lost for all.
+        try:
+            recovery.members.maximum(0)
+        except PeerLost:
+            if run.rank in wanted.deaf:
+                raise
+        if run.rank not in wanted.deaf:
+            return heard
         recovery._sharded._made = before
         diary.write(kind="deaf", step=step)
         recovery._round.abandon("the connection was lost just now")
