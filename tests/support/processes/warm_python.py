@@ -261,6 +261,8 @@ def become(command: Mapping[str, Any]) -> None:
     random.seed()  # else all would begin with the parent's
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     first, *rest = command["argv"]
     if first == "-m":
         sys.argv = rest
