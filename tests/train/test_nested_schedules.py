@@ -16,7 +16,8 @@ SCRIPT = """
 import os, signal, sys
 import torch
 from torch.optim.lr_scheduler import (
-    ChainedScheduler, CosineAnnealingLR, ExponentialLR, LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR,
+    ChainedScheduler, CosineAnnealingLR, ExponentialLR, LinearLR, LRScheduler, MultiStepLR, ReduceLROnPlateau,
+    SequentialLR,
 )
 from torch.optim.swa_utils import SWALR
 
@@ -66,6 +67,7 @@ MAKE = {
     "sequential in sequential": lambda o: SequentialLR(o, [sequential(o), ExponentialLR(o, 0.8)], [4]),
     "sequential in chained": lambda o: ChainedScheduler([sequential(o), ExponentialLR(o, 0.9)]),
     "swa in sequential": lambda o: SequentialLR(o, [sequential(o), SWALR(o, swa_lr=0.01, anneal_epochs=4)], [5]),
+    "steps in sequential": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=7), MultiStepLR(o, [2, 2, 3])], [7]),
     "attribute": lambda o: Warmup(o, 3, CosineAnnealingLR(o, 9)),
     "attribute in state": lambda o: Careful(o, 3, CosineAnnealingLR(o, 9)),
     "attribute in sequential": lambda o: SequentialLR(o, [Careful(o, 3, sequential(o)), ExponentialLR(o, 0.9)], [7]),

@@ -29,7 +29,7 @@ from everstep_operator.kube.errors import (
     from_response,
 )
 from everstep_operator.kube.framing import split_lines
-from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NODES, PDBS, PODS, SERVICES
+from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
 from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
@@ -410,7 +410,7 @@ async def test_every_request_is_counted_by_words_that_the_metric_knows(server: S
     metrics = Metrics(process=False)
     server.script = [web.json_response({"metadata": {}, "items": [], "status": {"authenticated": False}})]
     async with HttpKubeClient(KubeConfig(str(server.kubeconfig)), on_answer=metrics.api_request) as client:
-        for resource in (PODS, SERVICES, CONFIGMAPS, EVENTS, LEASES, PDBS, JOBS):
+        for resource in (PODS, SERVICES, CONFIGMAPS, EVENTS, LEASES, PDBS, NETWORK_POLICIES, JOBS):
             await client.create(resource, "ns", {})
             await client.get(resource, "ns", "a")
             await client.list(resource, "ns")

@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 
 import everstep
 from everstep.checkpoint.errors import StateMismatch
@@ -258,6 +260,55 @@ class Late:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.value = state["value"]
+
+
+class Statistics:
+    """An object of a script's, which counts on what its `state_dict` is made of."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {
+            "seen": Counter[str](),
+            "by": defaultdict[str, list[int]](list),
+            "order": OrderedDict[str, int](),
+        }
+
+    def see(self, word: str) -> None:
+        self.kept["seen"][word] += 1
+        self.kept["by"][word].append(len(word))
+        self.kept["order"][word] = 1
+        self.kept["order"].move_to_end(word, last=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def test_object_that_loads_is_given_mappings_of_the_classes_that_it_has() -> None:
+    saved, into = Statistics(), Statistics()
+    saved.see("one")
+    save_and_restore({"words": saved}, {"words": into})
+    for words in (saved, into):
+        words.see("two")
+    assert into.kept == saved.kept
+    assert [type(value) for value in into.kept.values()] == [Counter, defaultdict, OrderedDict]
+
+
+def test_steps_of_a_schedule_are_counted_as_before_behind_its_milestones() -> None:
+    """`SequentialLR` asks a `MultiStepLR` for its closed form, which needs the `Counter`."""
+
+    def made() -> tuple[torch.optim.Optimizer, SequentialLR]:
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+        return optimizer, SequentialLR(optimizer, [LinearLR(optimizer, 0.1), MultiStepLR(optimizer, [1, 2])], [5])
+
+    (first, one), (second, other) = made(), made()
+    for _ in range(3):
+        first.step(), one.step()
+    save_and_restore({"optimizer": first, "schedule": one}, {"optimizer": second, "schedule": other})
+    for _ in range(6):
+        first.step(), one.step(), second.step(), other.step()
+        assert one.get_last_lr() == other.get_last_lr()
 
 
 def test_optional_object_that_the_commit_lacks_stays_as_it_is_and_else_is_restored() -> None:

@@ -26,7 +26,7 @@ from everstep.checkpoint.state import layouts, named, schedules
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import shows_twice
 from everstep.checkpoint.state.modules import Answer, bare, fill
-from everstep.checkpoint.state.refilling import Taken, is_alike, is_array, refilled
+from everstep.checkpoint.state.refilling import Taken, in_classes_of, is_alike, is_array, refilled
 from everstep.checkpoint.state.sharding import local_of, placed_as
 from everstep.checkpoint.state.tree import Flattener, join, references, unflatten
 from everstep.checkpoint.state.union import (
@@ -282,7 +282,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
         if isinstance(target, LRScheduler):
             schedules.load(target, tree)
             return None
-        target.load_state_dict(tree)
+        target.load_state_dict(_of_its_classes(target, tree))
         if isinstance(target, torch.optim.Optimizer) and not body.get("cast"):
             named.keep_types(target, tree)
     elif isinstance(target, torch.Tensor):
@@ -300,6 +300,16 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
     else:
         raise TypeError("a plain value can be restored only into a mutable mapping (a dict)")
     return None
+
+
+def _of_its_classes(target: Any, tree: Any) -> Any:
+    if isinstance(target, torch.optim.Optimizer) or type(target).__module__.startswith("everstep."):
+        return tree  # they make their own of it
+    try:
+        live = target.state_dict()
+    except Exception:  # it may need to be loaded first
+        return tree
+    return in_classes_of(live, tree)
 
 
 def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +71,19 @@ def refilled(live: Any, tree: Any, taken: Taken, keep: bool = False, cast: bool 
         return type(live)(tree)
     if type(live).__module__ == "numpy" and getattr(live, "shape", None) == () and type(tree) is type(live.item()):
         return type(live)(tree)  # a number of numpy's, which the commit has as Python's
+    return tree
+
+
+def in_classes_of(live: Any, tree: Any) -> Any:
+    """`tree` with mappings of the classes that `live` has in their places, for an object that is given the values of a
+    commit and may use them as what they were: a commit has a `Counter` as a plain dictionary. `live` is not changed."""
+    if isinstance(tree, dict) and isinstance(live, Mapping):
+        found = {key: in_classes_of(live.get(key), value) for key, value in tree.items()}
+        if isinstance(live, defaultdict):
+            return defaultdict(live.default_factory, found)
+        return type(live)(found) if isinstance(live, Counter | OrderedDict) else found
+    if type(tree) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(tree):
+        return type(tree)(in_classes_of(one, value) for one, value in zip(live, tree, strict=True))
     return tree
 
 

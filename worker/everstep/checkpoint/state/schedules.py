@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from everstep.checkpoint.state.refilling import in_classes_of
+
 
 def state_of(schedule: LRScheduler) -> dict[str, Any]:
     """Its `state_dict`, with each schedule in it replaced by that one's."""
@@ -51,7 +53,7 @@ def _unpacked(live: Any, saved: Any, outside: tuple[LRScheduler, ...]) -> Any:
             live.load_state_dict(_unpacked(live.state_dict(), saved, (*outside, live)))
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
-        return {key: _unpacked(live.get(key), one, outside) for key, one in saved.items()}
+        return in_classes_of(live, {key: _unpacked(live.get(key), one, outside) for key, one in saved.items()})
     if type(live) in (list, tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
         return type(live)(_unpacked(one, other, outside) for one, other in zip(live, saved, strict=True))
     return saved
