@@ -4,6 +4,7 @@ What they need is made before the first test, because it can take longer than an
 that the chosen tests start, by the list in `testcluster/packages.py`; a test that starts another one fails.
 """
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -119,6 +120,8 @@ def _no_children_left() -> Iterator[None]:
     before = multiprocessing.active_children()
     yield
     made = [child for child in multiprocessing.active_children() if child not in before]
+    if made:
+        gc.collect()  # torch ends workers with their iterator, which an error may hold in a cycle
     for child in made:
         child.join(10)
     left = [child for child in made if child.is_alive()]  # to kill one would raise torch's error for it, anywhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 from collections.abc import Callable
@@ -77,6 +78,7 @@ def test_run_started_again_with_another_split_is_refused(loader: Any, workers: i
     assert "generator=torch.Generator().manual_seed(0)" in str(told.value)
     assert len(str(told.value)) < 6 * 160
     assert commits(tmp_path) == [4, 8]
+    assert not multiprocessing.active_children()  # though the error is held
 
 
 def test_files_that_come_in_another_order_are_refused(tmp_path: Path) -> None:
