@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from everstep.data import Shard, ShardedDataset, Stream
-from everstep.data.common import differ, is_comparable, places, read_samples, sketch
+from everstep.data.common import differ, facts_of, is_comparable, places, read_samples, sketch
 
 
 class Of(Dataset[Any]):
@@ -135,6 +135,32 @@ def test_sample_of_each_part_is_read() -> None:
     parts = [TensorDataset(torch.arange(100)) for _ in range(3)]
     assert {50, 150, 250} <= set(places(ConcatDataset(parts), 300))
     assert {0, 299} <= set(places(ConcatDataset(parts), 300))
+
+
+@pytest.mark.parametrize(
+    "held", [np.arange(3), torch.arange(3), 3, [Path("a"), Path("b")], {"train": 1}, "texts", [1, 2], Path("a")]
+)
+def test_dataset_of_a_script_may_have_what_it_likes_under_the_names_that_torch_uses(held: Any) -> None:
+    for name in ("dataset", "datasets"):
+        mine: Any = Of(int)
+        setattr(mine, name, held)
+        assert is_comparable(mine)
+        assert sorted(read_samples(mine)) == places(Of(int), 10)
+
+
+def test_datasets_that_refer_to_each_other_are_probed() -> None:
+    one, other = Of(int), Of(int)
+    one.dataset, other.dataset = other, one  # type: ignore[attr-defined]
+    assert is_comparable(one)
+
+
+def test_facts_of_long_texts_and_numbers_take_no_time_and_tell_a_change() -> None:
+    mine: Any = Of(int)
+    mine.text, mine.number = "x" * 10**7, 10**5000
+    before = facts_of(mine)
+    assert max(map(len, before.values())) < 20_000
+    mine.text += "x"
+    assert facts_of(mine) != before
 
 
 def test_what_is_read_forward_or_by_shards_is_not_probed() -> None:

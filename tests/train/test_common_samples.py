@@ -171,6 +171,12 @@ def test_ranks_that_read_apart_are_all_told_which_differ() -> None:
     assert len(said[0]) < 6 * 160
 
 
+def test_ranks_are_compared_with_each_other_where_the_first_could_not_read() -> None:
+    said = ranks(lambda: Source("Subset", Subset(TensorDataset(X), split(0)), dict), source(split(0)), source(split(1)))
+    assert len(set(said)) == 1
+    assert said[0].startswith("rank 2 reads another sample than rank 1 under index 0, ")
+
+
 def test_ranks_of_other_lengths_are_told_the_lengths() -> None:
     said = ranks(source(split(0)), source(split(0)[:-1]))
     assert said[0] == said[1]

@@ -120,6 +120,19 @@ def test_what_a_restart_may_heal_is_no_refusal(cause: BaseException) -> None:
     assert refusal.find(raised(do)) is None
 
 
+@pytest.mark.parametrize("error", [OSError(28, "full"), ConnectionResetError(), MemoryError(), RetryableError(SAID)])
+def test_what_a_restart_may_heal_is_no_refusal_because_it_came_while_one_was_handled(error: Exception) -> None:
+    """A script that catches a refusal and trains in its `except` block."""
+
+    def do() -> None:
+        try:
+            raise LoopError(SAID)
+        except LoopError:
+            raise error  # noqa: B904  as such a script does
+
+    assert refusal.find(raised(do)) is None
+
+
 def test_error_that_says_that_a_restart_may_help_is_none_whatever_led_to_it() -> None:
     def do() -> None:
         raise LoopError("rank 1 did not come", certain=False) from LoopError(SAID)

@@ -74,7 +74,9 @@ def find(error: BaseException) -> BaseException | None:
             continue
         if not isinstance(one, Refusal) and _is_told_of(one):
             return one
-        led = [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+        # What was raised while a refusal was handled: a full disk or a lost connection is no refusal for that.
+        beside = None if one.__cause__ is None and _is_own(one) else one.__context__
+        led = [one.__cause__, beside, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
         found += [e for e in led if e is not None and not any(e is known for known in found)]
     return None
 
@@ -92,6 +94,10 @@ def sentence(error: BaseException) -> str:
     text = str(error)
     last = _last_of_ours(text) if _OF_ANOTHER_PROCESS.search(text) else None
     return f"{type(error).__name__}: {text}" if last is None else last[1]
+
+
+def _is_own(error: BaseException) -> bool:
+    return isinstance(error, _MAY_HEAL) or type(error).__module__.startswith("everstep.")
 
 
 def is_printed(refused: BaseException) -> bool:

@@ -49,7 +49,7 @@ def places(dataset: Any, length: int) -> list[int]:
         drawn = hashlib.blake2b(f"{length}:{k}".encode(), digest_size=8).digest()
         found.add(int.from_bytes(drawn, "little") % length)
     begin = 0
-    for part in list(getattr(dataset, "datasets", None) or ())[:PARTS]:
+    for part in _parts(dataset):
         if begin + len(part) // 2 < length:
             found.add(begin + len(part) // 2)
         begin += len(part)
@@ -59,14 +59,36 @@ def places(dataset: Any, length: int) -> list[int]:
 def is_comparable(dataset: Any) -> bool:
     """Whether samples may be read by index at little cost. Streams compare what they read by themselves; to read from a
     shard may mean to fetch it whole, and the shards' names are compared."""
-    if isinstance(dataset, Stream | ShardedDataset) or any(
-        c.__name__ == "IterableDataset" for c in type(dataset).__mro__
-    ):
+    if not _is_indexed(dataset):
         return False
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return False
-    inside = [getattr(dataset, "dataset", None), *list(getattr(dataset, "datasets", None) or ())[:PARTS]]
-    return all(is_comparable(part) for part in inside if part is not None and part is not dataset)
+    seen, inside = {id(dataset)}, [dataset]
+    for outer in inside:
+        if _reads_forward(outer):
+            return False
+        for part in (getattr(outer, "dataset", None), *_parts(outer)):
+            if id(part) not in seen and len(inside) < _FACTS:
+                seen.add(id(part))
+                inside.append(part)
+    return True
+
+
+def _reads_forward(value: Any) -> bool:
+    return isinstance(value, Stream | ShardedDataset) or any(
+        c.__name__ == "IterableDataset" for c in type(value).__mro__
+    )
+
+
+def _is_indexed(value: Any) -> bool:
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+def _parts(dataset: Any) -> list[Any]:
+    """The first parts of a dataset of several, as torch's `ConcatDataset` and `StackDataset` have them. A script's own
+    dataset may have something else under that name."""
+    parts = getattr(dataset, "datasets", None)
+    if not isinstance(parts, list | tuple) or not all(_is_indexed(part) or _reads_forward(part) for part in parts):
+        return []
+    return list(parts[:PARTS])
 
 
 def facts_of(dataset: Any) -> dict[str, str]:
@@ -80,12 +102,18 @@ def facts_of(dataset: Any) -> dict[str, str]:
         for path, one in level:
             for name, value in _attributes(one):
                 if value is None or isinstance(value, bool | int | float | str):
-                    found[f"{path}.{name}"] = repr(value)[:200]
+                    found[f"{path}.{name}"] = _short(value)
                 elif id(value) not in seen and len(seen) < _FACTS:
                     seen.add(id(value))
                     below.append((f"{path}.{name}", value))
         level = below
     return found
+
+
+def _short(value: object) -> str:
+    if isinstance(value, str):
+        return f"{len(value)} {value[:200]!r}"
+    return hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
 
 
 def _attributes(one: Any) -> list[tuple[Any, Any]]:

@@ -115,20 +115,25 @@ class CommonSamples:
 
     def _compare(self, words: str, source: Source, told: list[Any]) -> str | None:
         """`told`: by rank, the length, the sketches, and the indices that read otherwise than when they were saved."""
-        length, first, _ = told[0]
-        for rank, (its_length, its, _) in enumerate(told[1:], 1):
+        length = told[0][0]
+        first: dict[str, tuple[int, Sketch]] = {}  # by index, the lowest rank that could read it, and what it read
+        for rank, (its_length, its, _) in enumerate(told):
             if its_length != length:
                 return (
                     f"rank 0 has {length} samples in {words}, and rank {rank} has {its_length}, so the ranks train on "
                     f"different data. {_REMEDY}"
                 )
-            others = [index for index in first if index in its and differ(first[index], its[index])]
+            others = {index: first[index][0] for index in its if index in first and differ(first[index][1], its[index])}
             if others:
+                lowest = min(others.values())
+                found = ", ".join(index for index, other in others.items() if other == lowest)
                 return (
-                    f"rank {rank} reads another sample than rank 0 under index {', '.join(others)} of {words}, so the "
+                    f"rank {rank} reads another sample than rank {lowest} under index {found} of {words}, so the "
                     "ranks train on different data: some samples twice, others never, or held-out ones. "
                     f"{_REMEDY}. If samples differ between ranks by intent: {source.option}"
                 )
+            for index, sketch in its.items():
+                first.setdefault(index, (rank, sketch))
         changed = sorted({index for _, _, changed in told for index in changed}, key=int)
         if changed:
             return (
