@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,14 @@ ROWS = {
 }
 
 
+def wait_for_commits(folder: Path, count: int) -> None:
+    for _ in range(600):
+        if len(commits(folder)) >= count:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(f"{commits(folder)} after half a minute")
+
+
 def train(folder: Path, until: int, change: Change, before: Change, *, at: int = 5, every: int = 4) -> Net:
     """`change` comes in the step `at`, counted from 0."""
     torch.manual_seed(0)
@@ -91,6 +100,7 @@ def train(folder: Path, until: int, change: Change, before: Change, *, at: int =
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(run.loader(dataset, global_batch=6), until=until):
             if step.number == at:
+                wait_for_commits(folder, at // every)  # the change is not to meet a save that is still under way
                 change(model, optimizer)
             with step as batch:
                 data, target = batch.data
