@@ -51,10 +51,22 @@ def worker_container(pod: Pod) -> ContainerStatus | None:
     return next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
 
 
+# How the end of a container is told that the kubelet did not see, because the node or its runtime restarted.
+_NOT_SEEN = ContainerTerminated(exit_code=137, reason="ContainerStatusUnknown")
+
+
 def worker_exit(pod: Pod) -> ContainerTerminated | None:
-    """How the worker's container ended; None while it runs."""
+    """How the worker's container ended for the first time; None while it has not.
+
+    Restarts are off. Where a runtime has lost the container all the same, the kubelet shows it as waiting, or starts it
+    again. Its end is then in `lastState`, or only in the number of restarts. What it does since is no work of the
+    worker: its peers and its round are gone.
+    """
     status = worker_container(pod)
-    return status.state.terminated if status is not None else None
+    if status is None:
+        return None
+    ended = status.last_state.terminated or status.state.terminated
+    return _NOT_SEEN if ended is None and status.restart_count > 0 else ended
 
 
 def disruption_target(pod: Pod) -> Condition | None:
@@ -72,12 +84,17 @@ def is_told_to_end(pod: Pod) -> bool:
 
 
 def worker_started_at(pod: Pod) -> datetime | None:
-    """When the worker's container began to run; None if it has not."""
+    """When the worker's container began to run; None if it has not, or the kubelet does not know."""
     status = worker_container(pod)
     if status is None:
         return None
-    ran = status.state.running or status.state.terminated
+    ran = worker_exit(pod) or status.state.running
     return ran.started_at if ran is not None else None
+
+
+def has_started(pod: Pod) -> bool:
+    """Whether the worker's container has begun to run. An end that the kubelet did not see has no beginning."""
+    return worker_started_at(pod) is not None or worker_exit(pod) is not None
 
 
 def has_ended(pod: Pod) -> bool:

@@ -120,7 +120,9 @@ def _ready(pod: Pod, conditions: Mapping[str, Condition]) -> tuple[bool, datetim
 
 def _is_joining(pod: Pod) -> bool:
     worker = worker_container(pod)
-    return worker is not None and worker.state.running is not None and worker.started is False
+    if worker is None or worker_exit(pod) is not None:
+        return False
+    return worker.state.running is not None and worker.started is False
 
 
 _PHASES = frozenset(PodPhase)

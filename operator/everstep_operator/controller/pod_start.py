@@ -10,7 +10,7 @@ from __future__ import annotations
 from everstep.contract import labels
 from everstep_operator.kube.wire import Condition, ContainerStatus, ContainerTerminated, Pod
 from everstep_operator.plan.snapshot import InitFailure
-from everstep_operator.worker_pods import worker_started_at
+from everstep_operator.worker_pods import has_started
 
 MAX_WORDS = 300  # characters of a message
 # Reasons for which a container waits until a person changes something.
@@ -30,7 +30,7 @@ _STUCK = frozenset(
 
 def stuck(pod: Pod) -> str | None:
     """Why a container cannot start, if that needs a person. Side-cars count until the worker has started."""
-    if worker_started_at(pod) is not None:
+    if has_started(pod):
         return None
     kinds = [("init container ", s) for s in pod.status.init_container_statuses]
     kinds += [("container ", s) for s in pod.status.container_statuses]
@@ -44,7 +44,7 @@ def stuck(pod: Pod) -> str | None:
 
 def starting(pod: Pod) -> str | None:
     """What the worker of a pod without a fault waits for; None once it has started."""
-    if pod.status.phase not in ("", "Pending") or worker_started_at(pod) is not None:
+    if pod.status.phase not in ("", "Pending") or has_started(pod):
         return None
     conditions = {c.type: c for c in pod.status.conditions}
     if pod.spec.node_name == "":

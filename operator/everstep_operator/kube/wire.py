@@ -90,6 +90,7 @@ class ContainerStatus(Wire, frozen=True, kw_only=True):
     name: str = ""
     ready: bool = False
     started: bool | None = None  # whether its start-up probe has succeeded
+    restart_count: int = 0
     state: ContainerState = ContainerState()
     last_state: ContainerState = ContainerState()
 
