@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic.alias_generators import to_camel
 
 from everstep_operator.api.parse import parse_spec
+from everstep_operator.api.types import Etcd, Rendezvous
 from everstep_operator.plan.state import pod_hash
 
 SPEC: dict[str, Any] = {
@@ -93,3 +95,24 @@ def test_hash_of_a_spec_stays_the_same_from_version_to_version() -> None:
     """A newer operator that hashed otherwise would replace the workers of all jobs."""
     assert hash_of(SPEC) == "29fdd73d98a02e68"
     assert hash_of({**SPEC, "rendezvous": ETCD, "processesPerReplica": 2}) == "616a3d87bd3a03d5"
+    assert hash_of({**SPEC, "rendezvous": {**ETCD, "joinTimeoutSeconds": 60}}) == "b191a3fcbea8a843"
+
+
+class LaterRendezvous(Rendezvous):
+    """With another default."""
+
+    join_timeout_seconds: int = 900
+
+
+def test_later_default_leaves_the_hash_of_a_spec_that_is_stored_with_an_earlier_one() -> None:
+    """The API server stores a default as if the user had written it."""
+    spec = parse_spec(SPEC)
+    stored = spec.rendezvous.model_dump()
+    later = spec.model_copy(update={"rendezvous": LaterRendezvous(**stored)})
+    assert later.rendezvous.join_timeout_seconds != LaterRendezvous().join_timeout_seconds
+    assert pod_hash.of_spec(later) == hash_of(SPEC)
+
+
+def test_each_field_that_enters_the_hash_has_the_default_with_which_it_began() -> None:
+    assert {to_camel(name) for name in Rendezvous.model_fields} == pod_hash.DEFAULTS.keys()
+    assert {to_camel(name) for name in Etcd.model_fields} == pod_hash.DEFAULTS["etcd"].keys()

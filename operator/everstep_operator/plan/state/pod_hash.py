@@ -4,9 +4,9 @@ The hash stands on each worker's pod as a label. A worker with another hash was 
 (`decide.update`, ADR 0035). A pod without the label, which an older operator made, counts as current.
 
 Only what a user wrote enters: fields that may not change while the job runs (`api.immutable`), without those that have
-their default. So neither a newer operator, nor its settings, nor what the API server and webhooks add to pods changes
-the hash. Fields that may change while the job runs (`replicas`, `elastic`, intervals of commits, limits of recovery)
-stay out: they apply to pods that are made later.
+the default of the version in which they began to enter (`DEFAULTS`). So neither a newer operator, nor its settings, nor
+what the API server and webhooks add to pods changes the hash. Fields that may change while the job runs (`replicas`,
+`elastic`, intervals of commits, limits of recovery) stay out: they apply to pods that are made later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ from everstep_operator.plan.state import sizing
 LENGTH = 16  # of the hexadecimal digits of a SHA-256
 
 
+# The defaults of `spec.rendezvous` when each field began to enter the hash. They are left out, as they were then: a
+# later default must not change the hash of a spec that is stored with an earlier one. Never change a value.
+DEFAULTS: Mapping[str, Any] = {
+    "backend": "everstep",
+    "joinTimeoutSeconds": 600,
+    "etcd": {"endpoints": [], "prefix": "/everstep", "secretRef": None},
+}
+
+
 def of_spec(spec: TrainingJobSpec) -> str:
     """The hash that each pod made from this spec gets."""
     elastic = spec.elastic
     made_from: dict[str, Any] = {
         "metadata": {key: value for key, value in _without_nulls(spec.template.get("metadata") or {}).items() if value},
         "template": _without_nulls({key: value for key, value in spec.template.items() if key != "metadata"}),
-        "rendezvous": spec.rendezvous.model_dump(mode="json", by_alias=True, exclude_defaults=True),
+        "rendezvous": _without(DEFAULTS, spec.rendezvous.model_dump(mode="json", by_alias=True)),
     }
     if spec.processes_per_replica != 1:
         made_from["processesPerReplica"] = spec.processes_per_replica
@@ -52,6 +61,18 @@ def outdated(snapshot: Snapshot, pods: Iterable[WorkerPod]) -> tuple[WorkerPod, 
         return ()
     present = of_spec(snapshot.job.spec)
     return tuple(pod for pod in marked if pod.spec_hash != present)
+
+
+def _without(defaults: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are set and differ from these."""
+    found = {}
+    for key, child in value.items():
+        default = defaults.get(key)
+        if isinstance(child, Mapping) and isinstance(default, Mapping):
+            found[key] = _without(default, child)
+        elif child is not None and child != default:
+            found[key] = child
+    return found
 
 
 def _without_nulls(value: Any) -> Any:
