@@ -153,6 +153,11 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"worker": {"env": [{"name": f"V{i}"} for i in range(1001)]}}, "spec.template.spec.containers[0].env"),
         ({"worker": {"args": ["a", "x" * 32_769]}}, "spec.template.spec.containers[0].args[1]"),
         ({"worker": {"command": "torchrun"}}, "spec.template.spec.containers[0].command"),
+        *(
+            ({"template": {"spec": {"containers": [{"name": "worker"}], field: value}}}, f"spec.template.spec.{field}")
+            for field in ("terminationGracePeriodSeconds", "activeDeadlineSeconds")
+            for value in (10**12, 31_536_001, -1, True, "30", 1.5)
+        ),
     ],
 )
 def test_wrong_field_is_refused_by_its_path(fields: dict[str, Any], path: str) -> None:

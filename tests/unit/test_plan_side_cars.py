@@ -194,6 +194,29 @@ def test_exit_0_before_the_pod_was_told_to_end_is_a_success(
     assert world.status.condition("Complete").status == "True", told
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("ended_after", "succeeded"), [(99, True), (100, False), (130, False)])
+def test_deadline_of_the_template_takes_no_success_back(backend: str, ended_after: int, succeeded: bool) -> None:
+    """A side-car kept the pod until then. The worker may have ended before, or in answer to it."""
+    world = a_world(backend)
+    at = world.now
+    world.do_advance("140")
+    for index in (0, 1):
+        tell(
+            world,
+            index,
+            ended(0, at + timedelta(seconds=ended_after)),
+            {"mesh": ended(137, world.now)},
+            spec={"activeDeadlineSeconds": 100},
+            phase="Failed",
+            reason="DeadlineExceeded",
+            startTime=rfc3339(at),
+        )
+    told = act(world)
+    assert (world.status.condition("Complete").status == "True") is succeeded, told
+    assert world.status.restarts.user_code == (0 if succeeded else 1)
+
+
 @pytest.mark.parametrize("who", DATED)
 def test_failure_before_the_pod_was_told_to_end_is_charged(who: str) -> None:
     world = a_world("everstep")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     AwareDatetime,
     BaseModel,
     ConfigDict,
@@ -113,6 +114,14 @@ class FieldError(ValueError):
         self.problem = problem
 
 
+def _in_utc(value: datetime) -> datetime:
+    """The time in UTC, in which the first and last hours of the calendar of other zones have no place."""
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        return (datetime.min if value.year == 1 else datetime.max).replace(tzinfo=UTC, microsecond=0)
+
+
 def _write_time(value: datetime) -> str:
     return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -120,6 +129,7 @@ def _write_time(value: datetime) -> str:
 # Whole seconds in UTC, as metav1.Time: so two statuses of one second compare equal, and the second is not written.
 Timestamp = Annotated[
     AwareDatetime,
+    AfterValidator(_in_utc),
     PlainSerializer(_write_time, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]

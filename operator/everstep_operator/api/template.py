@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.contract.labels import GROUP, WORKER_CONTAINER
 from everstep_operator.api.base import Check, FieldError
+from everstep_operator.api.recovery import YEAR
 
 MAX_CONTAINERS = 20
 MAX_ENV = 1000
@@ -23,6 +24,7 @@ TOKEN_VOLUME, ETCD_VOLUME = "everstep-token", "everstep-etcd"
 MAX_ARG_LENGTH = 32 * 1024
 
 _OPEN: dict[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_SECONDS: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": YEAR}
 _NAME: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 63}
 
 
@@ -89,6 +91,8 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
                 "hostname": {"type": "string", "maxLength": 253},
                 "subdomain": {"type": "string", "maxLength": 253},
                 "restartPolicy": {"type": "string", "maxLength": 63},
+                "terminationGracePeriodSeconds": _SECONDS,
+                "activeDeadlineSeconds": _SECONDS,
                 "tolerations": _list_of(_OPEN, 64),
                 "imagePullSecrets": _list_of(_OPEN, 64),
                 "hostAliases": _list_of(_OPEN, 64),
@@ -108,7 +112,7 @@ def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return found[0] if len(found) == 1 else None
 
 
-_TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str}
+_TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "integer": int}
 
 
 def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, path: str = "") -> None:
@@ -116,8 +120,12 @@ def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, pat
     an absent field; required fields and items must not be null.
     """
     expected = schema["type"]
-    if not isinstance(value, _TYPES[expected]):
+    if not isinstance(value, _TYPES[expected]) or isinstance(value, bool):
         raise FieldError(path, f"must be of type {expected}, not {type(value).__name__}")
+    if expected == "integer":
+        if not schema["minimum"] <= value <= schema["maximum"]:
+            raise FieldError(path, f"must be {schema['minimum']} to {schema['maximum']}")
+        return
     for key, too_many in (("maxItems", "items"), ("maxLength", "characters"), ("maxProperties", "entries")):
         if key in schema and len(value) > schema[key]:
             raise FieldError(path, f"has {len(value)} {too_many}, at most {schema[key]} are allowed")

@@ -7,7 +7,7 @@ not part of the snapshot.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 from everstep.contract import labels
 from everstep_operator.api.allowlist import checkpoint_url_refusal
@@ -23,6 +23,7 @@ from everstep_operator.kube.wire import (
     Unstructured,
     controller_uid,
 )
+from everstep_operator.plan import times
 from everstep_operator.plan.build.network_policy import OPEN_PORTS
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
@@ -94,12 +95,13 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
         exit=_exit(pod),
         ready_at=since,
         message=pod.status.message or None,
-        disrupted_at=disruption.last_transition_time if disruption is not None else None,
+        disrupted_at=disruption.last_transition_time if disruption is not None else _deadline(pod),
         spec_hash=pod.metadata.labels.get(labels.SPEC_HASH) or None,
         started_at=worker_started_at(pod),
         joining=_is_joining(pod),
         starting=pod_start.starting(pod),
         init_failure=pod_start.init_failure(pod),
+        scheduled_at=_scheduled_at(conditions.get("PodScheduled")),
     )
 
 
@@ -158,7 +160,20 @@ def _is_true(condition: Condition | None) -> bool:
 def _deleted_at(pod: Pod) -> datetime | None:
     """When the deletion was requested: deletionTimestamp is later than that by the grace period."""
     at = pod.metadata.deletion_timestamp
-    return None if at is None else at - timedelta(seconds=pod.metadata.deletion_grace_period_seconds or 0)
+    return None if at is None else times.after(at, -(pod.metadata.deletion_grace_period_seconds or 0))
+
+
+def _deadline(pod: Pod) -> datetime | None:
+    """When the template's own `activeDeadlineSeconds` was over, if the kubelet ended the pod by it. A worker that had
+    ended before, while a side-car still ran, was not ended by it."""
+    seconds, start = pod.spec.active_deadline_seconds, pod.status.start_time
+    if pod.status.reason != "DeadlineExceeded" or seconds is None or start is None:
+        return None
+    return times.after(start, seconds)
+
+
+def _scheduled_at(condition: Condition | None) -> datetime | None:
+    return condition.last_transition_time if condition is not None and _is_true(condition) else None
 
 
 def _unschedulable(condition: Condition | None) -> str | None:

@@ -62,12 +62,16 @@ def starting(pod: Pod) -> str | None:
 
 
 def init_failure(pod: Pod) -> InitFailure | None:
-    """The init container that ended its pod. Restarts are off, so the first that failed is the last that ran."""
+    """The init container that ended its pod. Restarts are off, so the first that failed is the last that ran.
+
+    A native side-car, which stands among them, is killed when its pod ends: it never ends one.
+    """
     if pod.status.phase != "Failed":
         return None
+    native = {init.name for init in pod.spec.init_containers if init.restart_policy == "Always"}
     for status in pod.status.init_container_statuses:
         ended = status.state.terminated
-        if ended is not None and ended.exit_code != 0 and not status.ready:
+        if ended is not None and ended.exit_code != 0 and not status.ready and status.name not in native:
             return InitFailure(
                 status.name, ended.exit_code, ended.reason or None, ended.message or None, ended.finished_at
             )

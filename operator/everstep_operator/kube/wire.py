@@ -57,8 +57,15 @@ class Condition(Wire, frozen=True, kw_only=True):
     last_transition_time: datetime | None = None
 
 
+class InitContainer(Wire, frozen=True, kw_only=True):
+    name: str = ""
+    restart_policy: str | None = None  # Always: a native side-car
+
+
 class PodSpec(Wire, frozen=True, kw_only=True):
     node_name: str = ""
+    active_deadline_seconds: int | None = None
+    init_containers: tuple[InitContainer, ...] = ()
 
 
 class ContainerWaiting(Wire, frozen=True, kw_only=True):
@@ -102,6 +109,7 @@ class PodStatus(Wire, frozen=True, kw_only=True):
     conditions: tuple[Condition, ...] = ()
     container_statuses: tuple[ContainerStatus, ...] = ()
     init_container_statuses: tuple[ContainerStatus, ...] = ()
+    start_time: datetime | None = None
 
 
 class Pod(KubeObject, frozen=True, kw_only=True):

@@ -18,6 +18,9 @@ other backends the agents form the rounds, and a lost worker is replaced alone (
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from everstep_operator.plan import times
 from everstep_operator.plan.build import finish
 from everstep_operator.plan.build import plan as build_plan
 from everstep_operator.plan.check import check
@@ -36,10 +39,18 @@ def plan(snapshot: Snapshot) -> Plan:
 
     Raises PlanError when the plan breaks a rule of `check`, which is a defect of the planner.
     """
-    snapshot = sanitized(snapshot)
+    snapshot = _in_time(sanitized(snapshot))
     decided = _decide(snapshot)
     check(snapshot, decided)
     return decided
+
+
+def _in_time(snapshot: Snapshot) -> Snapshot:
+    """The snapshot without stored times in the future. The status of another controller stays as it is."""
+    job = snapshot.job
+    if job.deleting or job.spec.managed_by not in (None, OUR_NAME):
+        return snapshot
+    return replace(snapshot, job=replace(job, status=times.until(job.status, snapshot.now)))
 
 
 def _decide(snapshot: Snapshot) -> Plan:

@@ -75,7 +75,8 @@ class WorkerPod:
     joining: bool = False  # the container runs, and its start-up probe has not succeeded
     starting: str | None = None  # what it waits for before that, without any fault that is known
     init_failure: InitFailure | None = None
-    disrupted_at: datetime | None = None  # when `disruption` became true
+    disrupted_at: datetime | None = None  # when `disruption` became true, or the pod's own deadline was over
+    scheduled_at: datetime | None = None  # when it was bound to its node
 
     @property
     def over(self) -> bool:

@@ -61,6 +61,7 @@ def tell(
     native: dict[str, Json] | None = None,
     ephemeral: dict[str, Json] | None = None,
     deleted_at: datetime | None = None,
+    spec: Json | None = None,
     **status: Any,
 ) -> None:
     """The pod of a worker becomes what the operator reads from this status, as a kubelet writes it."""
@@ -86,7 +87,7 @@ def tell(
         **status,
         "conditions": [*conditions, *status.get("conditions", ())],
     }
-    body = {"metadata": metadata, "spec": {"nodeName": old.node}, "status": told}
+    body = {"metadata": metadata, "spec": {"nodeName": old.node, **(spec or {})}, "status": told}
     pod = worker_pod(msgspec.convert(body, Pod))
     assert pod is not None
     world.pods[old.name] = pod

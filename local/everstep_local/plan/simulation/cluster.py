@@ -16,7 +16,6 @@ from everstep_local.plan.simulation.commands import COMMANDS
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
@@ -187,6 +186,7 @@ class World:
                         node=node,
                         created_at=self.now,
                         spec_hash=marks.get(labels.SPEC_HASH),
+                        scheduled_at=self.now,
                     )
             case DeletePod(name, uid, grace, _):
                 if name not in self.pods or self.pods[name].uid != uid:
@@ -340,16 +340,11 @@ class World:
         template["spec"]["containers"][0]["image"] = image  # type: ignore[index]
         self.spec = {**self.spec, "template": template}
 
-    def do_older_operator(self) -> None:
-        """All pods were made by an operator that did not write on them what they were made from."""
-        for name in self.pods:
-            self.change(name, spec_hash=None)
-
     def do_gone(self, index: str) -> None:
         del self.pods[self.current(int(index))]
 
     def do_unschedulable(self, index: str, why: str = "0/2 nodes are available") -> None:
-        self.change(self.current(int(index)), node=None, unschedulable=why)
+        self.change(self.current(int(index)), node=None, unschedulable=why, scheduled_at=None)
 
     def do_starts(self, index: str, what: str = "ContainerCreating") -> None:
         """The pod has not started yet, and no fault is known."""
@@ -376,14 +371,6 @@ class World:
         """The agents of these workers alone renew their presence from now on."""
         self.answering = frozenset(self.pods[self.current(int(index))].uid for index in indexes)
 
-    def do_toleration(self, taint: str, seconds: str = "") -> None:
-        """Write one into the template."""
-        template = copy.deepcopy(self.spec["template"])
-        toleration = {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
-        given = {"tolerationSeconds": int(seconds)} if seconds else {}
-        template["spec"].setdefault("tolerations", []).append({**toleration, **given})  # type: ignore[index]
-        self.spec["template"] = template
-
     def do_node_back(self, name: str) -> None:
         self.nodes[name] = NodeView(name, NodeHealth.READY, self.now)
 
@@ -408,26 +395,3 @@ class World:
 
     def do_refuse(self, reason: str = "") -> None:
         self.refused = reason or None
-
-    def do_refuse_object(self, what: str = "", reason: str = "") -> None:
-        """The API server refuses an object beside the pods; without arguments none any more."""
-        self.object_refused = f"{what}: {reason}" if what else None
-
-    def do_network_policies(self) -> None:
-        """The installation gives each job a NetworkPolicy."""
-        self.settings = replace(self.settings, network_policies=True)
-
-    def do_ports(self, *numbers: str) -> None:
-        """The template's worker declares these."""
-        template = copy.deepcopy(self.spec["template"])
-        declared = [{"containerPort": int(number)} for number in numbers]
-        template["spec"]["containers"][0]["ports"] = declared  # type: ignore[index]
-        self.spec = {**self.spec, "template": template}
-
-    def do_collide(self, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
-        """An object of somebody else has a name that the job needs; without arguments none has."""
-        whose = (owner_kind, owner) if owner_kind else None
-        self.collisions = (names.taken(kind, name, "default", "digits", whose),) if name else ()
-
-    def do_deleting(self) -> None:
-        self.deleting = True

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from everstep_local.plan.simulation.edits import EDITS
+
 if TYPE_CHECKING:
     from everstep_local.plan.simulation.cluster import World
 
@@ -66,6 +68,7 @@ def pods(world: World) -> str:
 
 
 COMMANDS: dict[str, Callable[..., str | None]] = {
+    **EDITS,
     "committed": committed,
     "skipped": skipped,
     "commit-failed": commit_failed,

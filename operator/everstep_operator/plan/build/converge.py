@@ -95,13 +95,14 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
 
 def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
     """When to plan again if no change is observed: at one of `requeues`, at the deadline, or to look again at a worker
-    whose node is not ready."""
+    whose node is not ready or not seen."""
     found = [requeue for requeue in requeues if requeue is not None]
     if (due := finish.deadline(facts.snapshot)) is not None:
         found.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
     for pod in facts.current.values():
         if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
-            found.append(Requeue(left, f"node {pod.node} is not ready"))
+            state = "ready" if pod.node in facts.snapshot.nodes else "seen"
+            found.append(Requeue(left, f"node {pod.node} is not {state}"))
     return min(found, key=lambda requeue: requeue.after, default=None)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
-from everstep_operator.plan import names
+from everstep_operator.plan import names, times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.build import disruption_budget, network_policy, pods, status
 from everstep_operator.plan.build.status import Verdict
@@ -93,7 +93,11 @@ def _side_cars_end_by(snapshot: Snapshot, pod: WorkerPod) -> datetime:
     """Until when the side-cars of an ended worker may end by themselves, which keeps the pod and its logs. The kubelet
     gives native side-cars the pod's grace period; other containers may watch the worker."""
     ended = pod.exit.finished_at if pod.exit is not None else None
-    return snapshot.now if ended is None else ended + timedelta(seconds=pods.grace_seconds(snapshot.job))
+    if ended is None:
+        return snapshot.now
+    # No worker ends after its job. Its node's clock may be ahead.
+    ended = min(ended, snapshot.job.status.completion_time or snapshot.now)
+    return times.after(ended, pods.grace_seconds(snapshot.job))
 
 
 def _side_cars_may_end(snapshot: Snapshot) -> Requeue | None:
@@ -113,7 +117,7 @@ def after_finish(snapshot: Snapshot) -> Plan:
     status_, events = _after_edit(job)
     requeue, reason = _side_cars_may_end(snapshot), "finished; nothing to do"
     if ttl is not None and ended is not None:
-        due = ended + timedelta(seconds=ttl)
+        due = times.after(ended, ttl)
         if snapshot.now >= due:
             end = staged({StageName.END: (DeleteJob(job.uid, f"finished {ttl} s ago"),)})
             return Plan(job.status, end, reason="time to live is over")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from everstep_operator.plan import times
 from everstep_operator.plan.build import pods
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.snapshot import WorkerPod
@@ -62,6 +63,10 @@ def _patience_with_end(facts: Facts) -> timedelta:
     return timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
 
 
+def _overdue_at(facts: Facts, told: datetime) -> datetime:
+    return times.after(told, _patience_with_end(facts).total_seconds())
+
+
 def blocked(facts: Facts) -> str | None:
     """The reason why the first missing worker does not run, if one is known."""
     snapshot = facts.snapshot
@@ -107,7 +112,7 @@ def not_ending(facts: Facts) -> str | None:
 def until_overdue(facts: Facts) -> Requeue | None:
     """When a pod that was told to end will have taken too long. No change would be observed then."""
     told = [p.deleted_at for p in facts.snapshot.pods if p.deleted_at is not None and not p.finished]
-    ahead = [left for at in told if (left := at + _patience_with_end(facts) - facts.snapshot.now) > timedelta(0)]
+    ahead = [left for at in told if (left := _overdue_at(facts, at) - facts.snapshot.now) > timedelta(0)]
     # A moment later, since a pod is overdue only after that time.
     return Requeue(min(ahead) + timedelta(seconds=1), "a pod has not ended") if ahead else None
 

@@ -3,11 +3,11 @@ ends."""
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, FailedReason
 from everstep_operator.api.status import Status
-from everstep_operator.plan import names
+from everstep_operator.plan import names, times
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
 from everstep_operator.plan.snapshot import RoundView, Snapshot
 from everstep_operator.plan.state.facts import Facts
@@ -26,7 +26,7 @@ def deadline(snapshot: Snapshot) -> datetime | None:
     """The moment when `activeDeadlineSeconds` is over. As in batch/v1 it is counted from the last resume of a job that
     was suspended."""
     seconds, start = snapshot.job.spec.active_deadline_seconds, snapshot.job.status.start_time
-    return None if seconds is None or start is None else start + timedelta(seconds=seconds)
+    return None if seconds is None or start is None else times.after(start, seconds)
 
 
 def when_overdue(facts: Facts) -> Failed | None:

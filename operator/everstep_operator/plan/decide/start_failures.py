@@ -60,7 +60,8 @@ def runs_elsewhere(snapshot: Snapshot, index: int, pod: str | None) -> bool:
     if failed is None or failed.created_at is None:
         return False
     ended = failed.exit.finished_at if failed.exit is not None else None
-    took = max(timedelta(0), (ended or snapshot.now) - failed.created_at)
+    # By the clock of a node, which may be ahead.
+    took = max(timedelta(0), min(ended or snapshot.now, snapshot.now) - failed.created_at)
     others = (p for p in snapshot.pods if p.index != index)
     return any(p.succeeded or _ready_for(snapshot, p) > took + SKEW for p in others)
 

@@ -14,12 +14,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 
 from everstep.contract import exit_codes, redact, termination
 from everstep_operator.api.conditions import Cause
-from everstep_operator.plan import sanitize
+from everstep_operator.plan import sanitize, times
 from everstep_operator.plan.snapshot import Exit, InitFailure, Snapshot, WorkerPod
 from everstep_operator.plan.state import exit_text, node_loss
 
@@ -194,7 +194,7 @@ def start_due(snapshot: Snapshot, pod: WorkerPod) -> datetime | None:
     seconds = snapshot.job.spec.recovery.start_timeout_seconds
     if seconds is None or pod.created_at is None or pod.finished or has_started(pod):
         return None
-    return pod.created_at + timedelta(seconds=seconds)
+    return times.after(pod.created_at, seconds)
 
 
 def has_started(pod: WorkerPod) -> bool:

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from everstep_operator.api.recovery import MAX_NODE_GRACE
+from everstep_operator.plan import times
 from everstep_operator.plan.snapshot import NodeHealth, NodeView, Snapshot, WorkerPod
 
 NOT_READY_GRACE = timedelta(seconds=60)
@@ -35,8 +36,7 @@ def why_lost(snapshot: Snapshot, pod: WorkerPod) -> str | None:
         return None
     node = snapshot.nodes.get(pod.node)
     if node is None:
-        seen = pod.created_at is not None and snapshot.now - pod.created_at <= NODE_SEEN_WITHIN
-        return None if seen else f"node {pod.node} is gone"
+        return None if _may_be_unseen(snapshot, pod) else f"node {pod.node} is gone"
     if node.ready or _is_alive(snapshot, pod) or _left(snapshot, node) > timedelta(0):
         return None
     return f"node {pod.node} is not ready" + ("" if node.health is NodeHealth.SILENT else f" ({node.reason})")
@@ -47,9 +47,13 @@ def is_lost(snapshot: Snapshot, pod: WorkerPod) -> bool:
 
 
 def until_lost(snapshot: Snapshot, pod: WorkerPod) -> timedelta | None:
-    """When to look again at a worker whose node is not ready; None if nothing has to be looked at."""
-    node = snapshot.nodes.get(pod.node or "")
-    if node is None or node.ready or pod.finished:
+    """When to look again at a worker whose node is not ready, or not seen yet; None if nothing has to be looked at."""
+    if pod.node is None or pod.finished:
+        return None
+    node = snapshot.nodes.get(pod.node)
+    if node is None:
+        return LOOK if _may_be_unseen(snapshot, pod) else None
+    if node.ready:
         return None
     left = _left(snapshot, node)
     return min(left, LOOK) if left > timedelta(0) else LOOK
@@ -67,7 +71,16 @@ def grace(snapshot: Snapshot, health: NodeHealth) -> timedelta:
 
 def _left(snapshot: Snapshot, node: NodeView) -> timedelta:
     since = node.changed_at
-    return timedelta(0) if since is None else min(since, snapshot.now) + grace(snapshot, node.health) - snapshot.now
+    if since is None or not times.may_be(since, snapshot.now):
+        return timedelta(0)
+    return min(since, snapshot.now) + grace(snapshot, node.health) - snapshot.now
+
+
+def _may_be_unseen(snapshot: Snapshot, pod: WorkerPod) -> bool:
+    """Whether the pod came to its node so lately that the node itself may not be seen yet. A pod that waits for an
+    autoscaler is old by then."""
+    since = pod.scheduled_at or pod.created_at
+    return since is not None and times.may_be(since, snapshot.now) and snapshot.now - since <= NODE_SEEN_WITHIN
 
 
 def _is_alive(snapshot: Snapshot, pod: WorkerPod) -> bool:
@@ -79,7 +92,7 @@ def _is_alive(snapshot: Snapshot, pod: WorkerPod) -> bool:
 
 
 def _is_fresh(at: datetime | None, now: datetime) -> bool:
-    return at is not None and now - at <= STEPPED_WITHIN
+    return at is not None and times.may_be(at, now) and now - at <= STEPPED_WITHIN
 
 
 def _tolerated(template: Mapping[str, Any], taint: str) -> int | None:
