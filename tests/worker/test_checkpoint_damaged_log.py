@@ -52,7 +52,17 @@ def swapped(data: bytes) -> bytes:
     return encode_record(OpenRecord(7, "zz", 0, "", 1, "t", (), NONE, NONE))
 
 
-DAMAGE = pytest.mark.parametrize("damage", [flipped, emptied, other_json, swapped])
+def of_a_commit(data: bytes) -> bytes:
+    """A write that came to the wrong object, or an object that was restored from another's copy."""
+    store = MemoryStore()
+    own = CommitLog(store).open(claim("aa", 1))
+    head = Head(0, own)
+    for step in range(1, 6):
+        head, written = commit(store, own, head, step)
+    return encode_record(written)
+
+
+DAMAGE = pytest.mark.parametrize("damage", [flipped, emptied, other_json, swapped, of_a_commit])
 
 
 def two_rounds(store: MemoryStore) -> tuple[OpenRecord, OpenRecord]:

@@ -74,9 +74,12 @@ class OpenCopies:
         return record if isinstance(record, OpenRecord) else None
 
     def _kind(self, n: int) -> str:
-        """What a damaged record says that it is: one flipped bit leaves most of it as it was."""
+        """What a damaged record says that it is: one flipped bit leaves most of it as it was. Bytes that name another
+        number are another record's, and say nothing of this one."""
         try:
             head = self._store.get(record_name(n), 0, _KIND_BYTES)
         except NotFound:
+            return ""
+        if b'"n":%d,' % n not in head:
             return ""
         return next((kind for kind in ("open", "commit") if b'"kind":"%s"' % kind.encode() in head), "")
