@@ -16,7 +16,7 @@ from support.network.ports import Ports
 from support.rendezvous.agents import until
 
 pytestmark = [
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own needs root"),
 ]
 
@@ -38,7 +38,7 @@ def in_a_container(shell: str, tmp_path: Path, **environ: str) -> subprocess.Pop
 
 def torchrun(port: int, place: int) -> str:
     flags = f"--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=probe"
-    conf = f"--rdzv-conf=is_host={int(place == 0)},join_timeout=120 --local-addr=127.0.0.1"
+    conf = f"--rdzv-conf=is_host={int(place == 0)},join_timeout=360 --local-addr=127.0.0.1"
     return f"{Path(sys.executable).parent}/torchrun {flags} {conf} train.py"
 
 
@@ -51,10 +51,10 @@ def test_probe_succeeds_when_torchrun_has_joined_its_round_and_not_before(tmp_pa
     second = None
     try:
         until((tmp_path / "began").exists)
-        until(lambda: listens(port), 90)
+        until(lambda: listens(port), 180)
         assert not (tmp_path / "passed").exists()
         second = in_a_container(torchrun(port, 1), tmp_path)
-        until((tmp_path / "passed").exists, 90)
+        until((tmp_path / "passed").exists, 180)
     finally:
         for one in (first, second):
             if one is not None:
