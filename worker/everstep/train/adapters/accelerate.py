@@ -36,6 +36,7 @@ from typing import Any
 from torch.nn import SyncBatchNorm
 
 from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
+from everstep.contract import refusal
 from everstep.data import ElasticLoader
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import refused_end
@@ -205,6 +206,7 @@ class Run:
             self._data.acknowledge()
         elif not self._accelerator.sync_gradients:
             return
+        refusal.count_step()
         self._checks.completed()
         self._coordinator.completed(self._coordinator.step + 1, total=self._total, epoch=self._data.epoch)
 

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
+from everstep.contract import refusal
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
@@ -40,6 +41,7 @@ from everstep.recovery.group.script_location import ScriptPhase
 from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
+from everstep.train.adapters.epochs import begin_an_epoch, begin_with_a_batch, reopen
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.script_state import ScriptAttributes
 from everstep.train.adapters.uncounted import Uncounted
@@ -115,23 +117,6 @@ def total_steps(trainer: Any) -> int | None:
     return min(limits, default=None)
 
 
-def begin_with_a_batch(loop: Any) -> None:
-    """Let the next epoch of Lightning's fit loop, which goes on between two batches, begin with its batch. Where a
-    validation is due between these two, Lightning would first make a turn without a batch, to end the validation, and
-    count it as a step for its loggers. Ours has ended: the progress is kept when the next batch is there."""
-    epoch_loop, replaced = loop.epoch_loop, Replacements()
-
-    def starting(on_run_start: Callable[[Any], None]) -> Callable[[Any], None]:
-        def started(data_fetcher: Any) -> None:
-            replaced.end()
-            on_run_start(data_fetcher)
-            epoch_loop._restarting = False  # not by the property, which would change the loops in it too
-
-        return started
-
-    replaced.put("on_run_start", starting, epoch_loop)
-
-
 class Progress:
     """The loops' progress at the newest boundary between steps. `read` gives the present progress. `trainer.fit_loop`
     takes the kept one when a pass begins."""
@@ -176,16 +161,20 @@ class Progress:
         loop.epoch_loop.val_loop._combined_loader = None
         trainer.training = True
         trainer.should_stop = bool(self.kept and self.kept["stop"])
-        loop.load_state_dict(copy.deepcopy(self.kept["loops"] if self.kept else self.first))
+        loops = copy.deepcopy(self.kept["loops"] if self.kept else self.first)
+        if self.kept is not None:
+            reopen(trainer, loops)
+        loop.load_state_dict(loops)
         for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, loop.epoch_loop.automatic_optimization):
             part.restarting = self.kept is not None
         if self.kept is None:
             return 0
-        epoch = self.kept["loops"]["epoch_progress"]["current"]
+        epoch = loops["epoch_progress"]["current"]
         if epoch["started"] == epoch["processed"]:
+            begin_an_epoch(loop)
             return 0
         begin_with_a_batch(loop)
-        batches: int = self.kept["loops"]["epoch_loop.batch_progress"]["current"]["completed"]
+        batches: int = loops["epoch_loop.batch_progress"]["current"]["completed"]
         return batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,6 +265,7 @@ class Fitting:
         self._world.step_over()
         if not self._world.step_ended():
             self._recovery.check()  # raises
+        refusal.count_step()
         self._in_step, self._behind = False, True
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         self._coordinator.log(self._logged.new(trainer))

@@ -31,6 +31,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from everstep.checkpoint import Checkpointer, SettingUnusable
+from everstep.contract import refusal
 from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.train import refused_end
@@ -163,6 +164,10 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             self._coordinator.finish(state.global_step)
             raise AtEnd
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._unbroken is None and not self._begun and self._state["trainer"].before_epoch:
+            self._rng.apply()  # the run that goes on with a greater max_steps draws the epoch's numbers
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._weights = self._weights or CallbackWeights(self._trainer.callback_handler.callbacks, self._trainer.model)
         self._weights.check()
@@ -179,22 +184,32 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             self._checks.completed()
             self._coordinator.completed(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._unbroken is None:
+            refusal.count_step()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._coordinator.log(logs or {})
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = self._unbroken is None or args.load_best_model_at_end
         if best and (state.global_step >= state.max_steps or control.should_training_stop):
+            self._ends()
             self._coordinator.save(state.global_step)  # before Trainer loads its best model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        self._ends()
         # The parameters are now those of the best model. A resumed run repeats the steps that are not committed yet.
         if self._unbroken is not None:
             self._unbroken.finish(save=not best)
         else:
             self._checks.completed(last=True)
             self._coordinator.finish(state.global_step, save=not best)
+
+    def _ends(self) -> None:
+        if self._unbroken is None:
+            self._state["trainer"].at_end = True
 
 
 def _check(trainer: Any, arguments: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from everstep.checkpoint import Checkpointer, SettingUnusable, StateMismatch
+from everstep.contract import refusal
 from everstep.data import ElasticLoader
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES, Switches
@@ -44,7 +45,7 @@ except ImportError as e:
 
 from torch.utils.data import DistributedSampler
 
-from everstep.train.adapters import fitting
+from everstep.train.adapters import epochs, fitting
 
 
 class ElasticBatch(NamedTuple):
@@ -125,10 +126,12 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         self._epoch_rng: RngAt | None = None
         self._others: _Others
         self._skip = 0  # batches to read and drop
+        self._unread = False  # the commit's generators are those before its next batch was read
         self._chosen: tuple[Callback, ...] = ()  # the callbacks that save into a folder that Lightning chooses
         self._fresh = self._begun = self._ended = False
         self._state: dict[str, Any] = {}  # in a world that does not change
         self._weights: CallbackWeights | None = None
+        self._counted = 0  # the newest step that a refusal would count
         self._looked = -1  # the step after which `_weights` has looked
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -138,13 +141,13 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_rng = RngAt()
-        progress = _Progress(trainer)
+        progress = epochs.LoopProgress(trainer)
         if self._recovery is not None:
             self._fit_in_rounds(self._recovery, trainer, pl_module, progress)
             return
         with refused_end.remembered():
             self._state = self._everything(trainer, pl_module, progress)
-            step = self._coordinator.begin(self._state)
+            self._counted = step = self._coordinator.begin(self._state)
         if step == 0:
             self._fresh = True
             return
@@ -154,15 +157,16 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
                 "out of a run that goes on"
             )
         if progress.batches is not None:
-            self._skip = progress.batches
-            fitting.begin_with_a_batch(trainer.fit_loop)
+            self._skip, self._unread = progress.batches, progress.cut
+            epochs.begin_with_a_batch(trainer.fit_loop)
             self._epoch_rng.apply()  # the epoch's order is drawn again
         else:  # between two epochs
+            epochs.begin_an_epoch(trainer.fit_loop)
             self._rng.apply()
             self._epoch_rng.keep()
             self._fresh = True
 
-    def _fit_in_rounds(self, recovery: Any, trainer: Any, pl_module: Any, progress: _Progress) -> None:
+    def _fit_in_rounds(self, recovery: Any, trainer: Any, pl_module: Any, progress: epochs.LoopProgress) -> None:
         if trainer.ckpt_path is not None:
             raise SettingUnusable(
                 "fit(ckpt_path=…) under everstep-run: leave ckpt_path out, the newest commit is loaded"
@@ -191,6 +195,8 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             self._data.bind(_Worlds(trainer))
             self._checks.begin(self._state)
             _drop(trainer, self._skip)
+        if self._unread:
+            self._rng.apply()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._fitting is not None:
@@ -221,6 +227,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._fitting is not None:
             self._fitting.batch_ends()
+        elif trainer.global_step > self._counted:
+            self._counted = trainer.global_step
+            refusal.count_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._fitting is not None:
@@ -245,7 +254,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         refused_end.stands(exception)
         self._coordinator.leave()
 
-    def _everything(self, trainer: Any, pl_module: Any, progress: _Progress) -> dict[str, Any]:
+    def _everything(self, trainer: Any, pl_module: Any, progress: epochs.LoopProgress) -> dict[str, Any]:
         self._others = _Others(trainer, self, self._chosen)
         state: dict[str, Any] = {
             "model": pl_module, "loops": progress, "callbacks": self._others,
@@ -267,30 +276,6 @@ def _read_by(trainer: Any) -> list[Any]:
     """The loaders that `fit` trains on, without those whose ranks read by an order of their own."""
     found = trainer.fit_loop._combined_loader.flattened
     return [one.inner if isinstance(one, Elastic) else one for one in found if isinstance(one, Elastic) or divides(one)]
-
-
-class _Progress:
-    """The fit loop's counters between two batches."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._loop = trainer.fit_loop
-        self.batches: int | None = None  # batches trained on, of the epoch that had begun at the save
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._loop.state_dict()
-        state["state_dict"] = {}  # a loader's own position counts the present batch
-        batches = state["epoch_loop.batch_progress"]
-        for part in ("total", "current"):
-            # The present batch is not trained on yet: it comes again.
-            batches[part] = dict.fromkeys(batches[part], batches[part]["completed"])
-        batches["is_last_batch"] = False
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        epoch = state["epoch_progress"]["current"]
-        if epoch["started"] > epoch["processed"]:
-            self.batches = state["epoch_loop.batch_progress"]["current"]["completed"]
-        self._loop.load_state_dict(state)
 
 
 # Values of `ModelCheckpoint` about its newest save that are not in its `state_dict`. By them each rank decides whether

@@ -32,6 +32,8 @@ class KeptState:
         self._behind: list[dict[str, Any]] = []
         self.seed: int | None = None  # the seed by which the loader shuffles, if each step sets the generators
         self.loaded: dict[str, Any] = {}
+        self.at_end = False  # the training ends here: the next step's batches are not read
+        self.before_epoch = False  # the loaded state is of such an end, at an epoch's end
         self._pending = False  # whether the trainer has yet to take the loaded state
         self._first_pass = True
         self._attributes = ScriptAttributes(())
@@ -129,6 +131,7 @@ class KeptState:
         if self.seed is not None:
             found["seed"] = self.seed
         found["attributes"] = self._attributes.now()
+        found["at_end"] = self.at_end
         return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -142,6 +145,7 @@ class KeptState:
         self._pending = True
         self._behind = [dict(b) for b in saved.get("behind", ())]
         self._told = saved.get("attributes", {})
+        self.before_epoch = bool(saved.get("at_end")) and float(self.loaded.get("epoch") or 0).is_integer()
         if self.seed is not None:
             self.seed = saved.get("seed", self.seed)
 

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from everstep.checkpoint import StateMismatch
+from everstep.contract import refusal
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.group.members import Members
@@ -344,6 +345,7 @@ class Unbroken:
         self._world.step_over()
         if not self._world.step_ended():
             self._recovery.check()  # raises
+        refusal.count_step()
         self._in_step = False
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         state = self._trainer.state
