@@ -13,30 +13,22 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+
+from support.adapters.split import Split, module_of
 
 FRAMEWORK, WAY, FOLDER, KIND = sys.argv[1], sys.argv[2], Path(sys.argv[3]), "".join(sys.argv[4:])
 RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 STEPS = 6
 
 
-class Split(Dataset[Any]):
-    """Half of 64 points."""
-
-    def __init__(self) -> None:
-        own = torch.Generator().manual_seed(RANK if WAY == "split" else 0)
-        self.indices = torch.randperm(64, generator=own)[:32].tolist()
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x = torch.full((3,), self.indices[index] / 64)
-        return {"x": x, "labels": x.sum().reshape(1)}
+def split() -> Split:
+    return Split(RANK if WAY == "split" else 0)
 
 
 class Net(torch.nn.Module):
@@ -80,14 +72,14 @@ def huggingface() -> None:
     callback = EverstepCallback(str(FOLDER / "commits"), every_steps=100)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     trainer = Trainer(
-        model=net, args=args, train_dataset=Split(), callbacks=[callback, Disturbing()],
+        model=net, args=args, train_dataset=split(), callbacks=[callback, Disturbing()],
         optimizers=(optimizer, None),
     )  # fmt: skip
     callback.train(trainer)
 
 
 def lightning() -> None:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
     from everstep.train.adapters.lightning import EverstepCallback
@@ -96,24 +88,14 @@ def lightning() -> None:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             pl_module.net.disturb(trainer.global_step)
 
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), lr=1e-2)
-
+    module = module_of(Net(), partial(torch.optim.SGD, lr=1e-2))
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False,
         strategy=DDPStrategy(broadcast_buffers=WAY != "buffers"), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(FOLDER),
         callbacks=[EverstepCallback(str(FOLDER / "commits"), every_steps=100), Disturbing()],
     )  # fmt: skip
-    trainer.fit(Module(), DataLoader(Split(), batch_size=4, shuffle=True))
+    trainer.fit(module, DataLoader(split(), batch_size=4, shuffle=True))
 
 
 def accelerate() -> None:
@@ -128,7 +110,7 @@ def accelerate() -> None:
     )  # fmt: skip
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    loader = DataLoader(Split(), batch_size=4, shuffle=True)
+    loader = DataLoader(split(), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     with start(
         accelerator, str(FOLDER / "commits"), every_steps=100, model=model, optimizer=optimizer, loader=loader

@@ -5,33 +5,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from everstep.recovery.errors import LoopError
+from support.adapters.split import Split, module_of
 from support.processes.commits import commits
 
 pytestmark = pytest.mark.timeout(300)  # importing a framework on a busy machine
 
 EPOCH = 8  # steps
-
-
-class Split(Dataset[Any]):
-    """32 of 64 points."""
-
-    def __init__(self, seed: int) -> None:
-        self.indices = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[:32].tolist()
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x = torch.full((3,), self.indices[index] / 64)
-        return {"x": x, "labels": x.sum().reshape(1)}
 
 
 class Net(torch.nn.Module):
@@ -72,7 +60,7 @@ def huggingface(folder: Path, steps: int, seed: int, **options: Any) -> Net:
 
 
 def lightning(folder: Path, steps: int, seed: int, **options: Any) -> Net:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, Trainer
 
     from everstep.train.adapters.lightning import EverstepCallback
 
@@ -80,25 +68,15 @@ def lightning(folder: Path, steps: int, seed: int, **options: Any) -> Net:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             pl_module.net.before(trainer.global_step)
 
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-
-    module = Module()
+    module = module_of(Net(), partial(torch.optim.AdamW, lr=1e-2))
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=steps // EPOCH, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder),
         callbacks=[EverstepCallback(str(folder / "commits"), every_steps=2, **options), Freezing()],
     )  # fmt: skip
     trainer.fit(module, DataLoader(Split(seed), batch_size=4))
-    return module.net
+    net: Net = module.net
+    return net
 
 
 def accelerate(folder: Path, steps: int, seed: int, **options: Any) -> Net:

@@ -24,7 +24,7 @@ def state_of(schedule: LRScheduler) -> dict[str, Any]:
 
 def load(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
     """The inverse of `state_of`."""
-    schedule.load_state_dict(_unpacked(schedule.state_dict(), state, (schedule,)))
+    _load(schedule, state, (schedule,))
 
 
 def parts_of(schedule: LRScheduler) -> Iterator[LRScheduler]:
@@ -47,13 +47,18 @@ def _packed(value: Any, outside: tuple[LRScheduler, ...]) -> Any:
     return value
 
 
+def _load(schedule: LRScheduler, state: Mapping[str, Any], outside: tuple[LRScheduler, ...]) -> None:
+    live = schedule.state_dict()
+    schedule.load_state_dict(in_classes_of(live, _unpacked(live, state, outside)))
+
+
 def _unpacked(live: Any, saved: Any, outside: tuple[LRScheduler, ...]) -> Any:
     if isinstance(live, LRScheduler) and isinstance(saved, Mapping):
         if live not in outside:
-            live.load_state_dict(_unpacked(live.state_dict(), saved, (*outside, live)))
+            _load(live, saved, (*outside, live))
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
-        return in_classes_of(live, {key: _unpacked(live.get(key), one, outside) for key, one in saved.items()})
+        return {key: _unpacked(live.get(key), one, outside) for key, one in saved.items()}
     if type(live) in (list, tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
         return type(live)(_unpacked(one, other, outside) for one, other in zip(live, saved, strict=True))
     return saved
