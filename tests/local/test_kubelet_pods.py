@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -111,7 +112,11 @@ async def test_deleted_pod_gets_sigterm_and_then_goes(machine: Start) -> None:
     path = next(m.nodes.folder.rglob("log"))
     await m.delete("polite", grace=20)
     await m.until_gone("polite")
-    assert not path.exists()
+
+    async def removed() -> bool:
+        return not path.exists()
+
+    await m.until("its files are gone too", removed)
 
 
 async def test_deletion_leaves_none_of_the_processes_that_ignore_it(machine: Start) -> None:
@@ -134,6 +139,20 @@ async def test_forced_deletion_kills_at_once(machine: Start) -> None:
 
     await m.until("all are dead", dead)
     assert await m.pod("forced") is None
+
+
+async def test_node_switched_off_while_a_pod_ends_leaves_nothing_of_it(tmp_path: Path) -> None:
+    before = kubelet_world.remains(tmp_path)
+    for turns in range(30):  # of the event loop, between the end of the processes and the node's
+        async with kubelet_world.started(tmp_path) as m:
+            await m.create("ending", "sleep", "600")
+            await m.until_phase("ending", "Running")
+            await m.delete("ending", grace=10)
+            while m.nodes.pids(NS, "ending"):
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    assert kubelet_world.remains(tmp_path) - before == set()
 
 
 async def test_second_deletion_shortens_the_grace(machine: Start) -> None:

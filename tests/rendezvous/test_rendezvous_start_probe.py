@@ -38,7 +38,8 @@ def in_a_container(shell: str, tmp_path: Path, **environ: str) -> subprocess.Pop
 
 def torchrun(port: int, place: int) -> str:
     flags = f"--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=probe"
-    conf = f"--rdzv-conf=is_host={int(place == 0)},join_timeout=360 --local-addr=127.0.0.1"
+    # c10d knows a launcher by its address and its process number, and each namespace counts its processes from 1.
+    conf = f"--rdzv-conf=is_host={int(place == 0)},join_timeout=360 --local-addr=127.0.0.{place + 1}"
     return f"{Path(sys.executable).parent}/torchrun {flags} {conf} train.py"
 
 

@@ -107,15 +107,28 @@ class PodRun:
 
     async def run(self) -> None:
         reporter = asyncio.create_task(self._reporter.run())
+        cancelled = False
         try:
             await self._live()
         finally:
-            self._kill()
-            for process in self._processes.values():
-                await process.wait()
-            await cancel(reporter)
-            self._host.addresses.release(self._pod.metadata.uid)
+            # A second cancellation must not leave this in the middle. It has a bound: the processes were killed.
+            ending = asyncio.create_task(self._end(reporter))
+            while not ending.done():
+                try:
+                    await asyncio.shield(ending)
+                except asyncio.CancelledError:
+                    cancelled = True
+            if cancelled:
+                raise asyncio.CancelledError
+            ending.result()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self, reporter: asyncio.Task[None]) -> None:
+        self._kill()
+        for process in self._processes.values():
+            await process.wait()
+        await cancel(reporter)
+        self._host.addresses.release(self._pod.metadata.uid)
 
     # The pod's run.
 
