@@ -148,7 +148,7 @@ async def test_node_switched_off_while_a_pod_ends_leaves_nothing_of_it(tmp_path:
             await m.create("ending", "sleep", "600")
             await m.until_phase("ending", "Running")
             await m.delete("ending", grace=10)
-            while m.nodes.pids(NS, "ending"):
+            while m.nodes.pids(NS, "ending"):  # noqa: ASYNC110  # turns of the loop are what is counted
                 await asyncio.sleep(0)
             for _ in range(turns):
                 await asyncio.sleep(0)
