@@ -15,8 +15,9 @@ QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota", KubeObject)
 
 async def allow_none(place: Place, counted: str, resource: Resource[Any], body: dict[str, Any]) -> None:
     """A quota named `none` for what `counted` names. `body`: an object of this kind, to try it."""
-    await place.client.create(QUOTAS, place.namespace, {"metadata": {"name": "none"}})
-    # Nobody here computes the status from the spec.
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {counted: "0"}}}
+    await place.client.create(QUOTAS, place.namespace, quota)
+    # Nobody here computes the status from the spec. (With a status alone, admission forgot the quota now and then.)
     await place.client.patch_status(QUOTAS, place.namespace, "none", {"hard": {counted: "0"}, "used": {counted: "0"}})
 
     async def holds() -> bool:
