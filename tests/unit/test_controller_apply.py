@@ -31,6 +31,7 @@ from everstep_operator.plan.actions import CreatePod, CreateService, DeletePod, 
 from everstep_operator.plan.planner import plan
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName, staged
+from everstep_operator.rounds.documents import WriteRefused
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.write_limit import WriteLimit
 
@@ -45,7 +46,7 @@ class Server:
     def __init__(self) -> None:
         self.owners: dict[str, str] = {}
         self.uids: dict[str, str] = {}
-        self.refuses: dict[str, KubeError] = {}
+        self.refuses: dict[str, Exception] = {}
         self.loses: set[str] = set()  # carried out, and the answer lost
         self.log: list[str] = []
         self.open = 0
@@ -166,6 +167,19 @@ async def test_sizes_that_cannot_be_told_stop_the_release_of_healthy_workers_and
     hand.server.refuses.clear()
     await hand.applier.apply(JOB, stages)
     assert hand.server.log[2:] == ["sizes 1:2", "delete healthy"]
+
+
+async def test_sizes_that_are_refused_hide_no_other_refusal_and_fail_no_pass(hand: Hand) -> None:
+    """The rounds say what was refused there. A failed pass would be repeated with back-off, and forget the pod's."""
+    hand.server.refuses |= {"sizes": WriteRefused("ConfigMap digits-rounds: exceeded quota"), "w0": Forbidden("no")}
+    told: dict[StageName, tuple[Any, ...]] = {
+        StageName.CREATE: (pod(0),),
+        StageName.SIZES: (SetSizes(Sizes(1, 2), ""),),
+        StageName.RELEASE: (deleting("healthy"),),
+    }
+    applied = await hand.applier.apply(JOB, staged(told, {StageName.RELEASE: (StageName.SIZES,)}))
+    assert applied.create_refused == "no"
+    assert hand.server.log == []
 
 
 @pytest.mark.parametrize("error", [ServerError("etcd has no leader"), Forbidden("exceeded quota")])

@@ -397,6 +397,29 @@ async def test_document_that_the_api_server_refuses_is_told_until_it_is_written(
     assert rounds.hindered(stage.job) == Hindered()
 
 
+async def test_sizes_that_the_api_server_refuses_wake_the_job_once() -> None:
+    """If each refusal announced a change, the next pass would follow at once, and ask again, for as long as the quota
+    is used up, or the namespace ends."""
+    stage = Stage()
+    await stage.start()
+    client = Mortal(stage.client)
+    told: list[JobRef] = []
+
+    async def gate(what: str) -> None:
+        if what == "create configmaps":
+            raise Forbidden("the namespace is being terminated", where="create")
+
+    client.gate = gate
+    rounds = stage.operator(client, changed=told.append)
+    for _ in range(5):
+        with pytest.raises(RoundsUnavailable, match="being terminated"):
+            await rounds.set_sizes(stage.job, SIZES)
+        assert rounds.view(stage.job) == RoundView(0)
+        await stage.clock.advance(0.1)
+    assert told == [stage.job]  # of the refusal
+    assert client.requests.count("get configmaps") == 1
+
+
 async def test_job_that_is_deleted_gets_no_round() -> None:
     stage = Stage()
     await stage.start()

@@ -45,6 +45,7 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.plan.stages import Stage, StageName
+from everstep_operator.rounds.documents import WriteRefused
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.fair_queueing import Flow
 from everstep_operator.runtime.parallel import Done, Failed, run_bounded
@@ -180,7 +181,10 @@ class Applier:
             case DeleteJob():
                 await self._delete(self._jobs, job, job.name, action.uid)
             case SetSizes():
-                await self._set_sizes(job, action.sizes)
+                try:
+                    await self._set_sizes(job, action.sizes)
+                except WriteRefused:  # the rounds tell it to the next plan, which comes when other refusals are retried
+                    return False
             case other:
                 assert_never(other)
         return True

@@ -264,10 +264,13 @@ class JobRounds:
         try:
             async with asyncio.timeout(API_TIMEOUT):
                 stored, written = await self._write(expected, text, document)
+        except WriteRefused as e:
+            # It was not written, so what is known stays. To read it again would announce a change, and the next pass
+            # would follow at once and ask again.
+            self._hinder(replace(self.hindered, refused=str(e)))
+            raise
         except BaseException as e:
             self._stored = None  # it may have been written
-            if isinstance(e, WriteRefused):
-                self._hinder(replace(self.hindered, refused=str(e)))
             if isinstance(e, TimeoutError):
                 raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
             raise
