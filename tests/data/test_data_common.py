@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -15,7 +16,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from everstep.data import Shard, ShardedDataset, Stream
-from everstep.data.common import differ, facts_of, is_comparable, places, read_samples, sketch
+from everstep.data.common import facts_of, is_comparable, places, read_samples
+from everstep.data.sketches import differ, sketch, stored
 
 
 class Of(Dataset[Any]):
@@ -72,6 +74,70 @@ def test_last_bits_of_floating_point_values_are_not_compared() -> None:
     assert not differ(sketch(x)[0], sketch(x * (1 + 1e-6) + 1e-7 * torch.randn_like(x))[0])
     assert differ(sketch(x)[0], sketch(x.flip(0))[0])
     assert differ(sketch(x)[0], sketch(x.double())[0])
+
+
+def noisy(x: torch.Tensor, seed: int, relative: float = 1e-7) -> torch.Tensor:
+    """As another processor may compute it: each element by its own last bits, and by those of the largest one."""
+    drawn = torch.randn(2, *x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x.double() * (1 + relative * drawn[0]) + relative * x.abs().max() * drawn[1]).to(x.dtype)
+
+
+HONEST: dict[str, torch.Tensor] = {
+    "image": torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)),
+    "edges of decades": torch.tensor([1.0, 10.0, 100.0, 1e-3, 1000.0]),
+    "spectrum": torch.fft.rfft(torch.randn(400, generator=torch.Generator().manual_seed(1))),
+    "power of a quiet spectrum": torch.logspace(-9, 3, 80),
+    "boxes": torch.tensor([[10.0, 20.0, 10.5, 400.0]]),
+    "rotation": torch.tensor([[0.6, -0.8, 1e-8], [0.8, 0.6, -2e-8], [3e-8, 0.0, 1.0]]),
+    "single precision, kept in double": torch.randn(300, generator=torch.Generator().manual_seed(2)).double(),
+    "huge": torch.full((20,), 1e300, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_another_processor_computes_is_the_same_sample(name: str) -> None:
+    x = torch.view_as_real(HONEST[name]) if HONEST[name].is_complex() else HONEST[name]
+    for seed in range(40):
+        assert not differ(sketch(x)[0], sketch(noisy(x, seed))[0]), seed
+
+
+def test_what_decodes_to_the_next_of_256_shades_is_the_same_image() -> None:
+    shades = torch.randint(0, 256, (3, 64, 64), generator=torch.Generator().manual_seed(0))
+    moved = shades + (torch.rand(shades.shape, generator=torch.Generator().manual_seed(1)) < 0.01)
+    assert not differ(sketch(shades / 255)[0], sketch(moved.clamp(max=255) / 255)[0])
+
+
+APART: dict[str, tuple[list[float], list[float]]] = {
+    "one large column": ([1e9, 0.1, 0.2], [1e9, 0.1, 0.3]),
+    "two magnitudes": ([1e9, 3e5, 0.1], [1e9, 3e5, 0.10001]),
+    "nothing beside something": ([1e9, 0.0, 1.0], [1e9, 1e-4, 1.0]),
+    "no number beside one": ([1e9, float("nan")], [1e9, 3.0]),
+    "infinite": ([float("inf"), 1.0], [float("-inf"), 1.0]),
+    "a row of 100 columns": ([1e9, *[1.0] * 98, 0.5], [1e9, *[1.0] * 98, 0.51]),
+    "a row as long as an image": ([1e6, *[1.0] * 900, *[0.5] * 99], [1e6, *[1.0] * 900, *[0.6] * 99]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("place", range(3))
+def test_large_element_hides_no_small_one(name: str, dtype: torch.dtype, place: int) -> None:
+    one, other = (sketch(torch.tensor(values, dtype=dtype).roll(place))[0] for values in APART[name])
+    assert differ(one, other)
+    assert differ(other, one)
+    assert differ(one, stored(json.loads(json.dumps(other))))
+    assert not differ(one, stored(json.loads(json.dumps(one))))
+
+
+def test_time_stamp_in_double_precision_that_moves_by_a_second_hides_no_feature() -> None:
+    one, other = ([1_764_000_000.0 + k, 0.1 + k] for k in (0, 1))
+    assert differ(sketch(np.array(one))[0], sketch(np.array(other))[0])
+
+
+def test_row_of_many_numbers_is_compared_to_its_end() -> None:
+    one, other = [[float(k) for k in range(200)] for _ in range(2)]
+    other[199] = 0.5
+    assert differ(sketch(one)[0], sketch(other)[0])
 
 
 def test_objects_without_a_stable_content_are_left_out_and_named() -> None:

@@ -5,27 +5,24 @@ samples. A sample is read as a loader reads it, under a seed of its own, and twi
 not compared. Invariants: reading leaves the generators of this process alone; a dataset that is read by workers is read
 by one here too, because a file that it opens in this process would be shared with workers that are forked later.
 
-Floating-point values are compared by their size and three projections, because two kinds of processors may compute
-their last bits otherwise. All else is compared exactly.
+What is compared of a sample is a sketch of it (`everstep.data.sketches`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from everstep.data.fetching import Fetching, Request
 from everstep.data.shards import ShardedDataset
+from everstep.data.sketches import Sketch, differ, sketch
 from everstep.data.stream import Stream
 from everstep.data.workers import WorkerStart, sigterm_held
 
@@ -34,12 +31,6 @@ log = logging.getLogger("everstep.data")
 SECONDS: Final = 5.0  # for all samples; what is not read by then is not compared
 PARTS: Final = 8  # of a dataset of several, from which one sample each is read
 _FACTS_DEPTH, _FACTS, _FACTS_EACH = 4, 500, 64
-_DEPTH: Final = 16
-_LEAVES: Final = 64  # floating-point values of a sample that are compared, whatever their sizes
-_LARGEST: Final = 65_536  # elements of one of them that are looked at
-_NEAR, _NEAR_SMALL, _SMALL = 2e-3, 1e-6, 16  # relative; for values of up to so many elements
-
-Sketch = tuple[str, list[list[float]]]  # the exact part's digest; of each floating-point value, size and projections
 
 
 def places(dataset: Any, length: int) -> list[int]:
@@ -155,11 +146,11 @@ def read_samples(
 
 def _taken(read: Iterable[Any]) -> Iterator[tuple[int, Sketch]]:
     began = time.monotonic()
-    for index, sketch, why in read:
-        if sketch is not None:
-            yield index, sketch
+    for index, found, why in read:
+        if found is not None:
+            yield index, found
         if why:
-            log.log(logging.DEBUG if sketch is not None else logging.WARNING, "sample %d is %s", index, why)
+            log.log(logging.DEBUG if found is not None else logging.WARNING, "sample %d is %s", index, why)
         if time.monotonic() - began > SECONDS:
             log.warning("to read samples takes long: only some are compared with those of the other ranks")
             return
@@ -194,92 +185,3 @@ class _Probe(Dataset[Any]):
             why = "not the same when it is read twice under one seed, so it is not compared with that of other ranks"
             return index, None, why
         return index, one, f"compared without its {', '.join(sorted(left_out))}" if left_out else ""
-
-
-def sketch(sample: Any) -> tuple[Sketch, set[str]]:
-    """A sketch of a sample, and the classes of what it leaves out because it has no stable content."""
-    digest, floats, left_out = hashlib.blake2b(digest_size=16), list[list[float]](), set[str]()
-    _feed(sample, digest, floats, left_out, 0)
-    return (digest.hexdigest(), floats), left_out
-
-
-def differ(one: Sketch, other: Sketch) -> bool:
-    if one[0] != other[0] or len(one[1]) != len(other[1]):
-        return True
-    for mine, theirs in zip(one[1], other[1], strict=True):
-        near = (_NEAR_SMALL if mine[0] <= _SMALL else _NEAR) * max(mine[1], theirs[1])
-        if any(abs(a - b) > near for a, b in zip(mine[1:], theirs[1:], strict=True)):
-            return True
-    return False
-
-
-def _feed(value: Any, digest: Any, floats: list[list[float]], left_out: set[str], depth: int) -> None:
-    def below(parts: Iterable[Any]) -> None:
-        for part in parts:
-            _feed(part, digest, floats, left_out, depth + 1)
-
-    kind = type(value)
-    if depth > _DEPTH:
-        left_out.add(f"deepest {kind.__name__}")
-    elif isinstance(value, Mapping):
-        digest.update(f"map {len(value)};".encode())
-        below(part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple):
-        digest.update(f"list {len(value)};".encode())
-        below(value)
-    elif isinstance(value, set | frozenset):
-        digest.update(f"set {sorted(map(repr, value)) if _is_of_plain(value) else len(value)};".encode())
-    elif isinstance(value, bytes | bytearray | memoryview):
-        digest.update(f"bytes {len(value)};".encode())
-        digest.update(value)
-    elif isinstance(value, float):
-        _feed_array(np.float64(value).reshape(1), digest, floats)
-    elif value is None or isinstance(value, str | int | complex):
-        digest.update(f"{kind.__name__} {value!r};".encode())
-    elif (array := _array(value)) is not None:
-        digest.update(f"{array.dtype.str}{array.shape};".encode())
-        _feed_array(array, digest, floats)
-    elif dataclasses.is_dataclass(value):
-        digest.update(f"{kind.__name__};".encode())
-        below(getattr(value, f.name) for f in dataclasses.fields(value))
-    else:
-        left_out.add(kind.__name__)
-        digest.update(f"{kind.__name__};".encode())
-
-
-def _is_of_plain(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str | int | float | bytes) for value in values)
-
-
-def _array(value: Any) -> npt.NDArray[Any] | None:
-    """A tensor, an array, or an image of PIL; None for what has no content of numbers."""
-    try:
-        if isinstance(value, torch.Tensor):
-            tensor = value.detach()
-            tensor = tensor.cpu() if tensor.layout is torch.strided and not tensor.is_quantized else tensor.to_dense()
-            found = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).resolve_conj().numpy()
-        elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
-            found = np.asarray(value)
-        else:
-            return None
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    return None if found.dtype.hasobject else np.ascontiguousarray(found)
-
-
-def _feed_array(array: npt.NDArray[Any], digest: Any, floats: list[list[float]]) -> None:
-    if array.dtype.kind not in "fc":
-        digest.update(array.tobytes())
-    elif len(floats) < _LEAVES:
-        flat = array.reshape(-1)
-        flat = flat.view(flat.real.dtype) if array.dtype.kind == "c" else flat
-        flat = flat[:: -(-flat.size // _LARGEST) or 1].astype(np.float64)
-        flat = np.nan_to_num(flat, nan=3.0, posinf=5.0, neginf=-5.0)
-        with np.errstate(over="ignore"):
-            floats.append([float(flat.size), float(np.sqrt(flat @ flat)), *(_signs()[:, : flat.size] @ flat).tolist()])
-
-
-@cache
-def _signs() -> npt.NDArray[np.float64]:
-    drawn = np.random.Generator(np.random.Philox(key=1)).integers(0, 2, size=(3, _LARGEST))
-    return drawn.astype(np.float64) * 2 - 1

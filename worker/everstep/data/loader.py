@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from everstep.data.batch import Batch, Weight, batch_of
-from everstep.data.common import Sketch, is_comparable, read_samples
+from everstep.data.common import is_comparable, read_samples
 from everstep.data.errors import DataError, DatasetChanged, PositionMismatch
 from everstep.data.fetching import Collating, Fetching, Request
 from everstep.data.fingerprints import fingerprint
@@ -29,6 +29,7 @@ from everstep.data.plan.progress import Progress
 from everstep.data.randomness.draws import Draws, digest, drawn_by
 from everstep.data.randomness.seeding import sample_seed
 from everstep.data.shards import blocks_of
+from everstep.data.sketches import Sketch
 from everstep.data.stream import Mark, Marks, Stream, mark_of
 from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart, sigterm_held
 from everstep.data.world import world_of

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from everstep.data.common import Sketch, differ, facts_of
+from everstep.data.common import facts_of
+from everstep.data.sketches import Sketch, differ, stored
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.same_calls import gather_texts
 from everstep.recovery.state.randomness import Gather
 
 SAMPLES: Final = "data_samples"  # the name in a commit
+_FORM: Final = "2"  # of the sketches; those of another form are not compared
 
 _REMEDY: Final = (
     "Let each process make the same dataset, in the same order: seed a split, `random_split(dataset, lengths, "
@@ -117,7 +119,8 @@ class CommonSamples:
         """`told`: by rank, the length, the sketches, and the indices that read otherwise than when they were saved."""
         length = told[0][0]
         first: dict[str, tuple[int, Sketch]] = {}  # by index, the lowest rank that could read it, and what it read
-        for rank, (its_length, its, _) in enumerate(told):
+        for rank, (its_length, said, _) in enumerate(told):
+            its = {index: stored(sketch) for index, sketch in said.items()}
             if its_length != length:
                 return (
                     f"rank 0 has {length} samples in {words}, and rank {rank} has {its_length}, so the ranks train on "
@@ -151,17 +154,14 @@ class CommonSamples:
         return [str(index) for index, sketch in saved.items() if index in read and differ(sketch, read[index])]
 
     def state_dict(self) -> dict[str, str]:
-        if self._read is None:
-            return {"read": json.dumps(self._saved)}
-        return {
-            "read": json.dumps(
-                {n: r for n, r in self._read.items() if n in self._sources and self._is_as(n, self._facts[n])}
-            )
-        }
+        known = self._saved
+        if self._read is not None:
+            known = {n: r for n, r in self._read.items() if n in self._sources and self._is_as(n, self._facts[n])}
+        return {"read": json.dumps(known), "form": _FORM}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        found = json.loads(state["read"])
-        self._saved = {name: {int(i): (s[0], s[1]) for i, s in read.items()} for name, read in found.items()}
+        found = json.loads(state["read"]) if state.get("form") == _FORM else {}
+        self._saved = {name: {int(i): stored(s) for i, s in read.items()} for name, read in found.items()}
         self._compared = False
 
 
