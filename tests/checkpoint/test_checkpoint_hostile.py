@@ -278,6 +278,28 @@ def test_values_that_an_object_cannot_load_are_refused_by_the_name_of_the_object
         run.restore(state(0.0))
 
 
+def optimizer(body: Json) -> Json:
+    return body["values"]["state"]["optimizer"]["tree"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: optimizer(b).update(param_groups=None),
+        lambda b: optimizer(b).pop("param_groups"),
+        lambda b: optimizer(b).update(param_groups=[1]),
+        lambda b: optimizer(b).update(param_groups=[{}]),
+    ],
+)
+def test_values_of_an_optimizer_without_its_groups_are_refused_by_its_name(change: Any) -> None:
+    store = store_with(changed(change))
+    with (
+        everstep.Checkpointer(store=store, on_event=lambda *_, **__: None) as run,
+        pytest.raises(StateMismatch, match="optimizer: the commit's values for it are malformed"),
+    ):
+        run.restore(state(0.0))
+
+
 def test_deep_values_are_stepped_over() -> None:
     body = dumped(pristine()[1]).replace(b'"tree":2.0', b'"tree":' + b"[" * 5000 + b"]" * 5000)
     assert body != dumped(pristine()[1])

@@ -123,7 +123,9 @@ def expected(uid: str) -> dict[str, Any]:
 
 async def assert_ended_well(story: Story) -> None:
     uid = (await story.place.job()).metadata.uid
-    assert await story.end_state() == expected(uid)
+    ended, wanted = await story.end_state(), expected(uid)
+    other = {key: (value, wanted[key]) for key, value in ended.items() if value != wanted[key]}
+    assert not other, f"these differ (as they ended, as expected): {other}"
     twice = {name: uids for name, uids in story.seen.items() if len(uids) > 1}
     assert not twice, f"one incarnation of a worker was two pods: {twice}"
 

@@ -17,7 +17,7 @@ from everstep.checkpoint.load import fit_optimizer
 from everstep.checkpoint.load.fit_values import misfits
 from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, UNSET, Body, Fit
 from everstep.checkpoint.load.selection import Selection
-from everstep.checkpoint.state.capture import Captured, asked_of, kind_of
+from everstep.checkpoint.state.capture import MALFORMED, Captured, asked_of, kind_of
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.memory import crossed
 from everstep.checkpoint.state.modules import bare, buffer_names, is_free, migrated, unset_buffers
@@ -90,6 +90,12 @@ class _Fitting:
         self._of_session = any(getattr(target, "everstep_of_session", False) for target in state.values())
 
     def add(self, key: str, marked: Any, body: Body) -> None:
+        try:
+            self._add(key, marked, body)
+        except MALFORMED as e:
+            self.found.problems.append(f"{key}: the commit's values for it are malformed ({e!r})")
+
+    def _add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]
         kind, saved, target = kind_of(marked), body["kind"], inside(marked)
         if kind == "module" and (saved == "module" or _is_state_dict(body["tree"])):

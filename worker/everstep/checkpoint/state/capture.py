@@ -40,6 +40,9 @@ from everstep.checkpoint.state.union import (
 
 log = logging.getLogger("everstep.checkpoint")
 
+# What values of other types and shapes than an object's own make of it.
+MALFORMED = (RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError)
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -235,7 +238,7 @@ def apply(
                 _decode_optimizer(state, key, tree, body)
             elif (answer := _decode(state, key, tree, body, taken)) is not None:
                 answers[key] = answer
-        except (RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError) as e:
+        except MALFORMED as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
     return answers
 

@@ -189,8 +189,20 @@ class Reducers:
 
 
 def parallel() -> list[DistributedDataParallel]:
-    """The DDP objects of this process."""
-    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    """The DDP objects of this process, but for those of groups that were destroyed: an earlier run's, which an error or
+    a variable still holds."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return [ddp for ddp in found if not _is_destroyed(ddp.process_group)]
+
+
+def _is_destroyed(group: Any) -> bool:
+    if isinstance(group, RecoverableGroup):
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
 
 
 def buffer_syncs(ddps: Iterable[DistributedDataParallel]) -> list[tuple[DistributedDataParallel, bool]]:
