@@ -52,8 +52,10 @@ class Link:
     latency: float = 0.01
     down: bool = False
     lose_responses: bool = False
+    requests: list[str] = field(default_factory=list)
 
-    async def _there(self) -> None:
+    async def _there(self, verb: str) -> None:
+        self.requests.append(verb)
         await self.clock.inner.sleep(self.latency)
         if self.down:
             raise ConnectionFailed("down")
@@ -64,13 +66,13 @@ class Link:
         await self.clock.sleep(self.latency)
 
     async def get(self, *_: Any) -> Lease:
-        await self._there()
+        await self._there("get")
         lease = self.leases.get()
         await self._back()
         return lease
 
     async def create(self, _r: Any, _n: Any, body: dict[str, Any]) -> Lease:
-        await self._there()
+        await self._there("create")
         if self.leases.lease is not None:
             raise AlreadyExists("taken")
         lease = self.leases.store(body)
@@ -78,7 +80,7 @@ class Link:
         return lease
 
     async def replace(self, _r: Any, _n: Any, _name: str, body: dict[str, Any]) -> Lease:
-        await self._there()
+        await self._there("replace")
         if body["metadata"]["resourceVersion"] != self.leases.get().metadata.resource_version:
             raise Conflict("moved on")
         lease = self.leases.store(body)
@@ -225,6 +227,27 @@ async def test_released_lease_is_taken_over_within_a_retry_under_a_new_epoch(wor
     assert await_shutdown.done()
     assert b.elector.require() == 2
     assert not a.elector.is_leader()
+
+
+async def test_lease_is_released_though_the_shutdown_cut_off_a_renewal_that_was_written(world: World) -> None:
+    a, b = await pair(world)
+    a.link.latency = 0.2
+    version = world.leases.version
+    while world.leases.version == version:  # written; its answer is under way
+        await world.clock.advance(0.05)
+    await_shutdown = asyncio.create_task(a.shut_down())
+    await world.advance(1.5)
+    assert await_shutdown.done()
+    assert b.elector.require() == 2
+
+
+async def test_renewal_is_one_request_and_bears_an_api_server_that_takes_1_5_s(world: World) -> None:
+    a, _ = await pair(world)
+    a.link.latency = 0.75
+    a.link.requests.clear()
+    await world.advance(30)
+    assert a.elector.require() == 1
+    assert set(a.link.requests) == {"replace"}
 
 
 async def test_dead_leader_is_replaced_after_the_lease_duration(world: World) -> None:

@@ -200,16 +200,17 @@ class LeaderElector:
         """Take part until cancelled, then give the Lease back if it is held."""
         try:
             while True:
+                began = self._clock.monotonic()
                 await self._attempt()
                 self._announce()
-                await self._clock.sleep(self._pause())
+                await self._clock.sleep(self._pause(began))
         finally:
             await self._release()
 
-    def _pause(self) -> float:
+    def _pause(self, began: float) -> float:
         state = self.state()
-        if isinstance(state, Leading):
-            return min(self._timing.retry, max(0.0, state.until - self._clock.monotonic()))
+        if isinstance(state, Leading):  # a slow answer delays no later renewal
+            return max(0.0, min(began + self._timing.retry, state.until) - self._clock.monotonic())
         pause = self._timing.retry / 2 * (1.0 + 0.2 * self._rng())
         if self._seen is None:
             return pause
@@ -238,6 +239,13 @@ class LeaderElector:
             log.warning("lease attempt failed", extra={"lease": self._name, "error": str(error)})
 
     async def _acquire_or_renew(self, sent: float) -> None:
+        if (held := self._held()) is not None:
+            body = self._body(held, epoch=held.spec.lease_transitions or 0)
+            try:
+                self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
+                return
+            except (Conflict, NotFound):
+                pass  # an earlier renewal was written though its answer was lost, or somebody changed the Lease
         try:
             lease = await self._client.get(LEASES, self._namespace, self._name)
         except NotFound:
@@ -255,6 +263,15 @@ class LeaderElector:
                 self._follow(f"held by {lease.spec.holder_identity}")
                 return
         self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
+
+    def _held(self) -> Lease | None:
+        """The Lease as this leader wrote it last; None unless it leads. A renewal needs no look: the API server refuses
+        it if the Lease has changed since."""
+        match self.state(), self._seen:
+            case Leading(epoch, _), _Seen(lease, _, False) if lease.spec.lease_transitions == epoch:
+                return lease if lease.spec.holder_identity == self._identity else None
+            case _:
+                return None
 
     async def _create(self, sent: float) -> None:
         state = self.state()
@@ -336,21 +353,32 @@ class LeaderElector:
         self._announce()
         if not isinstance(state, Leading) or seen is None:
             return
-        body = _lease_body(
-            self._name,
-            version=seen.lease.metadata.resource_version,
-            holder="",
-            duration=1,
-            acquired=micro_time(seen.lease.spec.acquire_time or datetime.fromtimestamp(0, UTC)),
-            renewed=micro_time(self._clock.now()),
-            epoch=state.epoch,
-        )
         try:
-            await within(
-                self._clock, self._timing.retry, self._client.replace(LEASES, self._namespace, self._name, body)
-            )
+            await within(self._clock, self._timing.retry, self._empty(seen.lease, state.epoch))
         except (KubeError, TimeoutError) as error:
             log.warning("lease not released, it will expire", extra={"lease": self._name, "error": str(error)})
+
+    async def _empty(self, lease: Lease, epoch: int) -> None:
+        try:
+            await self._replace_by_empty(lease, epoch)
+        except Conflict:
+            # The renewal that the shutdown cut off may have been written.
+            found = await self._client.get(LEASES, self._namespace, self._name)
+            if (found.spec.holder_identity, found.spec.lease_transitions) != (self._identity, epoch):
+                return  # another one's already: there is nothing to release
+            await self._replace_by_empty(found, epoch)
+
+    async def _replace_by_empty(self, lease: Lease, epoch: int) -> None:
+        body = _lease_body(
+            self._name,
+            version=lease.metadata.resource_version,
+            holder="",
+            duration=1,
+            acquired=micro_time(lease.spec.acquire_time or datetime.fromtimestamp(0, UTC)),
+            renewed=micro_time(self._clock.now()),
+            epoch=epoch,
+        )
+        await self._client.replace(LEASES, self._namespace, self._name, body)
 
 
 def _lease_body(
