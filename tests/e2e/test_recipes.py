@@ -32,7 +32,7 @@ class Recipe:
 
 RECIPES = {
     "ddp": Recipe(("--steps", "1500")),
-    "zero": Recipe(("--steps", "800")),
+    "zero": Recipe(("--steps", "400")),
     "pipeline": Recipe(("--steps", "800")),
     "moe": Recipe(("--steps", "800")),
     # The text that the Trainer learns is the script itself: other files differ between the image and this machine.

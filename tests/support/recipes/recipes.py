@@ -32,7 +32,7 @@ from support.recipes.compared import compare
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "tests" / "recipes" / "programs"  # which run a recipe and note, change or disturb what it does
 BIN = Path(sys.executable).parent
-SECONDS = 140  # that one run may take, on a machine with other work
+SECONDS = 200  # that one run may take, on a machine with other work
 OWN = ("seeds", "switches", "ddp_buckets")  # what the session keeps beside what the script tracks
 DEATHS = {"WorkerLost", "WorkerReplaced"}  # the events of a killed worker
 
