@@ -97,6 +97,7 @@ def sentence(error: BaseException) -> str:
 
 
 def _is_own(error: BaseException) -> bool:
+    """Whether the error says by itself why it was raised, whatever was being handled then."""
     return isinstance(error, _MAY_HEAL) or type(error).__module__.startswith("everstep.")
 
 
