@@ -38,9 +38,10 @@ TOGETHER = 90  # seconds for what a place does until all workers are on one node
 LINE = re.compile(r"^(start|step)=?[ \d]", re.MULTILINE)  # what a script says when a process begins, and of its steps
 
 STEP = re.compile(r"^step=(\d+) ", re.MULTILINE)
+SECONDS = 200.0  # that one wait may take: a job with four workers needs more than 120 s for 100 steps on a busy machine
 
 
-def wait_for(what: str, probe: Callable[[], T], seconds: float = 120, poll: float = 0.25) -> T:
+def wait_for(what: str, probe: Callable[[], T], seconds: float = SECONDS, poll: float = 0.25) -> T:
     """The first true value of `probe`; ScenarioError after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -301,7 +302,7 @@ class Player(ABC):
         assert found is not None
         return found
 
-    def wait(self, what: str, probe: Callable[[], T], seconds: float = 120) -> T:
+    def wait(self, what: str, probe: Callable[[], T], seconds: float = SECONDS) -> T:
         """As `wait_for`; a job that has failed will not do it any more."""
 
         def now() -> T:
