@@ -53,11 +53,13 @@ def test_three_ranks_measure_what_one_measures(calm: Ended) -> None:
 
 
 def check_curves(folder: Path, calm: Ended) -> None:
-    """Over the loss of a worker each step is logged once, with the rate of the schedule, and so is each evaluation."""
+    """Over the loss of rank 0 each step is logged once, with the rate of the schedule, and so is each evaluation. The
+    step in which it was lost may be missing, as docs/how-to-trackers.md says: the new rank 0 has not seen it."""
     rates = dict(scalars(folder / "training", "rate"))
     steps = [step for step, _ in scalars(folder / "training", "loss")]
     record(NAME, f"steps of {STEPS} that the curve of a killed run has once", len(set(steps)), "", expected=STEPS)
-    assert steps == list(range(1, STEPS + 1))
+    assert steps == sorted(set(steps))
+    assert len(set(range(1, STEPS + 1)) - set(steps)) <= 1
     for step, rate in rates.items():
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / STEPS)
         assert rate == pytest.approx(3e-3 * min((step + 1) / 20, cosine)), step
