@@ -20,7 +20,7 @@ from support.lanes.hung import Hung
 from support.lanes.turns import Turns
 from support.processes.forked import Forked
 from support.rendezvous.etcd_server import EtcdCluster
-from testcluster import handle, packages, programs, project, stores
+from testcluster import handle, images, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
@@ -33,6 +33,7 @@ FIXTURE_PROGRAMS = {
     "gcs_server": programs.fake_gcs_server,
     "azure_server": stores.azurite,
     "etcd_program": programs.etcd,
+    "kube_router_image": images.kube_router,
     "slurm_programs": lambda: packages.ensure(packages.SLURM, "the tests marked slurm"),
 }
 
@@ -225,6 +226,14 @@ def project_images(kind_cluster: handle.Cluster) -> tuple[str, str]:
     if not kind_cluster.external:  # an external cluster pulls them under the same names
         kind_cluster.load_project()
     return project.OPERATOR, project.DIGITS
+
+
+@pytest.fixture(scope="session")
+def kube_router_image(kind_cluster: handle.Cluster) -> str:
+    """Its tag, on every node. Its first build takes ten minutes, so that it is built before the first test."""
+    tag = images.kube_router()
+    kind_cluster.load(tag)
+    return tag
 
 
 @pytest.fixture

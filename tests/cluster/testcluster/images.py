@@ -12,6 +12,7 @@ from testcluster.proc import run
 KUBERNETES_TAG = f"v{versions.KUBERNETES}"
 PATH_ENV = "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PODNET = "everstep-test/podnet:v1"
+KUBE_ROUTER = "everstep-test/kube-router:v1"
 S3 = "everstep-test/versitygw:v1"  # fixed names: manifests refer to them
 
 
@@ -42,10 +43,11 @@ def _alone(tag: str, program: Path, at: str) -> str:
     return tag
 
 
-def _with_iptables(tag: str, program: Path) -> str:
-    """An image of `program` and the iptables that it calls."""
-    root = rootfs.iptables()
-    base = docker.image("iptables", (root.parent.name,), lambda made: docker.import_tar(root, made, f"ENV {PATH_ENV}"))
+def _with_iptables(tag: str, program: Path, root: Path | None = None) -> str:
+    """An image of `program` and the iptables that it calls; `root` has more than iptables."""
+    root = root or rootfs.iptables()
+    name = root.parent.parent.name.removeprefix("rootfs-")
+    base = docker.image(name, (root.parent.name,), lambda made: docker.import_tar(root, made, f"ENV {PATH_ENV}"))
 
     def make(made: str) -> None:
         with tempfile.TemporaryDirectory(dir=cache.root()) as folder:
@@ -84,3 +86,8 @@ def system() -> list[str]:
 
 def s3() -> str:
     return _alone(S3, programs.versitygw(), "usr/local/bin/versitygw")
+
+
+def kube_router() -> str:
+    """For `manifests/firewall.yaml`; no node has it from the start."""
+    return _with_iptables(KUBE_ROUTER, programs.kube_router(), rootfs.ipset())

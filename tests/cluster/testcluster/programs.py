@@ -122,6 +122,11 @@ def fake_gcs_server() -> Path:
     return _installed("fake-gcs-server", "github.com/fsouza/fake-gcs-server", versions.FAKE_GCS_SERVER)
 
 
+def kube_router() -> Path:
+    """The firewall that enforces NetworkPolicies, where a test starts it: ten minutes' build on a busy machine."""
+    return _installed("kube-router", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", versions.KUBE_ROUTER)
+
+
 def link_all() -> Path:
     """`<cache>/bin`, a folder of links to the current programs that users put in front of their PATH."""
     folder = cache.root() / "bin"

@@ -48,11 +48,21 @@ def python() -> Path:
 
 
 def iptables() -> Path:
-    """The least that kube-proxy and podnet need. "extract" runs no maintainer scripts, so links are made here."""
+    """The least that kube-proxy and podnet need."""
+    return _tables("rootfs-iptables", "iptables busybox-static")
+
+
+def ipset() -> Path:
+    """The least that kube-router's firewall needs."""
+    return _tables("rootfs-ipset", "iptables ipset busybox-static")
+
+
+def _tables(name: str, include: str) -> Path:
+    """The variant `extract` runs no maintainer scripts, so links are made here."""
     return _bootstrap(
-        "rootfs-iptables",
+        name,
         "extract",
-        "iptables busybox-static",
+        include,
         (
             f'--extract-hook=for n in {IPTABLES_NAMES}; do ln -sf xtables-nft-multi "$1/usr/sbin/$n"; done',
             '--extract-hook=mkdir -p "$1/bin" "$1/tmp"; for n in sh cat ls ip; do ln -sf busybox "$1/bin/$n"; done',
