@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from everstep.data import Shard, ShardedDataset, Stream
+from everstep.data import ElasticLoader, Shard, ShardedDataset, Stream
 from everstep.data.common import facts_of, is_comparable, places, read_samples
 from everstep.data.sketches import differ, sketch, stored
 
@@ -180,6 +180,31 @@ def test_workers_read_the_same_and_this_process_opens_nothing_then(workers: int,
     assert (str(os.getpid()) in readers) is (workers == 0)
     plain = read_samples(Of(lambda index: (torch.rand(2), index)))
     assert not any(differ(found[i], plain[i]) for i in plain)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_reading_disturbs_no_worker_that_reads_from_the_same_open_file(begun: bool, tmp_path: Path) -> None:
+    """A file that the dataset opened before its one worker was forked has one position for all processes."""
+    (tmp_path / "numbers").write_bytes(bytes(range(200)))
+    with (tmp_path / "numbers").open("rb", buffering=0) as file:
+
+        def read(index: int) -> int:
+            file.seek(index)
+            time.sleep(0.005)  # another process that moves the position does so here
+            return file.read(1)[0]
+
+        loader = ElasticLoader(
+            Of(read, 200), global_batch=4, shuffle=False, rank=0, world_size=1, num_workers=1,
+            multiprocessing_context="fork", prefetch_factor=8,
+        )  # fmt: skip
+        batches = iter(loader)
+        got = next(batches).data.tolist() if begun else []
+        sketches = loader.sketches()
+        got += [one for batch in batches for one in batch.data.tolist()]
+    assert got == list(range(200))
+    alone = read_samples(Of(lambda index: index, 200))
+    assert sketches.keys() == alone.keys()
+    assert not any(differ(sketches[i], alone[i]) for i in alone)
 
 
 def test_sample_that_is_another_each_time_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:

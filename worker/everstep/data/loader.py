@@ -269,6 +269,9 @@ class ElasticLoader:
         """Sketches of a few samples, by index; none where they are not to be compared. Reads them anew."""
         if not self._compares:
             return {}
+        if self._options["num_workers"] == 1:
+            # A file that the dataset opened has one position for all forked workers: right where only one reads.
+            self.close()
         names = ("num_workers", "multiprocessing_context", "worker_init_fn")
         return read_samples(self._dataset, **{name: self._options[name] for name in names})
 
