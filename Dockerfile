@@ -4,14 +4,14 @@
 #
 #   docker build --target operator -t everstep/operator .
 #
-# Both bases default to python:3.11-slim. The test cluster gives bases that hold the dependencies already, and
-# PIP_OPTIONS that let pip install nothing else. It also gives LOCKED="", as one may whose base holds other versions than
-# the locked ones and is to keep them.
+# Both bases default to one release of python:3.11-slim, by its digest. `docker buildx imagetools inspect` prints that of a
+# newer one. The test cluster gives bases that hold the dependencies already, and PIP_OPTIONS that let pip install nothing
+# else. It also gives LOCKED="", as one may whose base holds other versions than the locked ones and is to keep them.
 # Written for BuildKit and for the builder of Docker 20.10 alike.
 #
 # requirements/ has the exact versions and hashes of all that is installed but torch, which has a build for each kind of
-# GPU, and what torch needs: TORCH is its version. `make lock` renews them. A base is exact if BASE names it by digest.
-ARG BASE=python:3.11-slim
+# GPU, and what torch needs: TORCH is its version. `make lock` renews them.
+ARG BASE=python:3.11.15-slim-bookworm@sha256:b18992999dbe963a45a8a4da40ac2b1975be1a776d939d098c647482bcad5cba
 ARG OPERATOR_BASE=${BASE}
 ARG WORKER_BASE=${BASE}
 

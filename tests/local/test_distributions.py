@@ -120,6 +120,11 @@ def locked(name: str) -> dict[str, str]:
     return {r.name: str(r.specifier)[2:] for r in lines if r.marker is None or r.marker.evaluate()}
 
 
+def test_image_begins_with_one_base_and_not_with_a_tag_that_moves() -> None:
+    bases = re.findall(r"^ARG BASE=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert [re.sub("[0-9a-f]{64}$", "", base) for base in bases] == ["python:3.11.15-slim-bookworm@sha256:"]
+
+
 @pytest.mark.parametrize("name", LOCKS)
 def test_lock_of_an_image_has_what_the_distributions_ask_for(name: str) -> None:
     versions, wrong = locked(name), []
