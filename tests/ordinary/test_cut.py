@@ -77,7 +77,7 @@ def test_agent_of_each_replica_replaces_its_own_process(
         flags=("--nproc-per-node=2", "--max-restarts=0"), environ=_environ(tmp_path, kill),
     ) as job:  # fmt: skip
         job.start(2)
-        job.until(lambda: all(a.process.poll() is not None for a in job.agents), "the agents do not end")
+        job.until(lambda: all(a.process.poll() is not None for a in job.agents), "the agents do not end", LIMIT)
         assert [a.process.poll() for a in job.agents] == [0, 0]
     assert (tmp_path / "killed").exists()
     assert differences(found(tmp_path), undisturbed(folder, "tensor_parallel")) == ""
