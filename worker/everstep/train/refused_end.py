@@ -2,18 +2,32 @@
 
 A script may catch every error and print it. Its process would end with exit code 0, and its job as a success that was
 none. Invariant: a run that is complete, of the same process and begun later, takes the refusal back.
+
+Stock torchrun starts a refused script again, as often as it may. It keeps the error files of the first start. So a
+later start finds there that the script was refused, and is refused at once, before it builds a model or reads data.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
 
 from everstep.checkpoint.save import at_exit
-from everstep.contract import error_file, refusal, termination
+from everstep.contract import env, error_file, refusal, termination
+
+_STARTS: Final = "TORCHELASTIC_RESTART_COUNT"
+_FIRST: Final = "attempt_0"  # torchrun's folder of the error files of the first start
+_MOST_READ: Final = 1 << 20  # bytes of an error file
+
+
+class RefusedBefore(refusal.Refusal):
+    """An earlier start of this script, by the same torchrun, was refused in its first steps."""
 
 
 class _Process:
@@ -42,6 +56,36 @@ def stands(error: BaseException | None) -> None:
 def settled() -> None:
     """A run of this process is complete."""
     _Process.refused = None
+
+
+def check_first_start(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `RefusedBefore` if torchrun has started this script before, and it was refused in its first steps."""
+    starts, path = environ.get(_STARTS, ""), environ.get(error_file.PATH, "")
+    if env.AGENT_SOCKET in environ or starts in ("", "0") or not path:
+        return  # the first start, or under an agent that knows what a refusal is
+    attempt = Path(path).parent.parent
+    if attempt.name != f"attempt_{starts}":
+        return
+    for file in sorted(attempt.with_name(_FIRST).glob("*/error.json")):
+        if (said := _refused_in(file)) is not None:
+            error = RefusedBefore(
+                f"{said} (This is restart {starts}, and the script was refused when it was started first. torchrun "
+                "restarts whatever fails: correct the script and start it again; --max-restarts=0 saves the restarts)"
+            )
+            stands(error)
+            raise error
+
+
+def _refused_in(file: Path) -> str | None:
+    """What an error file says, if it is that of a refusal in the first steps."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        if file.stat().st_size > _MOST_READ:
+            return None
+        message = json.loads(file.read_text())["message"]
+        steps = message["extraInfo"]["refusedAfter"]
+        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= termination.FIRST_STEPS:
+            return str(message["message"])
+    return None
 
 
 @atexit.register

@@ -82,6 +82,7 @@ def start(
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         compare_gradients = options.pop("rehearsal")
     torch_names.check_once()
+    refused_end.check_first_start()
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:

@@ -1,0 +1,70 @@
+"""A refused script under stock torchrun, which restarts whatever fails: each further start is refused at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)
+
+SCRIPT = """
+import os, sys
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import everstep
+
+def note(what):
+    with open(os.path.join(sys.argv[1], what + os.environ["RANK"]), "a") as file:
+        file.write("x")
+
+def train():
+    with everstep.start(None) as run:
+        note("started")
+        model = DistributedDataParallel(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        mine = torch.arange(64.0).reshape(64, 1)[torch.randperm(64, generator=torch.Generator().manual_seed(run.rank))]
+        loader = run.loader(torch.utils.data.TensorDataset(mine), global_batch=4)
+        for step in run.steps(loader, until=20):
+            with step as batch:
+                (x,) = batch.data
+                batch.scale(model(x).mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+note("begun")
+try:
+    train()
+except Exception as e:
+    CATCHES
+"""
+CATCHES = {
+    "raised from it": "raise RuntimeError('training failed') from e",
+    "caught": "print('went wrong:', type(e).__name__)",
+}
+
+
+@pytest.mark.parametrize("catches", CATCHES)
+def test_start_after_a_refusal_is_refused_at_once_with_its_sentence(catches: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("CATCHES", CATCHES[catches]))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "--max-restarts", "2", str(script), str(tmp_path),
+        ],
+        capture_output=True, text=True, timeout=380, check=False, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr[-3000:]
+    begun, started = ((tmp_path / f"{name}0").read_text() for name in ("begun", "started"))
+    assert (begun, started) == ("xxx", "x")  # torchrun starts it three times; the last two build no model
+    said = [line for line in done.stderr.splitlines() if "everstep: refused: " in line]
+    assert all("rank 1 reads another sample than rank 0 under index 0" in line for line in said), said
+    assert "RefusedBefore" in said[-1]
+    assert "--max-restarts" in said[-1]
+    assert not [line for line in said[:2] if "RefusedBefore" in line]
