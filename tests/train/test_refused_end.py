@@ -33,6 +33,19 @@ OTHER = "\ntrain(2)\nmodel = torch.nn.Linear(3, 2)\noptimizer = torch.optim.SGD(
 CAUGHT = "\ntry:\n    train(4)\nexcept Exception as e:\n    print('caught', type(e).__name__)\n"
 EXITS = "\ntry:\n    train(4)\nexcept Exception as e:\n    raise SystemExit(0)\n"
 OF_A_THREAD = "\nimport threading\nt = threading.Thread(target=train, args=(4,))\nt.start()\nt.join()\n"
+# Outside of any run.
+BARE_THREAD = """
+import threading
+start = everstep.start  # such a script is meant; its module is imported here
+def reads():
+    try:
+        everstep.Checkpointer(sys_argv[1]).restore({"model": model, "optimizer": optimizer})
+    except Exception as e:
+        raise RuntimeError("the thread has failed") from e
+t = threading.Thread(target=reads)
+t.start()
+t.join()
+"""
 IN_A_STEP = """
 with everstep.start(None) as run:
     run.track(model=model, optimizer=optimizer)
@@ -66,6 +79,23 @@ def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(scr
     assert "refused_after" in record
     assert "everstep: refused: " in done.stderr.splitlines()[-1]
     assert str(record["error"]).partition(": ")[2][:40] in done.stderr.splitlines()[-1]
+
+
+def test_refusal_that_ends_a_thread_outside_of_any_run_fails_the_process(tmp_path: Path) -> None:
+    """The interpreter prints it and goes on: the process ended with 0."""
+    ends(tmp_path, "\ntrain(2)\n")
+    done, (record, *_) = ends(tmp_path, OTHER.replace("\ntrain(2)\n", "") + BARE_THREAD)
+    assert done.returncode == 1, done.stderr
+    assert record["refused_after"] == 0
+    said = [line for line in done.stderr.splitlines() if "everstep: refused: StateMismatch: " in line]
+    assert len(said) == 2, done.stderr
+    assert [said[0], said[1]] == [done.stderr.splitlines()[0], done.stderr.splitlines()[-1]]
+
+
+def test_refusal_of_a_thread_beside_a_run_that_is_complete_fails_nothing(tmp_path: Path) -> None:
+    done, records = ends(tmp_path, OTHER + BARE_THREAD)
+    assert (done.returncode, records) == (0, []), done.stderr
+    assert "the thread has failed" in done.stderr
 
 
 def test_functions_of_atexit_run_once_each_where_the_exit_code_is_set_at_the_end(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ class _Process:
 
     refused: BaseException | None = None
     pid = 0
+    complete = False  # a run of this process
 
 
 @contextlib.contextmanager
@@ -55,7 +57,7 @@ def stands(error: BaseException | None) -> None:
 
 def settled() -> None:
     """A run of this process is complete."""
-    _Process.refused = None
+    _Process.refused, _Process.complete = None, True
 
 
 def check_first_start(environ: Mapping[str, str] = os.environ) -> None:
@@ -86,6 +88,25 @@ def _refused_in(file: Path) -> str | None:
         if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= termination.FIRST_STEPS:
             return str(message["message"])
     return None
+
+
+def _watch_threads() -> None:
+    """The interpreter prints an error that ends a thread, and goes on. A refusal among them stands as others do, unless
+    a run is complete already: then the thread does something beside the training."""
+    previous = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or isinstance(args.exc_value, SystemExit) or _Process.complete:
+            previous(args)
+            return
+        stands(args.exc_value)
+        with refusal.framed(args.exc_value):
+            previous(args)
+
+    threading.excepthook = hook
+
+
+_watch_threads()
 
 
 @atexit.register
