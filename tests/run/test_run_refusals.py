@@ -35,6 +35,61 @@ with everstep.start() as run:
             optimizer.zero_grad()
 """
 MOVES = 1 + SCRIPT.splitlines().index("            optimizer.step()")
+# Each rank has shuffled its data for itself.
+APART = """
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import everstep
+
+with open("starts", "a") as file:
+    file.write(os.environ["EVERSTEP_WORKER_INDEX"] + "\\n")
+
+def train():
+    with everstep.start() as run:
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        mine = torch.Generator().manual_seed(int(os.environ["EVERSTEP_WORKER_INDEX"]))
+        order = torch.randperm(128, generator=mine)
+        data = torch.utils.data.TensorDataset(torch.arange(128.0)[order].reshape(64, 2))
+        loader = run.loader(data, global_batch=4)
+        for step in run.steps(loader, until=100):
+            with step as batch:
+                (x,) = batch.data
+                batch.scale(model(x).mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+# The commits are of another model: `ANOTHER` has made them.
+MISMATCH = APART.replace("randperm(128, generator=mine)", "arange(128)")
+ANOTHER = """
+import sys, torch, everstep
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with everstep.start(sys.argv[1], every_steps=1) as run:
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=2):
+        with step:
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+CALLS = {
+    "raised": "train()",
+    "raised from": """
+try:
+    train()
+except Exception as e:
+    raise RuntimeError("training failed") from e
+""",
+    "caught": """
+try:
+    train()
+except Exception as e:
+    print("went wrong", type(e).__name__)
+""",
+}
 JOB = """
 apiVersion: everstep.dev/v1alpha1
 kind: TrainingJob
@@ -48,6 +103,39 @@ spec:
 """
 
 
+def run_job(folder: Path, script: str, backend: str = "everstep", launcher: str = "everstep-run") -> Path:
+    """The folder of the run's output; it has failed, because its script is refused."""
+    (folder / "train.py").write_text(script)
+    (folder / "job.yaml").write_text(JOB.replace("BACKEND", backend).replace("LAUNCHER", launcher))
+    out = folder / "out"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "everstep.cli.main", "run", "job.yaml", "--plain", "--out", str(out),
+            "--checkpoint", str(folder / "commits"),
+        ],
+        capture_output=True, text=True, timeout=200, check=False, cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
+    return out
+
+
+def refused_once(folder: Path, out: Path) -> str:
+    """What the status says of it; each worker was started once, and nothing was charged."""
+    status = json.loads((out / "status.json").read_text())["raw_status"]
+    said = status["failure"]["message"]
+    assert said.startswith("ScriptRefused: worker "), said
+    assert said.endswith("correct the script and create the job again")
+    (failed,) = (c for c in status["conditions"] if c["type"] == "Failed")
+    assert (failed["status"], failed["reason"], failed["message"]) == ("True", "ScriptRefused", said)
+    assert status["restarts"]["total"] == 0
+    assert sorted((folder / "starts").read_text().split()) == ["0", "1"]
+    events = [e.reason for e in History.load(out / "history.jsonl") if isinstance(e, EventSeen)]
+    assert events.count("ScriptRefused") == 1
+    assert "WorkerLost" not in events
+    return str(said)
+
+
 @pytest.mark.parametrize(
     ("backend", "launcher"),
     [("everstep", "everstep-run"), pytest.param("c10d", "torchrun", marks=pytest.mark.long)],
@@ -55,29 +143,33 @@ spec:
 def test_script_that_is_refused_in_its_first_step_fails_its_job_after_one_start_of_each_worker(
     backend: str, launcher: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "job.yaml").write_text(JOB.replace("BACKEND", backend).replace("LAUNCHER", launcher))
-    out = tmp_path / "out"
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "everstep.cli.main", "run", "job.yaml", "--plain", "--out", str(out),
-            "--checkpoint", str(tmp_path / "commits"),
-        ],
-        capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    status = json.loads((out / "status.json").read_text())["raw_status"]
-    said = status["failure"]["message"]
-    assert said.startswith("ScriptRefused: worker "), said
+    said = refused_once(tmp_path, run_job(tmp_path, SCRIPT, backend, launcher))
     assert "LoopError: " in said
     assert "Write run.track(optimizer=optimizer)" in said
     assert f"train.py:{MOVES}" in said
-    assert said.endswith("correct the script and create the job again")
-    (failed,) = (c for c in status["conditions"] if c["type"] == "Failed")
-    assert (failed["status"], failed["reason"], failed["message"]) == ("True", "ScriptRefused", said)
-    assert status["restarts"]["total"] == 0
-    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
-    events = [e.reason for e in History.load(out / "history.jsonl") if isinstance(e, EventSeen)]
-    assert events.count("ScriptRefused") == 1
-    assert "WorkerLost" not in events
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_ranks_of_different_data_are_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
+    out = run_job(tmp_path, APART + CALLS[call])
+    assert "rank 1 reads another sample than rank 0 under index 0" in refused_once(tmp_path, out)
+    framed(out, "rank 1 reads another sample than rank 0 under index 0")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_commit_of_another_model_is_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
+    (tmp_path / "another.py").write_text(ANOTHER)
+    subprocess.run([sys.executable, "another.py", str(tmp_path / "commits")], check=True, timeout=120, cwd=tmp_path)
+    out = run_job(tmp_path, MISMATCH + CALLS[call])
+    assert "StateMismatch: " in refused_once(tmp_path, out)
+    framed(out, "StateMismatch: ")
+
+
+def framed(out: Path, sentence: str) -> None:
+    """A log of a worker that was refused has the sentence first and last of what its process said of the error."""
+    logs = [file.read_text(errors="replace").splitlines() for file in out.rglob("*.log")]
+    found = [[n for n, line in enumerate(log) if "everstep: refused: " in line] for log in logs]
+    assert any(found), logs
+    for log, lines in zip(logs, found, strict=True):
+        assert all(sentence in log[n] for n in lines), log
+        assert not lines or all(lines[0] <= n for n, line in enumerate(log) if "Traceback (most recent" in line), log
