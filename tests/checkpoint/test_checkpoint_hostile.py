@@ -291,13 +291,16 @@ def optimizer(body: Json) -> Json:
         lambda b: optimizer(b).update(param_groups=[{}]),
     ],
 )
-def test_values_of_an_optimizer_without_its_groups_are_refused_by_its_name(change: Any) -> None:
+def test_values_of_an_optimizer_without_its_groups_are_refused_by_its_name(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     store = store_with(changed(change))
     with (
         everstep.Checkpointer(store=store, on_event=lambda *_, **__: None) as run,
         pytest.raises(StateMismatch, match="optimizer: the commit's values for it are malformed"),
     ):
         run.restore(state(0.0))
+    assert "in _add\n" in caplog.text, "the log has the places, also where the fault is ours"
 
 
 def test_deep_values_are_stepped_over() -> None:

@@ -6,6 +6,8 @@ with every name that is at fault, while the state is still as it was; and no val
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
@@ -23,6 +25,8 @@ from everstep.checkpoint.state.memory import crossed
 from everstep.checkpoint.state.modules import bare, buffer_names, is_free, migrated, unset_buffers
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
 from everstep.checkpoint.state.union import Union, inside
+
+log = logging.getLogger("everstep.checkpoint")
 
 
 def fit(
@@ -93,6 +97,8 @@ class _Fitting:
         try:
             self._add(key, marked, body)
         except MALFORMED as e:
+            # A fault of ours would be taken for one of the commit. The places alone: a message may quote the commit.
+            log.error("%r: values that cannot be read:\n%s", key, "".join(traceback.format_tb(e.__traceback__)))
             self.found.problems.append(f"{key}: the commit's values for it are malformed ({e!r})")
 
     def _add(self, key: str, marked: Any, body: Body) -> None:
