@@ -71,7 +71,7 @@ def differ(one: Sketch, other: Sketch) -> bool:
 def _apart(one: Values, other: Values) -> bool:
     if one.elements != other.elements:
         return True
-    near = next(relative for most, relative in _NEAR if one.elements <= most)
+    near = _near(one.elements)
     rounding = 0.0
     if one.large != other.large:
         rounding = max(one.rounding, other.rounding) * max(one.largest, other.largest)
@@ -88,6 +88,10 @@ def _apart(one: Values, other: Values) -> bool:
         if any(abs(a - b) > allowed for a, b in zip(mine[2:], theirs[2:], strict=True)):
             return True
     return False
+
+
+def _near(elements: int) -> float:
+    return next(relative for most, relative in _NEAR if elements <= most)
 
 
 def _feed(value: Any, digest: Any, floats: list[Floats], left_out: set[str], depth: int) -> None:
@@ -175,10 +179,10 @@ def _values(flat: Floats) -> Values:
             edge = 10.0**exponent
             below = np.where(size < edge, flat, 0.0)
             decades[str(exponent)] = _projected(below * (1 - np.abs(below) / edge), below)
-    near = next(relative for most, relative in _NEAR if flat.size <= most)
     with np.errstate(over="ignore"):
         is_double = flat.size <= _NEAR[1][0] and not bool(np.all(flat.astype(np.float32) == flat))
-    return Values(flat.size, float(inside.max(initial=0.0)), _NEAR_DOUBLE if is_double else near, large, decades)
+    rounding = _NEAR_DOUBLE if is_double else _near(flat.size)
+    return Values(flat.size, float(inside.max(initial=0.0)), rounding, large, decades)
 
 
 def _projected(weighed: Floats, below: Floats) -> list[float]:
