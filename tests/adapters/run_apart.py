@@ -2,8 +2,11 @@
 
     run_apart.py FRAMEWORK WAY FOLDER [loop | caught]
 
-`WAY`: "split" (each rank has shuffled its data for itself), "drift" (a rank moves a parameter by hand), "thaw" (a layer
-that was frozen when DDP was made is trained later), "buffers" (DDP does not send them), "" (nothing is wrong).
+`WAY`: "split" (each rank has shuffled its data for itself), "drift" (a rank moves a parameter by hand), "thaw" (a
+layer that was frozen when DDP was made is trained later), "buffers" (DDP does not send them), "norms" (those of
+BatchNorm, not sent either), "sent" (those of BatchNorm, which DDP sends), "stream" (each rank reads a stream of its
+own), "shards" (of a ShardedDataset that each rank has shuffled for itself), "fsdp" (the model is sharded), "local"
+(Accelerate's LocalSGD, which averages after each second step), "" (nothing is wrong).
 """
 
 # ruff: noqa: PLC0415  only one of the frameworks is imported
@@ -13,13 +16,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from everstep.data import Shard, ShardedDataset
 from support.adapters.split import Split, module_of
 
 FRAMEWORK, WAY, FOLDER, KIND = sys.argv[1], sys.argv[2], Path(sys.argv[3]), "".join(sys.argv[4:])
@@ -27,8 +32,22 @@ RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 STEPS = 6
 
 
-def split() -> Split:
-    return Split(RANK if WAY == "split" else 0)
+NOT_SENT = WAY in ("buffers", "norms")
+
+
+class Own(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = Split(RANK)
+        return (data[index] for index in range(len(data)))
+
+
+def split() -> Any:
+    if WAY == "stream":
+        return Own()
+    data = Split(RANK if WAY in ("split", "shards") else 0)
+    if WAY != "shards":
+        return data
+    return ShardedDataset([Shard("only", len(data))], lambda _: [data[k] for k in range(len(data))])
 
 
 class Net(torch.nn.Module):
@@ -39,11 +58,12 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(4, 1)
         self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(()))
+        self.norm = torch.nn.BatchNorm1d(4) if WAY in ("norms", "sent") else torch.nn.Identity()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         if WAY == "buffers":
             self.mean = self.mean + x.mean()
-        y = self.head(self.body(x))
+        y = self.head(self.norm(self.body(x)))
         return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
 
     def disturb(self, step: int) -> None:
@@ -67,7 +87,7 @@ def huggingface() -> None:
     net = Net()
     args = TrainingArguments(
         str(FOLDER / "trainer"), max_steps=STEPS, per_device_train_batch_size=4, save_strategy="no",
-        report_to="none", use_cpu=True, disable_tqdm=True, ddp_broadcast_buffers=WAY != "buffers", optim="sgd",
+        report_to="none", use_cpu=True, disable_tqdm=True, ddp_broadcast_buffers=not NOT_SENT, optim="sgd",
     )  # fmt: skip
     callback = EverstepCallback(str(FOLDER / "commits"), every_steps=100)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
@@ -91,36 +111,38 @@ def lightning() -> None:
     module = module_of(Net(), partial(torch.optim.SGD, lr=1e-2))
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False,
-        strategy=DDPStrategy(broadcast_buffers=WAY != "buffers"), enable_checkpointing=False,
+        strategy=DDPStrategy(broadcast_buffers=not NOT_SENT), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(FOLDER),
         callbacks=[EverstepCallback(str(FOLDER / "commits"), every_steps=100), Disturbing()],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(split(), batch_size=4, shuffle=True))
+    trainer.fit(module, DataLoader(split(), batch_size=4, shuffle=WAY != "stream"))
 
 
 def accelerate() -> None:
     from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.utils import DataLoaderConfiguration
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
     from everstep.train.adapters.accelerate import start
 
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=WAY != "buffers")],
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=not NOT_SENT)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if WAY == "fsdp" else None,
     )  # fmt: skip
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    loader = DataLoader(split(), batch_size=4, shuffle=True)
+    loader = DataLoader(split(), batch_size=4, shuffle=WAY != "stream")
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    with start(
-        accelerator, str(FOLDER / "commits"), every_steps=100, model=model, optimizer=optimizer, loader=loader
-    ) as run:
+    run = start(accelerator, str(FOLDER / "commits"), every_steps=100, model=model, optimizer=optimizer, loader=loader)
+    with run, LocalSGD(accelerator, model, local_sgd_steps=2, enabled=WAY == "local") as local:
 
         def learn(batch: Any) -> None:
             net.disturb(run.completed)
             accelerator.backward(model(**batch)["loss"])
             optimizer.step()
             optimizer.zero_grad()
+            local.step()
 
         for _ in run.epochs(2):
             if KIND == "loop":

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from everstep.checkpoint import SettingUnusable
 
 
 def known_order(loader: Any) -> None:
     """Raises `SettingUnusable` unless the order of `loader`'s samples follows from a seed and the epoch."""
+    if isinstance(dataset := getattr(loader, "dataset", None), IterableDataset):
+        dataset = getattr(dataset, "dataset", dataset)  # Accelerate's own divides it among the ranks
+        raise SettingUnusable(
+            f"{type(dataset).__name__} is an IterableDataset, which has no position from which a run could go on. Pass "
+            "a dataset with __len__ and __getitem__, or everstep.data.ElasticLoader(everstep.data.Stream(dataset, "
+            "length), global_batch=…)"
+        )
     if not hasattr(loader, "total_batch_size"):
         raise SettingUnusable(
             f"{type(loader).__name__}: a DataLoader that accelerator.prepare() returned, or an everstep.data."

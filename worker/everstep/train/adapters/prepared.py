@@ -18,6 +18,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import send_to_device
+from torch.utils.data import IterableDataset
 
 from everstep.contract import refusal
 from everstep.data import Batch, DataError, ElasticLoader
@@ -26,6 +27,7 @@ from everstep.data.takeover import TakenOver
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.train.adapters import accelerated
+from everstep.train.adapters.order import known_order
 from everstep.train.adapters.own_loop import OwnLoop
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
@@ -220,6 +222,8 @@ class Prepared:
 
 def _base(loader: Any) -> Any:
     """The DataLoader inside a prepared one. Raises `LoopError`."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        known_order(loader)
     if type(loader) is not DataLoaderShard:
         raise LoopError(
             f"start(loader=…): {type(loader).__qualname__}: a DataLoader that accelerator.prepare() returned is "

@@ -14,6 +14,7 @@ ranks compare a number. Invariant: ranks compare at the same steps, and raise to
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Replicas:
         frees: bool = True,
     ) -> None:
         self._shape = shape or Shape()
-        self._frees = frees
+        self._frees, self._parallel = frees, weakref.WeakSet(parallel)
         parallels = {id(p) for ddp in parallel for p in cared_for(ddp)}
         own = [(name, p) for name, p in _trainable(state) if id(p) not in parallels][:TENSORS]
         # Parameters that tensor parallelism has sharded, or keeps whole on each rank of a replica: DDP does not average
@@ -105,6 +106,13 @@ class Replicas:
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
         differing = self._first_of([*self._own, *self._averaged], same)
+        if any(not ddp.require_backward_grad_sync for ddp in self._parallel):
+            raise LoopError(
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
+                "among them: the step was taken inside of `with model.no_sync():`, so no gradients were averaged. "
+                "Accelerate's LocalSGD is such a block. A commit would hold the parameters of one rank. Leave LocalSGD "
+                "out (or pass enabled=False), and call the last backward() of a step outside of no_sync()"
+            )
         if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
                 f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
