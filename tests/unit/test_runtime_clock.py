@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from everstep_operator.runtime.clock import SystemClock, wait_event, within
+from everstep_operator.runtime.clock import SystemClock, shielded_cleanup, wait_event, within
 from everstep_operator.runtime.parallel import Done, Failed, run_bounded
 from support.clocks.manual import ManualClock
 
@@ -39,6 +39,45 @@ async def test_work_that_outlives_its_limit_is_cancelled() -> None:
     with pytest.raises(TimeoutError, match="within 3 s"):
         await waiting
     assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "cancellations", "raised"),
+    [
+        (None, 0, None),
+        (None, 2, asyncio.CancelledError),
+        (ValueError, 0, ValueError),
+        (ValueError, 2, ValueError),
+        (asyncio.CancelledError, 1, asyncio.CancelledError),
+    ],
+)
+async def test_cleanup_goes_to_its_end_and_no_cancellation_replaces_an_error(
+    error: type[BaseException] | None, cancellations: int, raised: type[BaseException] | None
+) -> None:
+    begun, may_end, steps = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def clean() -> None:
+        steps.append("begun")
+        begun.set()
+        await may_end.wait()
+        steps.append("ended")
+
+    async def run() -> None:
+        async with shielded_cleanup(clean):
+            if error is not None:
+                raise error
+
+    task = asyncio.create_task(run())
+    await begun.wait()
+    for _ in range(cancellations):
+        task.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    assert steps == ["begun", "ended"]
+    assert type(outcome) is (raised or type(None))
 
 
 async def test_cancelling_the_wait_cancels_the_work() -> None:

@@ -32,7 +32,7 @@ from everstep_local.kubelet.starter import Host, Starter, own_host, start_error,
 from everstep_local.kubelet.status_reporter import StatusReporter
 from everstep_operator.kube.errors import Conflict, KubeError, NotFound
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.runtime.clock import cancel, wait_event
+from everstep_operator.runtime.clock import cancel, shielded_cleanup, wait_event
 
 log = logging.getLogger(__name__)
 
@@ -107,20 +107,9 @@ class PodRun:
 
     async def run(self) -> None:
         reporter = asyncio.create_task(self._reporter.run())
-        cancelled = False
-        try:
+        # A second cancellation must not leave this in the middle. It has a bound: the processes are killed.
+        async with shielded_cleanup(lambda: self._end(reporter)):
             await self._live()
-        finally:
-            # A second cancellation must not leave this in the middle. It has a bound: the processes were killed.
-            ending = asyncio.create_task(self._end(reporter))
-            while not ending.done():
-                try:
-                    await asyncio.shield(ending)
-                except asyncio.CancelledError:
-                    cancelled = True
-            if cancelled:
-                raise asyncio.CancelledError
-            ending.result()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end(self, reporter: asyncio.Task[None]) -> None:

@@ -8,7 +8,8 @@ clock, whose readings are never compared with these.
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
@@ -75,3 +76,28 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def shielded_cleanup(work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run `work` to its end when the block is left, however often the task is cancelled meanwhile; so it needs a bound
+    of its own. That cancellation is raised afterwards. It never replaces an error of the block."""
+    try:
+        yield
+    except BaseException:
+        await _to_its_end(work())
+        raise
+    if await _to_its_end(work()):
+        raise asyncio.CancelledError
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the task was cancelled meanwhile."""
+    running, cancelled = asyncio.ensure_future(work), False
+    while not running.done():
+        try:
+            await asyncio.wait((running,))
+        except asyncio.CancelledError:
+            cancelled = True
+    running.result()
+    return cancelled

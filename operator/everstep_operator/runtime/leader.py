@@ -239,8 +239,8 @@ class LeaderElector:
             log.warning("lease attempt failed", extra={"lease": self._name, "error": str(error)})
 
     async def _acquire_or_renew(self, sent: float) -> None:
-        if (held := self._held()) is not None:
-            body = self._body(held, epoch=held.spec.lease_transitions or 0)
+        if (written := self._last_written()) is not None:
+            body = self._body(written, epoch=written.spec.lease_transitions or 0)
             try:
                 self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
                 return
@@ -264,7 +264,7 @@ class LeaderElector:
                 return
         self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
 
-    def _held(self) -> Lease | None:
+    def _last_written(self) -> Lease | None:
         """The Lease as this leader wrote it last; None unless it leads. A renewal needs no look: the API server refuses
         it if the Lease has changed since."""
         match self.state(), self._seen:
