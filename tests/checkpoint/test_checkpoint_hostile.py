@@ -232,6 +232,7 @@ KNOWN: list[Callable[[Json], object]] = [
     lambda b: b["values"]["state"]["epoch"].update(tree={"$bytes": "\x00"}),
     lambda b: b["values"].update(ranks=1), lambda b: b["values"].update(ranks=[1]),
     lambda b: b["values"].update(metrics={"loss": "low"}), lambda b: b["values"].update(nonfinite=1),
+    lambda b: b["values"].update(metrics={"loss": 10**400}),
     lambda b: b.update(entries=[]), lambda b: first_entry(b).update(shape=[2] * 65),
     lambda b: first_entry(b)["pieces"][0].update(shape=[-1, 3]), lambda b: first_entry(b).update(dtype="F4"),
     lambda b: b["shards"][0].update(path="data/../log/000000000000.json"), lambda b: b.update(step=10**400),

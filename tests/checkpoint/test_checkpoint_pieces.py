@@ -69,6 +69,15 @@ READERS: dict[str, tuple[str, bytes, Callable[[ObjectStore], object], object]] =
 }  # fmt: skip
 
 
+def test_integer_of_another_hand_that_no_float_can_hold_is_no_number() -> None:
+    store = MemoryStore()
+    huge = 10**400
+    store.put(metrics_name(SAVE), wire.encode(BESIDE | {"metrics": {"loss": huge, "other": 2}}))
+    store.put(KEPT_NAME, wire.encode(MARK | {"at": huge, "metrics": {"loss": huge}}))
+    assert all_metrics(store, COMMIT) == {"other": 2.0}
+    assert read_kept(store, SAVE, [KEPT_NAME]) == Kept(SAVE, 1, 5, 0.0, {}, ("best",))
+
+
 @pytest.mark.parametrize("what", READERS)
 def test_reader_of_a_record_that_is_being_written_waits_for_it(what: str, tmp_path: Path) -> None:
     name, data, read, want = READERS[what]

@@ -102,6 +102,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "deep keys": lambda: deep(lambda x: {1: x}, 17), "deep tuples": lambda: deep(lambda x: (x,), 26),
     "numpy complex": lambda: np.complex64(1j), "numpy time": lambda: np.datetime64("2026-01-01"),
     "numpy wide": lambda: np.longdouble(1), "array of objects": lambda: np.array([object()]),
+    "row of records": lambda: np.zeros(2, [("a", "i4")])[0],
     "array of texts": lambda: np.array(["a"]), "array of records": lambda: np.zeros(2, [("a", "i4")]),
     "masked array": lambda: np.ma.masked_array([1], [True]), "matrix": lambda: np.matrix([[1, 2]]),
     "wide array": lambda: np.zeros(2, np.longdouble), "complex array": lambda: np.zeros(2, complex),

@@ -100,9 +100,15 @@ def metrics_of(values: object) -> dict[str, float]:
     found = values.get("metrics") if isinstance(values, dict) else None
     if not isinstance(found, dict):
         return {}
-    return {
-        name: float(value) for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
-    }
+    return {name: number for name, value in found.items() if (number := finite(value)) is not None}
+
+
+def finite(value: object) -> float | None:
+    """What a record of any hand gives as a number; None for what is none, and for an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:

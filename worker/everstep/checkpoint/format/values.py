@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -123,7 +124,8 @@ def _is_list_of_texts(value: Json) -> bool:
 
 
 def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """An integer may be larger than any floating-point number, and could not be compared with one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _type(value: Json) -> str:

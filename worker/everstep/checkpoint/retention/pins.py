@@ -55,7 +55,7 @@ from everstep.checkpoint.format.layout import (
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord, Shard
 from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.format.wire import Fields
-from everstep.checkpoint.keep import Kept, metrics_of
+from everstep.checkpoint.keep import Kept, finite, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.storage import NotFound, ObjectStore
 
@@ -214,8 +214,8 @@ def read_kept(store: ObjectStore, identifier: str, names: Iterable[str]) -> Kept
             fields = _fields(store, name)
             at, n, step = fields.any("at"), fields.integer("n"), fields.integer("step")
             why = {str(text) for text in fields.items("why")} | set(mark.why if mark else ())
-            mark = Kept(identifier, n, step, float(at) if isinstance(at, int | float) else 0.0, metrics_of(
-                {"metrics": fields.any("metrics")}), tuple(sorted(why)))  # fmt: skip
+            metrics = metrics_of({"metrics": fields.any("metrics")})
+            mark = Kept(identifier, n, step, finite(at) or 0.0, metrics, tuple(sorted(why)))
         except (NotFound, FormatError):
             continue
     return mark

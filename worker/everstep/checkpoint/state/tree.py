@@ -106,6 +106,10 @@ class Flattener:
                     f"{path}: a numpy.{value.dtype} is as wide as the machine that made it says, and no checkpoint "
                     "format holds it; convert it to numpy.float64"
                 )
+            if isinstance(value, np.generic) and value.dtype.names:
+                raise StateMismatch(
+                    f"{path}: a row of a structured numpy array would come back as a tuple; give its fields"
+                )
             if isinstance(value, np.generic):
                 return self.flatten(value.item(), path)
             if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
