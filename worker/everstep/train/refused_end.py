@@ -55,6 +55,11 @@ def stands(error: BaseException | None) -> None:
         _Process.refused, _Process.pid = refused, os.getpid()
 
 
+def is_refused() -> bool:
+    """Whether a refusal of this process stands."""
+    return _Process.refused is not None and _Process.pid == os.getpid()
+
+
 def settled() -> None:
     """A run of this process is complete."""
     _Process.refused, _Process.complete = None, True
@@ -112,7 +117,7 @@ _watch_threads()
 @atexit.register
 def _tell() -> None:
     refused = _Process.refused
-    if refused is None or _Process.pid != os.getpid():
+    if refused is None or not is_refused():
         return
     at_exit.end_with(1)
     with contextlib.suppress(Exception):

@@ -18,6 +18,7 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -53,6 +54,7 @@ from everstep.train.worlds import RESERVED
 log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
+_processes: list[int] = []  # in which it was started; a forked child has not
 
 
 def start(
@@ -94,6 +96,7 @@ def start(
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
     _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
+    _processes[:] = [os.getpid()]
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))
     return run
@@ -287,6 +290,10 @@ class Run(Loops):
         if self.place.made and dist.is_initialized():
             leave_group()
 
+    def _is_open(self) -> bool:
+        """Whether the loop has begun, and is neither complete nor closed."""
+        return self._world is not None
+
     def __enter__(self) -> Run:
         return self
 
@@ -300,3 +307,18 @@ class Run(Loops):
             if self._world is not None:
                 self._end_early(self._world)
             self._close()
+
+
+@atexit.register
+def _tell_of_open_run() -> None:
+    """A script that leaves its loop early, by `return` or `sys.exit()`, has to close its run. Its exit code does not
+    tell that it has not."""
+    failed = hasattr(sys, "last_value") or refused_end.is_refused()
+    for run, process in zip(_started, _processes, strict=True):
+        if process == os.getpid() and run._is_open() and not failed:
+            log.warning(
+                "the script has left its loop after step %d of %d and ends without run.close(): the steps behind the "
+                "last commit are not saved, and other ranks may wait for this one. Write `with everstep.start(…) as "
+                "run:` around the loop, or call run.close() behind it",
+                run.step, run._goal,
+            )  # fmt: skip

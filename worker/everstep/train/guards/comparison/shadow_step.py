@@ -254,7 +254,13 @@ class ShadowStep:
                 # A second forward pass of the step takes rank 0's buffers again, as rank 0's first pass has left them.
                 log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
             elif name is not None and self._asked:
-                log.info("%s has other gradients than on rank %s; but the step asks for its rank", name, model)
+                differing = differences(head["values"], self._values)
+                log.warning(
+                    "this new process is not compared: %s has other gradients than on rank %s, but the step asks for "
+                    "its rank, which may be why%s. Ask for the rank behind the block (`if step.completed and run.rank "
+                    "== 0:` before a print), so that the next new process is compared",
+                    name, model, f". Of the script's variables these differ: {listed(differing)}" if differing else "",
+                )  # fmt: skip
             elif name is not None:
                 found = _refusal(name, members.rank, model, self._age, differences(head["values"], self._values))
         said = members.gather((int(bool(found)),))
