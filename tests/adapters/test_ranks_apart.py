@@ -108,7 +108,7 @@ def test_script_that_catches_the_refusal_fails_with_its_sentence_last(framework:
     """Its exit code was 0 before, as if its run were complete."""
     codes, output = ranks(tmp_path, framework, "split", "caught")
     assert codes == [1, 1], output[-4000:]
-    assert output.count("the script has caught LoopError") == 2
+    assert output.count("the script has caught LoopError") == 2, output[-8000:]
     last = [line for line in output.splitlines() if "everstep: refused: " in line]
     assert len(last) == 4, "first and last, of each rank"
     assert all("reads another sample than rank 0" in line for line in last)

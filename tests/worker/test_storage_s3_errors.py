@@ -10,6 +10,7 @@ import pytest
 from everstep.storage import (
     AlreadyExists,
     NotFound,
+    ObjectStore,
     RetryableError,
     RetryingStore,
     RetryPolicy,
@@ -183,6 +184,11 @@ def test_answer_that_never_changes_fails_at_once_and_says_why(
     assert server.requests == 1
 
 
+def fail_to_create(store: ObjectStore, server: ScriptedS3) -> None:
+    store.create("log/0", b"x")
+    pytest.fail(f"{server.requests} requests on {server.connections} connections; not asked yet: {server.script}")
+
+
 @pytest.mark.parametrize(
     "answer",
     [(503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests"),
@@ -192,7 +198,7 @@ def test_answer_that_may_change_is_retryable_and_survived(server: ScriptedS3, an
     plain = open_store("s3://bucket/run")
     server.script = [answer]
     with pytest.raises(RetryableError, match=answer[1]):
-        plain.create("log/0", b"x")
+        fail_to_create(plain, server)
     server.script = [answer] * 4
     RetryingStore(plain, FAST).create("log/0", b"x")
     assert b"x" in server.objects["/bucket/run/log/0"]
