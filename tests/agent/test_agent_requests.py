@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from everstep.agent.decide.stall import Watch
 from everstep.agent.hang.watcher import Watcher
 from everstep.agent.processes.output import Files
 from everstep.agent.processes.running import Running
+from everstep.cli.agents import NoAgent, Where, ask
 from everstep.contract import agent_requests
 
 NOBODY = 65534
@@ -36,7 +41,7 @@ def asks(name: str, user: int | None) -> int:
 
 
 def test_agent_is_found_by_its_user_and_knows_who_asks() -> None:
-    name = agent_requests.name_of(secrets.token_hex(8))
+    name = agent_requests.new_address({"digits"})
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         server.listen()
@@ -52,6 +57,29 @@ def test_agent_is_found_by_its_user_and_knows_who_asks() -> None:
             finally:
                 os.waitpid(asker, 0)
     assert name not in agent_requests.addresses(), "nothing is left of an agent that has ended"
+
+
+def test_only_the_agents_of_the_job_that_is_meant_are_asked() -> None:
+    """A frozen agent of another job answers nobody: who asks for this job must not wait for it, nor hear of it."""
+    job, longest = f"asked-{secrets.token_hex(8)}", "x" * 300
+    with frozen_agent(job) as mine, frozen_agent(longest, job) as both, frozen_agent(f"{job}-2") as other:
+        assert sorted(agent_requests.addresses(job)) == sorted([mine, both])
+        assert agent_requests.addresses(longest) == [both]
+        assert {mine, both, other} <= set(agent_requests.addresses())
+        with pytest.raises(NoAgent):
+            ask(Where("nobody"), agent_requests.STACKS, 60.0, [])
+        answers = ask(Where(job), agent_requests.STACKS, 0.1, [])
+        assert [answer["error"].split("agent at ")[1].split()[0] for answer in answers] == sorted([mine[1:], both[1:]])
+
+
+@contextlib.contextmanager
+def frozen_agent(*jobs: str) -> Iterator[str]:
+    """It listens, and never answers. Gives its address."""
+    address = agent_requests.new_address(jobs)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        yield address
 
 
 class Silent:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ class Requests:
     async def start(self) -> None:
         """Listen. Where that is impossible, nobody can ask, and training goes on."""
         try:
-            name = agent_requests.name_of(secrets.token_hex(8))
+            name = agent_requests.new_address(self._names)
             self._server = await asyncio.start_unix_server(self._serve, name, limit=agent_requests.MAX_REQUEST)
         except OSError as e:
             log.warning("`everstep stacks` and `everstep profile` cannot reach this agent: %s", e)

@@ -57,7 +57,7 @@ def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, A
     said = {"verb": verb, "job": job, "seconds": seconds, "names": True, **arguments}
     request = json.dumps(said).encode() + b"\n"
     try:
-        addresses = agent_requests.addresses()
+        addresses = agent_requests.addresses(job)
     except OSError as e:
         raise NoAgent(f"the agents of this machine cannot be found: {e}") from e
     with ThreadPoolExecutor(AT_ONCE) as pool:

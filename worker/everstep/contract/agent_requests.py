@@ -6,15 +6,19 @@ training processes, and closes the connection. An agent of another job closes it
 hears of those that end before. A training process that no agent supervises listens and answers like an agent.
 
 The sockets have names in the kernel, and no files: so a killed agent leaves nothing behind, and an agent is found
-whatever its temporary folder is. Anybody on the machine can connect to such a name. So both sides ask the kernel whose
-process the other one is.
+whatever its temporary folder is. A name tells of which jobs its agent is, so that a frozen agent of another job is not
+waited for. Anybody on the machine can connect to such a name. So both sides ask the kernel whose process the other one
+is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 STACKS, PROFILE = "stacks", "profile"
@@ -27,16 +31,26 @@ PREFIX = "everstep-agent-"
 SOCKETS = Path("/proc/net/unix")
 
 
-def name_of(unique: str) -> str:
-    """The address of an agent of this user."""
-    return f"\0{PREFIX}{os.getuid()}-{unique}"
+def new_address(jobs: Iterable[str]) -> str:
+    """An address for an agent of this user, which answers for each of these names of its job."""
+    return f"\0{'-'.join((_of_user(), *sorted(set(map(_mark, jobs))), secrets.token_hex(8)))}"
 
 
-def addresses() -> list[str]:
-    """Those of this user's agents in this network namespace. Raises OSError where the kernel does not list sockets."""
-    wanted = f"@{name_of('')[1:]}"
+def addresses(job: str | None = None) -> list[str]:
+    """Those of this user's agents in this network namespace: of one job, or of all. Raises OSError where the kernel
+    does not list sockets."""
     names = {line.split()[-1] for line in SOCKETS.read_text().splitlines()[1:]}
-    return sorted(f"\0{name[1:]}" for name in names if name.startswith(wanted))
+    ours = (name[1:] for name in names if name.startswith(f"@{_of_user()}-"))
+    return sorted(f"\0{name}" for name in ours if job is None or _mark(job) in name.split("-")[3:-1])
+
+
+def _of_user() -> str:
+    return f"{PREFIX}{os.getuid()}"
+
+
+def _mark(job: str) -> str:
+    """A job's name may be longer than an address, which has 107 bytes."""
+    return hashlib.sha256(job.encode()).hexdigest()[:16]
 
 
 def refused_steps(steps: object) -> str:

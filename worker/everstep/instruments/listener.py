@@ -12,7 +12,6 @@ import faulthandler
 import json
 import logging
 import os
-import secrets
 import socket
 import tempfile
 import threading
@@ -36,9 +35,10 @@ class Listener:
     def __init__(self, live: LiveProfile, step: Callable[[], int | None], environ: Mapping[str, str]) -> None:
         self.live, self.step = live, step
         self._environ = environ
+        self._jobs = {environ[name] for name in (env.JOB_NAME, RUN_ID) if name in environ}
         self._turns = threading.Semaphore(AT_ONCE)
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(agent_requests.name_of(secrets.token_hex(8)))
+        self._socket.bind(agent_requests.new_address(self._jobs))
         self._socket.listen()
         threading.Thread(target=self._accept, name="everstep-requests", daemon=True).start()
 
@@ -65,8 +65,7 @@ class Listener:
                 connection.settimeout(agent_requests.REQUEST_SECONDS)
                 with connection.makefile("rwb") as lines:
                     request = json.loads(lines.readline(agent_requests.MAX_REQUEST))
-                    names = {self._environ.get(name) for name in (env.JOB_NAME, RUN_ID)}
-                    if request.get("job") is not None and request["job"] not in names:
+                    if request.get("job") is not None and request["job"] not in self._jobs:
                         return
                     if request.get("names"):
                         lines.write(json.dumps({"answers": [self._known()]}).encode() + b"\n")
