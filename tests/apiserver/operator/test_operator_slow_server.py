@@ -1,4 +1,8 @@
-"""The operator before an API server whose creates are slow: what is urgent waits for none of them."""
+"""The operator before an API server whose creates are slow: what is urgent waits for none of them.
+
+Nothing here is measured in seconds of a clock, which runs faster than a busy machine: a wait is measured in the creates
+that the API server is asked for meanwhile, or against one create that takes longer than all that must not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,8 @@ pytestmark = pytest.mark.apiserver
 CREATE_SECONDS = 2.5
 LEASE_SECONDS = 6  # that of a new installation
 LARGE_JOBS, LARGE = 16, 100  # more jobs than passes that a new installation made at a time
-# The slots of creates are all taken: the next one is free after one create, and it goes to the job that waits longest.
-POD_SECONDS = 8 * CREATE_SECONDS  # half of it on a machine with nothing else to do
-SUSPEND_SECONDS = 3 * CREATE_SECONDS
-ANSWER_SECONDS = 2.0
+AT_ONCE, OF_JOB = 48, 24  # creates under way
+LONG_SECONDS = 15.0  # a create of these is under way when all is done that must not wait for it
 OBSERVED_SECONDS = 20.0  # several terms of the Lease
 
 
@@ -48,9 +50,9 @@ async def replica(crd: Any, place: Place, tmp_path: Path) -> AsyncGenerator[Repl
 
 
 @asynccontextmanager
-async def slow_creates(place: Place, plane: Any) -> AsyncGenerator[SlowWebhook, None]:
+async def slow_creates(place: Place, plane: Any, seconds: float = CREATE_SECONDS) -> AsyncGenerator[SlowWebhook, None]:
     """Large jobs whose pods are being created, as many at a time as the operator likes."""
-    async with SlowWebhook(place.client, plane, place.namespace, CREATE_SECONDS) as webhook:
+    async with SlowWebhook(place.client, plane, place.namespace, seconds) as webhook:
         for number in range(LARGE_JOBS):
             await place.create_job(f"large{number}", replicas=LARGE)
         await eventually("many creates wait for the webhook", lambda: webhook.waiting >= 32)
@@ -59,12 +61,6 @@ async def slow_creates(place: Place, plane: Any) -> AsyncGenerator[SlowWebhook, 
 
 async def transitions(place: Place) -> int:
     return (await place.client.get(LEASES, place.namespace, "everstep-operator")).spec.lease_transitions or 0
-
-
-async def seconds_until(what: str, holds: Callable[[], Awaitable[bool]]) -> float:
-    began = time.monotonic()
-    await eventually(what, holds)
-    return time.monotonic() - began
 
 
 def token_of(plane: Any, namespace: str, pod: str, uid: str) -> str:
@@ -102,28 +98,40 @@ async def test_leader_keeps_its_lease_while_creates_take_seconds(
 async def test_second_job_is_created_while_the_creates_of_large_jobs_wait(
     place: Place, control_plane: Any, replica: Replica
 ) -> None:
-    async with slow_creates(place, control_plane):
+    async with slow_creates(place, control_plane) as webhook:
         await place.create_job("small", replicas=2)
+
+        async def published() -> bool:
+            return "world" in await place.status("small")
+
+        await eventually("the operator has planned the small job", published)
+        before = len(webhook.pods)
 
         async def created() -> bool:
             return {"small-w0-0", "small-w1-0"} <= set(await place.names())
 
-        assert await seconds_until("the pods of the small job exist", created) < POD_SECONDS
+        await eventually("the pods of the small job exist", created)
+        # All places are taken. The next free ones go to the job that waits longest, and not to the large ones' rest.
+        others = webhook.pods[before : 1 + max(map(webhook.pods.index, ("small-w0-0", "small-w1-0")))]
+        assert len(others) <= 4 * AT_ONCE, others
 
 
 async def test_suspend_ends_the_creation_of_a_large_job(place: Place, control_plane: Any, replica: Replica) -> None:
-    async with slow_creates(place, control_plane):
+    async with slow_creates(place, control_plane) as webhook:
+        before = len(webhook.pods)
         await place.edit_job("large0", suspend=True)
 
         async def suspended() -> bool:
             return await place.reason("large0") == "Suspended"
 
-        assert await seconds_until("the job is suspended", suspended) < SUSPEND_SECONDS
+        await eventually("the job is suspended", suspended)
 
         async def gone() -> bool:
             return not [name for name in await place.names() if name.startswith("large0-")]
 
         await eventually("its pods are gone, and no more come", gone)
+        more = [name for name in webhook.pods[before:] if name.startswith("large0-")]
+        assert len(more) <= OF_JOB, "what was under way, and no more"
 
 
 async def test_agents_calls_are_answered_while_creates_wait(place: Place, control_plane: Any, replica: Replica) -> None:
@@ -136,8 +144,8 @@ async def test_agents_calls_are_answered_while_creates_wait(place: Place, contro
     tokens = [
         token_of(control_plane, place.namespace, name, pod.metadata.uid) for name, pod in (await place.pods()).items()
     ]
-    async with slow_creates(place, control_plane):
+    async with slow_creates(place, control_plane, LONG_SECONDS):
         for token in tokens:  # each is one that the operator has never seen
             began = time.monotonic()
             assert await asyncio.to_thread(read_round, replica, token) in (200, 204)
-            assert time.monotonic() - began < ANSWER_SECONDS
+            assert time.monotonic() - began < LONG_SECONDS

@@ -84,7 +84,7 @@ class Place:
         return [e.reason for e in (await self.client.list(EVENTS, self.namespace)).items]
 
     async def start(self, name: str, ahead: float = 0.0) -> None:
-        """As a kubelet would: the pod runs and is Ready, by a node's clock that is `ahead` seconds before this one's."""
+        """As a kubelet would: the pod runs and is Ready, by a node's clock that is so many seconds `ahead`."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + ahead))
         types = ("PodScheduled", "Initialized", "ContainersReady", "Ready")
         ready = [{"type": t, "status": "True", "lastTransitionTime": at} for t in types]

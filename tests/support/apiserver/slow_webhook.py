@@ -40,6 +40,7 @@ class SlowWebhook:
         self._client, self._plane, self._namespace = client, control_plane, namespace
         self.seconds, self._kind, self._resources = seconds, kind, resources
         self.asked: Counter[str] = Counter()  # by resource
+        self.pods: list[str] = []  # names, in the order in which they were asked for
         self.waiting = 0  # reviews that are not answered yet
         self.most_waiting = 0
         self._name = f"slow-{kind.lower()}-{namespace}"
@@ -108,6 +109,8 @@ class SlowWebhook:
     async def _review(self, request: web.Request) -> web.Response:
         asked = (await request.json())["request"]
         self.asked[asked["resource"]["resource"]] += 1
+        if asked["resource"]["resource"] == "pods":
+            self.pods.append(asked["name"])
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
         try:
