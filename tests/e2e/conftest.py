@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,16 @@ from support.e2e.driver import Job
 from support.e2e.install import install
 from testcluster import cache
 from testcluster.handle import Cluster
+
+FOLDER = Path(__file__).parent
+# Each wait of a test has a bound of its own, and says what it waited for. This one is for what is no such wait.
+TEST_SECONDS = 1200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == FOLDER and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,6 @@ def claimed(new_job: Callable[..., Job]) -> Iterator[tuple[Job, str, str]]:
 
 @pytest.mark.kind
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_killed_pod_leaves_no_trace_in_the_last_checkpoint(
     image: str, claimed: tuple[Job, str, str], tmp_path: Path
 ) -> None:

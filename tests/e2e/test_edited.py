@@ -44,7 +44,6 @@ def variables(pod: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("backend", ["everstep", pytest.param("c10d", marks=pytest.mark.long)])
 def test_job_suspended_edited_and_resumed_without_an_operator_runs_one_program(
     backend: str, new_job: Callable[..., Job]

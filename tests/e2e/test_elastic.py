@@ -16,7 +16,7 @@ from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 from testcluster import programs
 
-pytestmark = [pytest.mark.kind, pytest.mark.turns(2), pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.kind, pytest.mark.turns(2)]
 
 
 def trains(job: Job, size: int, after: int) -> dict[str, Any]:

@@ -103,7 +103,6 @@ def kill_mid_save(job: Job, node: str) -> str:
 @pytest.mark.kind
 @pytest.mark.alone
 @pytest.mark.turns(2)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("script", "together"), [("digits", False), ("ledger", True)], ids=["worker 0", "all workers, of the session"]
 )

@@ -17,7 +17,6 @@ REST = 120.0  # seconds of training for the installation, a lost process, and a 
 @pytest.mark.kind
 @pytest.mark.alone
 @pytest.mark.turns(4)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     # Both are longer than every lease and every patience of a call; the second is as long as it takes by hand.
     ("script", "launcher", "away"),

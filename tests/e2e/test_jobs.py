@@ -11,7 +11,7 @@ import pytest
 from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 
-pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.kind
 
 
 @pytest.mark.turns(2)
@@ -58,7 +58,7 @@ def test_program_that_is_not_there_ends_the_job_with_its_words(
     spec |= {"replicas": 2, "rendezvous": {"backend": backend}}
     spec["template"]["spec"]["containers"][0]["command"] = command
     job.submit(manifest)
-    job.kubectl("wait", "--for=condition=Failed", f"tjob/{job.name}", "--timeout=240s")
+    job.until_condition("Failed")
     failure = job.status()["failure"]
     assert failure["message"].startswith("CannotStart: worker "), failure
     assert words in failure["message"]

@@ -80,7 +80,6 @@ def reached(job: Job, pod: str, *wanted: tuple[str, int]) -> list[bool]:
 @pytest.mark.kind
 @pytest.mark.alone  # the policies of every job are enforced while it runs
 @pytest.mark.long  # a minute or three, and the build of kube-router
-@pytest.mark.timeout(420)
 def test_network_that_enforces_policies_lets_a_jobs_own_workers_reach_each_other_and_nobody_else(
     new_job: Callable[..., Job], kube_router_image: str
 ) -> None:

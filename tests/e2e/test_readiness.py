@@ -10,7 +10,7 @@ import pytest
 from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 
-pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.kind
 
 LATE = 'if [ "$EVERSTEP_WORKER_INDEX" = 1 ]; then until [ -e /tmp/go ]; do sleep 0.2; done; fi; exec "$@"'
 

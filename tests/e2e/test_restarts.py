@@ -17,7 +17,6 @@ def marks(row: Row) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.kind
 @pytest.mark.turns(4)
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=marks(row)) for row in ROWS])
 def test_job_restarted_as_a_whole_ends_as_if_undisturbed(row: Row, new_job: Callable[..., Job]) -> None:
     new_job().play(row.text())

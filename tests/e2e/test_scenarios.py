@@ -22,7 +22,6 @@ def marks(path: Path) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.kind
 @pytest.mark.turns(4)
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=marks(p)) for p in SCENARIOS])
 def test_scenario_played_ends_as_if_undisturbed(path: Path, new_job: Callable[..., Job]) -> None:
     new_job().play(path.read_text())

@@ -20,7 +20,6 @@ WORKER_NODES = 2  # of the kind cluster
 
 @pytest.mark.kind
 @pytest.mark.alone  # most of them take nodes, the operator or the store away
-@pytest.mark.timeout(600)
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("text", texts(os.environ, (0,), Place(WORKER_NODES, store=True)))
 def test_random_sequence_ends_as_if_undisturbed(text: str, new_job: Callable[..., Job]) -> None:

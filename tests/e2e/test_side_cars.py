@@ -11,7 +11,7 @@ import pytest
 from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 
-pytestmark = [pytest.mark.kind, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.kind
 GRACE = 5
 # Ends with 0 as soon as it is told to end, long before its work is done.
 OBEDIENT = "trap 'exit 0' TERM; while true; do sleep 0.2; done"
@@ -86,7 +86,7 @@ def test_exit_0_because_of_an_eviction_or_a_suspension_is_no_success(new_job: Ca
     restarts = job.status()["restarts"]
     assert (restarts["userCode"], restarts["preemption"]) == (0, 1), restarts
     job.suspend(True)
-    job.kubectl("wait", "--for=condition=Suspended", f"tjob/{job.name}", "--timeout=50s")
+    job.until_condition("Suspended")
     wait_for("the pods are gone", lambda: job.pods() == [], 60)
     job.suspend(False)
     wait_for("the worker is back", lambda: bool(job.newest_pods()), 60)

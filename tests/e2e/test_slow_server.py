@@ -42,7 +42,6 @@ def parked(job: Job) -> dict[str, Any]:
 @pytest.mark.kind
 @pytest.mark.long  # 150 s
 @pytest.mark.alone  # it takes the operator's slots for creates from every test beside it
-@pytest.mark.timeout(420)
 def test_leader_leads_and_a_worker_is_replaced_while_creates_take_seconds(
     new_job: Callable[..., Job], tmp_path: Path
 ) -> None:

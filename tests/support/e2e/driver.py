@@ -16,7 +16,7 @@ import yaml
 from support import TESTS
 from support.scenarios import training_processes
 from support.scenarios.lines import Asked
-from support.scenarios.player import Player, wait_for
+from support.scenarios.player import BUSY, SECONDS, Player, wait_for
 from support.scenarios.reference import EXAMPLE, ScenarioError
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError, run
@@ -227,16 +227,19 @@ class Job(Player):
 
         self.inject(change)
 
-    def until_complete(self, seconds: int = 240) -> None:
+    def until_complete(self, seconds: float = SECONDS) -> None:
+        self.until_condition("Complete", seconds)
+
+    def until_condition(self, condition: str, seconds: float = SECONDS) -> None:
         """`kubectl wait`, as a user would, in slices that the bound on one command allows."""
-        deadline = time.monotonic() + seconds
-        wait = ("wait", "--for=condition=Complete", f"tjob/{self.name}", "--timeout=30s")
+        deadline = time.monotonic() + BUSY * seconds
+        wait = ("wait", f"--for=condition={condition}", f"tjob/{self.name}", "--timeout=30s")
         while (done := self.cluster.kubectl("-n", self.namespace, *wait)).returncode != 0:
             over = self.over  # read once: another thread writes it
-            if over == "Complete":
+            if over == condition:
                 return
             if over or time.monotonic() > deadline or "timed out" not in done.stderr:
-                raise ScenarioError(f"not complete: {done.stderr}\n{self.describe()}")
+                raise ScenarioError(f"not {condition}: {done.stderr}\n{self.describe()}")
 
     def expect_ended(self) -> None:
         def running() -> list[str]:

@@ -24,7 +24,7 @@ from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
 from support.processes.descriptors import opened
 from support.scenarios.lines import Asked
-from support.scenarios.player import TOGETHER, Player, wait_for
+from support.scenarios.player import BUSY, SECONDS, TOGETHER, Player, wait_for
 from support.scenarios.reference import ScenarioError
 from support.scenarios.training_processes import children_of, command_of, trainers
 from testcluster.s3 import S3Server
@@ -267,15 +267,15 @@ class LocalJob(Player):
             for path in sorted((self.out / "logs").glob("*.log"))
         }
 
-    def exit_code(self, seconds: int = 240) -> int:
+    def exit_code(self, seconds: float = 240) -> int:
         assert self.process is not None
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise ScenarioError(f"not over within {seconds} s\n{self.describe()}") from None
 
-    def until_complete(self, seconds: int = 240) -> None:
-        if (code := self.exit_code(seconds)) != 0:
+    def until_complete(self, seconds: float = SECONDS) -> None:
+        if (code := self.exit_code(BUSY * seconds)) != 0:
             raise ScenarioError(f"everstep run ended with exit code {code}\n{self.describe()}")
 
     def describe(self) -> str:
