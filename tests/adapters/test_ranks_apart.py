@@ -64,6 +64,7 @@ def is_refused(row: str, framework: str, column: int) -> bool:
     return word != "no"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("framework", "way", "row", "said"), PROBES)
 def test_ranks_that_train_apart_are_refused_where_the_page_says_so(
     framework: str, way: str, row: str, said: str, tmp_path: Path
@@ -86,6 +87,7 @@ def test_ranks_that_train_together_are_let_through(framework: str, way: str, tmp
     assert output.count("trained to the end") == 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("framework", "way", "row", "said"), PROBES)
 def test_ranks_under_everstep_run_that_train_apart_are_refused_once_where_the_page_says_so(
     framework: str, way: str, row: str, said: str, tmp_path: Path

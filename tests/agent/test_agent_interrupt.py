@@ -56,6 +56,7 @@ def steps(folder: Path) -> list[int]:
     return [one[-1] for one in found if one]
 
 
+@pytest.mark.turns(3)
 def test_ctrl_c_saves_the_step_that_all_ranks_have_made(tmp_path: Path) -> None:
     log, wanted = tmp_path / "log", {"out": str(tmp_path), "pause": 0.01, "url": str(tmp_path / "commits")}
     agent = start(log, "--nproc-per-node=3", str(SESSION), json.dumps(wanted))

@@ -58,6 +58,7 @@ async def test_a_signal_that_follows_the_fork_at_once_reaches_the_process_and_it
         await fork_server.close()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("late", [False, True], ids=["while it dies", "before that is known"])
 async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_next(tmp_path: Path, late: bool) -> None:
     """Its port is announced by then."""

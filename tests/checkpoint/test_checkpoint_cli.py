@@ -139,6 +139,7 @@ def test_export_writes_files_for_other_tools(url: str, tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors")["weight"].shape == (3, 4)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

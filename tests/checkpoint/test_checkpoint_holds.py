@@ -318,6 +318,7 @@ def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, 
     assert {(True, False), (False, True)} <= seen
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("holders", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_holds_and_two_deletions_that_meet_never_both_succeed(runs: Any, kind: str, holders: int) -> None:

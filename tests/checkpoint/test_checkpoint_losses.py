@@ -516,6 +516,7 @@ def play(url: Path, end: str, store: str = "pass", start: str = "main()") -> sub
     )
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ENDS)
 def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path) -> None:
     end, code = ENDS[name]
@@ -565,6 +566,7 @@ def test_save_in_a_function_of_atexit_is_refused_with_an_exit_code(tmp_path: Pat
     assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 99
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("call", ["run.save(100, state)", "run.should_save(100)", "run.restore(state)"])
 def test_forked_child_cannot_use_its_parents_checkpointer(call: str, tmp_path: Path) -> None:
     end = f"""
@@ -611,6 +613,7 @@ print(everstep.Checkpointer(sys.argv[1]).restore(state), state["step"])
 """
 
 
+@pytest.mark.turns(3)
 def test_scripts_that_only_restore_cast_no_suspicion(runs: Any, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     runs(store).save(5, 9)

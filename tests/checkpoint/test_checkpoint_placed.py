@@ -15,6 +15,7 @@ run = partial(results_of, PROGRAM)
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("ranks", "examples"), [(1, 100), (2, 60)])
 def test_state_with_tensors_of_any_placement_comes_back_equal(ranks: int, examples: int, tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"check:{ranks}:{tmp_path / 'store'}:examples={examples}")

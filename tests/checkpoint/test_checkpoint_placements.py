@@ -27,6 +27,7 @@ def moved(tmp_path: Path, shapes: str, saved: tuple[int, ...], loaded: tuple[int
     return sum(world[0]["count"] for world in worlds)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.timeout(300)
 def test_placements_of_pytorchs_table_move_between_worlds_of_one_to_four(tmp_path: Path) -> None:
     assert moved(tmp_path, "few", (1, 2, 3, 4), (1, 2, 3, 4)) > 2000

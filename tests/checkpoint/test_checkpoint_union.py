@@ -39,6 +39,7 @@ def together(world: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", SAVED)
 def test_what_ranks_hold_under_different_names_is_saved_once_and_comes_back_in_any_division(
     kind: str, tmp_path: Path

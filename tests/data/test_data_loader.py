@@ -67,6 +67,7 @@ def close(loaders: list[ElasticLoader]) -> None:
 # Failures 85 and 86: kills and resizes with real workers that have prefetched.
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("number", range(24))
 def test_85_86_kills_and_resizes_with_workers_and_prefetch_use_each_sample_once(number: int) -> None:
     """One epoch; a kill drops the loaders with all they have prefetched and goes back to the last commit."""

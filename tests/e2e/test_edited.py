@@ -42,6 +42,7 @@ def variables(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.turns(2)
 @pytest.mark.kind
 @pytest.mark.alone
 @pytest.mark.parametrize("backend", ["everstep", pytest.param("c10d", marks=pytest.mark.long)])

@@ -31,6 +31,7 @@ def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[...,
     second.expect_restarts("total", 0)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("backend", "command", "words"),
     [

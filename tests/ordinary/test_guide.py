@@ -68,6 +68,7 @@ def test_extras_that_the_guide_installs_are_there() -> None:
     assert set(line.split(",")) <= set(extras)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("title", KILLS)
 def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -71,7 +71,7 @@ def test_each_script_has_one_row() -> None:
     assert sorted(row.script for row in ROWS) == sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("row", "launcher"), list(cases()))
 def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
     row: Row, launcher: str, etcd_endpoint: str, tmp_path: Path, undisturbed: Path

@@ -36,6 +36,7 @@ def began(folder: Path) -> int:
     return len(list(folder.glob("*.began")))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("name", "kill"),
     [
@@ -85,6 +86,7 @@ def test_rank_of_six_is_replaced_in_three_replicas_of_two_and_two_of_three(
     assert began(tmp_path / "killed") == 6 + 1, "what was killed was replaced, and the others went on"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_place_that_nobody_holds_comes_from_the_commit(name: str, tmp_path: Path, folder: Path) -> None:
     code, log = under_agent(tmp_path / "killed", SCRIPTS / f"{name}.py", "1@6:backward", size=2)
@@ -114,6 +116,7 @@ def end(job: Job) -> str:
     return log
 
 
+@pytest.mark.turns(3)
 def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folder: Path, etcd_endpoint: str) -> None:
     with agents(tmp_path, etcd_endpoint, SCRIPTS / f"{STAGES}.py", "1@6:backward", "2") as job:
         job.start(2)
@@ -122,6 +125,7 @@ def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folde
     assert differences(found(tmp_path), undisturbed(folder, STAGES, size=2)) == ""
 
 
+@pytest.mark.turns(3)
 def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_path: Path, etcd_endpoint: str) -> None:
     # Of four agents the first and the last are lost: ranks 1 and 2 are ranks 0 and 1 then, and have built other places.
     script = tmp_path / "script.py"
@@ -144,6 +148,7 @@ def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_
     assert second["found"]["tracked model"]["0.weight"].shape == (16,)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", [*NAMES, FOUR, SCALED, UNEVEN, TORCHS])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
@@ -238,6 +243,7 @@ def test_what_cannot_be_right_is_refused_by_name(case: str, tmp_path: Path) -> N
     assert re.search(f"LoopError: .*{said}", log), log[-3000:]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("size", "kill"), [(SIZE, "1@5:backward"), (2, "1@6:backward")])
 def test_ddp_over_the_replicas_of_a_place_has_the_bits_of_averaging_by_hand(
     size: int, kill: str, tmp_path: Path, folder: Path

@@ -33,7 +33,7 @@ def furthest(left: Ended, right: Ended) -> float:
     return max(float((one - other).abs().max()) for one, other in parts)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_killed_worker_leaves_no_trace_where_each_step_averages_the_rests(tmp_path: Path) -> None:
     """The new process then has all that the lost one had: it is given the state of the hook."""
     arguments = (*ARGUMENTS, "--average-every", "1")

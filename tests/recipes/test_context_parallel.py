@@ -25,7 +25,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, (str(STEPS), "2"), 4, [NOTED])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "8")
     check_kill(NAME, tmp_path, calm, arguments, (9, 18), 2)

@@ -28,7 +28,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worker: int) -> None:
     step = kill(NAME, 15, 50).partition(":")[0]

@@ -121,6 +121,7 @@ def test_rank_0_that_wakes_after_the_others_have_saved_commits_nothing(play: Pla
     assert agents.differing() == {}
 
 
+@pytest.mark.turns(3)
 def test_peers_killed_while_a_commit_is_loaded_do_not_make_it_poison(play: Play, tmp_path: Path) -> None:
     """Case 76's bound counts runs that came to nothing, not those whose peers were killed."""
     hold = Hold(tmp_path)

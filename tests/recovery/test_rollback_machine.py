@@ -94,6 +94,7 @@ def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
     return "same end"
 
 
+@pytest.mark.turns(3)
 @settings(max_examples=REPLAYS, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes, losses)
 @example(Shape(schedule="each", ema="counted", tails=1), [(5, 30, 1)])
@@ -182,6 +183,7 @@ AMONG: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("broken", BROKEN)
 def test_machine_finds_a_judge_that_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def differs(script: tuple[Shape, list[tuple[int, int, int]]]) -> bool:

@@ -195,6 +195,7 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
 # --- fail-over: three members
 
 
+@pytest.mark.turns(3)
 @pytest.mark.timeout(180)
 def test_the_death_of_an_etcd_member_disturbs_no_round_and_delays_the_next_a_little(etcd_folder: Path) -> None:
     cluster = EtcdCluster(etcd_folder / "etcd", 3)

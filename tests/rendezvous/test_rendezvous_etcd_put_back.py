@@ -59,6 +59,7 @@ def told(agents: Crew, name: str) -> bool:
     return "lost" in getattr(agents.drivers[name].world_state(), "why", "")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("stay", ["ab", "a"], ids=["all stay", "one stays"])
 def test_agents_of_an_etcd_that_was_put_back_meet_in_a_newer_round(cluster: EtcdCluster, stay: str) -> None:
     with crew(lambda: EtcdStore(Gateway(cluster.urls), "job"), Sizes(2, 2), SETTINGS) as agents:

@@ -21,6 +21,7 @@ from support.rendezvous.operator_server import OperatorServer
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.mark.turns(3)
 def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tmp_path: Path) -> None:
     """The operator's Lease and those of the agents last longer than any wait here: nobody waits for the end of one.
 

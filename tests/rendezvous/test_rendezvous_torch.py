@@ -201,6 +201,7 @@ def test_a_member_that_joins_again_takes_the_others_with_it(handlers: Handlers) 
     assert {info.rank for info in (*handlers.join(two), again.result(LIMIT))} == {0, 1}
 
 
+@pytest.mark.turns(3)
 def test_an_agent_that_is_too_many_waits_for_a_place_for_as_long_as_it_takes(handlers: Handlers) -> None:
     one, two = handlers.make(1, 2), handlers.make(1, 2)
     handlers.join(one, two)

@@ -108,6 +108,7 @@ def _pages() -> Iterator[Any]:
             yield pytest.param(path, marks=marks, id=path.relative_to(ROOT).as_posix())
 
 
+@pytest.mark.turns(3)
 @pytest.mark.timeout(720)
 @pytest.mark.parametrize("path", list(_pages()))
 def test_local_commands_of_a_document_end_well_as_they_stand_there(path: Path, terminals: Terminals) -> None:

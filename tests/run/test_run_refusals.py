@@ -149,6 +149,7 @@ def test_script_that_is_refused_in_its_first_step_fails_its_job_after_one_start_
     assert f"train.py:{MOVES}" in said
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("call", CALLS)
 def test_ranks_of_different_data_are_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
     out = run_job(tmp_path, APART + CALLS[call])
@@ -156,6 +157,7 @@ def test_ranks_of_different_data_are_refused_once_however_the_script_lets_it_out
     framed(out, "rank 1 reads another sample than rank 0 under index 0")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("call", CALLS)
 def test_commit_of_another_model_is_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
     (tmp_path / "another.py").write_text(ANOTHER)

@@ -48,6 +48,7 @@ class Killed:
     server: ClassVar[str]
     sweeps: ClassVar[bool] = False
 
+    @pytest.mark.turns(3)
     def test_writer_killed_at_every_request_leaves_the_whole_object_or_none(self, place: Callable) -> None:
         counted = FaultStore(place(self.server).open())
         stream(counted, "a", DATA, PART)

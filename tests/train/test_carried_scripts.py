@@ -148,6 +148,7 @@ def test_state_of_a_script_that_reaches_training_is_refused_with_the_line_to_wri
         play(tmp_path, script)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("script", scripts("right"))
 def test_script_that_carries_nothing_is_let_through(script: Carrying, tmp_path: Path) -> None:
     found = play(tmp_path, script)

@@ -24,6 +24,7 @@ def play(script: str, folder: Path, without: str = "", case: str = "") -> None:
     runpy.run_path(str(SCRIPTS / f"{script}.py"), init_globals=names, run_name="__main__")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("script", "without", "case"),
     [
@@ -61,6 +62,7 @@ def test_script_that_tracks_all_that_it_moves_is_accepted(
     play(script, tmp_path, without, case)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("script", "without", "case", "words"),
     [
@@ -132,6 +134,7 @@ def test_script_that_leaves_out_several_things_is_told_of_all_at_once(
         assert f"run.track({one})" in str(refused.value)
 
 
+@pytest.mark.turns(3)
 def test_metric_that_reaches_no_parameter_is_named_once_in_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,6 +88,7 @@ TESTED = LISTED.replace("(weight() * Loss()).backward()", "if weight.count_here 
 IN_FUNCTION = f"def main():{LISTED}\nmain()\n"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -165,6 +166,7 @@ OTHERWISE_LONG = """
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "text",
     [
@@ -192,6 +194,7 @@ def test_what_does_not_go_from_step_to_step_into_the_training_is_let_through(tex
     play(tmp_path, text)
 
 
+@pytest.mark.turns(3)
 def test_attribute_that_the_loop_sets_before_it_reads_it_is_let_through(tmp_path: Path) -> None:
     play(tmp_path, LISTED.replace("(weight()", "weight.count_here = number\n        (weight()"))
 
@@ -228,6 +231,7 @@ OF_A_CLASS = """
 READS = "(1.0 if Skip.count_here < 500 else 0.5)"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -243,5 +247,6 @@ def test_count_that_an_exceptions_class_keeps_is_refused_by_its_name(tmp_path: P
     play(tmp_path, OF_A_CLASS.format(reads=READS, **change), untracked=("Skip.count_here",))
 
 
+@pytest.mark.turns(3)
 def test_count_of_a_class_that_the_loop_does_not_train_by_passes(tmp_path: Path) -> None:
     play(tmp_path, OF_A_CLASS.format(reads="1.0", init="Skip.count_here += 1", method="pass", raises="raise Skip"))

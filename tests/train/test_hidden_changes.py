@@ -66,6 +66,7 @@ BESIDE_A_CLASS = """
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -72,6 +72,7 @@ def ends(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str], l
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("script", [OTHER + CAUGHT, OTHER + EXITS, OTHER + OF_A_THREAD, IN_A_STEP])
 def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(script: str, tmp_path: Path) -> None:
     done, (record, *_) = ends(tmp_path, script)
@@ -81,6 +82,7 @@ def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(scr
     assert str(record["error"]).partition(": ")[2][:40] in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.turns(3)
 def test_refusal_that_ends_a_thread_outside_of_any_run_fails_the_process(tmp_path: Path) -> None:
     """The interpreter prints it and goes on: the process ended with 0."""
     ends(tmp_path, "\ntrain(2)\n")

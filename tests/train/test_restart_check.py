@@ -127,6 +127,7 @@ def clip(optimizer: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("optimizer_of", "change", "named"),
     [

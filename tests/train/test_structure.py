@@ -111,6 +111,7 @@ def train(folder: Path, until: int, change: Change, before: Change, *, at: int =
     return model
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_change_in_the_loop_is_refused_before_a_commit_has_it(name: str, tmp_path: Path) -> None:
     row = ROWS[name]

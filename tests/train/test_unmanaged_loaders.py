@@ -345,6 +345,7 @@ def tracked_by_the_script(run: Any) -> Iterator[int]:
             yield step.number
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "body",
     [whole_between_steps, whole_inside_each_step, some_now_and_then_by_workers_that_stay, without_gradients,

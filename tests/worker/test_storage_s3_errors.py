@@ -189,6 +189,7 @@ def fail_to_create(store: ObjectStore, server: ScriptedS3) -> None:
     pytest.fail(f"{server.requests} requests on {server.connections} connections; not asked yet: {server.script}")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "answer",
     [(503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests"),

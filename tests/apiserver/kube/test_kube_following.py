@@ -36,6 +36,7 @@ async def running(*coroutines: Any) -> AsyncGenerator[list["asyncio.Task[None]"]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.turns(3)
 async def test_watch_tells_every_change_and_ends_with_a_bookmark(client: HttpKubeClient, namespace: str) -> None:
     start = (await client.list(PODS, namespace)).resource_version
     events: list[Any] = []

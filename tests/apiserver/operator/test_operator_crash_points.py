@@ -141,6 +141,7 @@ async def undisturbed(new_place: NewPlace) -> list[str]:
     return list(client.writes)
 
 
+@pytest.mark.turns(3)
 async def test_operator_killed_after_any_single_write_leaves_the_same_job(new_place: NewPlace) -> None:
     """Cases 17 and 18."""
     writes = await undisturbed(new_place)
@@ -159,6 +160,7 @@ async def test_operator_killed_after_any_single_write_leaves_the_same_job(new_pl
     await in_groups([life(n) for n in range(1, len(writes) + 1)])
 
 
+@pytest.mark.turns(3)
 async def test_answer_of_any_single_write_lost_leaves_the_same_job(new_place: NewPlace) -> None:
     """Case 31, for every write: it happened, and the operator was told that the connection broke."""
     writes = await undisturbed(new_place)

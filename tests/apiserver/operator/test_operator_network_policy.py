@@ -36,6 +36,7 @@ def template(*ports: int) -> dict[str, Any]:
     return {"spec": {"containers": [{**container, "ports": [{"containerPort": p} for p in ports]}]}}
 
 
+@pytest.mark.turns(3)
 async def test_job_has_a_policy_for_its_own_pods_and_the_ports_that_it_declares(place: Place) -> None:
     await place.create_job(template=template(6006))
     async with Operators(place).run(network_policies=True):
