@@ -285,6 +285,8 @@ def main() -> None:
     except SystemExit as e:
         if e.code:
             raise
+    if session._started:  # its end closes it
+        findings.where(session._started[0])
     findings.write(folder)
     end()
 

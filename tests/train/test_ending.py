@@ -32,7 +32,7 @@ def test_error_of_the_loop_that_the_script_has_caught_is_raised_at_its_end(tmp_p
 
 
 LEFT = """
-import sys, torch, everstep
+import os, sys, threading, time, torch, everstep
 weight = torch.zeros(1)
 run = everstep.start(sys.argv[1], every_steps=2)
 run.track(weight=weight)
@@ -45,17 +45,45 @@ END
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit()", 0), ("run.close()", 0), ("raise ValueError", 1)])
-def test_script_that_leaves_its_loop_and_closes_no_run_is_told(end: str, code: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(LEFT.replace("END", end))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "train.py", tmp_path / "run"], capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "code", "saved"),
+    [
+        ("", 0, 3),
+        ("sys.exit()", 0, 3),
+        ("run.close()", 0, 3),
+        ("os.fork() or time.sleep(1)", 0, 3),
+        ("threading.Thread(target=time.sleep, args=(1,)).start()", 0, 3),
+        ("raise ValueError", 1, 2),
+        ("raise everstep.Preempted(3, True)", 86, 3),  # so says the script; the run knows of no such thing
+    ],
+)
+def test_scripts_end_closes_the_run_whose_loop_it_has_left(end: str, code: int, saved: int, tmp_path: Path) -> None:
+    done = play(tmp_path, LEFT.replace("END", end))
     assert done.returncode == code, done.stderr
-    told = "left its loop after step 3 of 9 and ends without run.close()" in done.stderr
-    assert told is (end in ("", "sys.exit()")), done.stderr
-    assert everstep.load(str(tmp_path / "run")).state["weight"].item() == (3 if end == "run.close()" else 2)
+    assert everstep.load(str(tmp_path / "run")).state["weight"].item() == saved
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("with step: sys.exit()", "LoopError: the program was ended inside step 0"),
+        ("if step.number: break", "LoopError: the run did not come to step 9: its loop was ended after step 0"),
+    ],
+)
+def test_run_that_the_scripts_end_cannot_close_is_no_success(loop: str, said: str, tmp_path: Path) -> None:
+    body = (
+        LEFT.partition("for step")[0] + f"try:\n  for step in run.steps(until=9):\n    {loop}\nexcept Exception: pass\n"
+    )
+    done = play(tmp_path, body)
+    assert done.returncode == 1, done.stderr
+    assert said in done.stderr
+
+
+def play(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, folder / "train.py", folder / "run"], capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_loop_that_is_left_by_break_is_complete_though_an_error_was_caught_in_it(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
+from everstep.checkpoint.save import at_exit
 from everstep.data import ElasticLoader
 from everstep.recovery import torch_names
 from everstep.recovery.announcements import AgentAnnouncements
@@ -54,7 +54,6 @@ from everstep.train.worlds import RESERVED
 log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
-_processes: list[int] = []  # in which it was started; a forked child has not
 
 
 def start(
@@ -96,7 +95,7 @@ def start(
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
     _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
-    _processes[:] = [os.getpid()]
+    at_exit.end_run(run._close_at_end)
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))
     return run
@@ -282,7 +281,7 @@ class Run(Loops):
 
     def close(self) -> None:
         """Finish the save in flight, and leave the process group if this run made it. The end of the `with` block does
-        the same; this is for a script without one."""
+        the same, and so does the end of a script that has left its loop."""
         self.__exit__(*sys.exc_info())
 
     def _close(self) -> None:
@@ -290,9 +289,11 @@ class Run(Loops):
         if self.place.made and dist.is_initialized():
             leave_group()
 
-    def _is_open(self) -> bool:
-        """Whether the loop has begun, and is neither complete nor closed."""
-        return self._world is not None
+    def _close_at_end(self) -> None:
+        """The script ends in order. If it has left its loop, by `break`, `return` or `sys.exit()`, its run is
+        complete."""
+        if self._world is not None:
+            self.__exit__(None, None, None)
 
     def __enter__(self) -> Run:
         return self
@@ -307,18 +308,3 @@ class Run(Loops):
             if self._world is not None:
                 self._end_early(self._world)
             self._close()
-
-
-@atexit.register
-def _tell_of_open_run() -> None:
-    """A script that leaves its loop early, by `return` or `sys.exit()`, has to close its run. Its exit code does not
-    tell that it has not."""
-    failed = hasattr(sys, "last_value") or refused_end.is_refused()
-    for run, process in zip(_started, _processes, strict=True):
-        if process == os.getpid() and run._is_open() and not failed:
-            log.warning(
-                "the script has left its loop after step %d of %d and ends without run.close(): the steps behind the "
-                "last commit are not saved, and other ranks may wait for this one. Write `with everstep.start(…) as "
-                "run:` around the loop, or call run.close() behind it",
-                run.step, run._goal,
-            )  # fmt: skip

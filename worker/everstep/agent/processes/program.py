@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
 from everstep.contract import error_file, exit_codes, refusal, termination
+from everstep.contract.script_end import ScriptEnd
 
 # A process ends with these by this library itself.
 _OWN_CODES = (exit_codes.FENCED, exit_codes.STORE_UNUSABLE, exit_codes.PREEMPTED, exit_codes.NOT_RECOVERED)
@@ -72,6 +73,7 @@ def main(command: Mapping[str, Any]) -> None:
             sys.path[0] = str(Path(target).resolve().parent)
             _run(target)
     except SystemExit as e:
+        ScriptEnd.failed = e.code not in (None, 0)
         ends = type(e) is SystemExit and e.code not in _OWN_CODES
         if ends and refusal.find(e) is not None:  # the script has caught it
             error_file.write(e)

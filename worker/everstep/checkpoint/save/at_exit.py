@@ -1,4 +1,4 @@
-"""Completes the saves in flight when a script ends normally without having closed its checkpointers.
+"""Closes a run, and completes the saves in flight, when a script ends in order without having closed them.
 
 A thread ends with the interpreter at any point, so a save in flight would be lost silently. A script that ends by an
 error does not wait for its save: other processes wait for the script, and the commit before stays.
@@ -17,9 +17,11 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from everstep.checkpoint.errors import Fenced
+from everstep.contract.script_end import ScriptEnd
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -38,6 +40,7 @@ class _Script:
         self.error: object = None  # that the interpreter had told of when the newest save was made
         self.code = 0
         self.closed: list[Closable] = []  # at the script's end
+        self.end_run: Callable[[], None] | None = None
 
 
 _script = _Script()
@@ -45,12 +48,26 @@ _script = _Script()
 
 def close(checkpointer: Closable, url: str) -> None:
     """When the script ends in order."""
-    if _script.process != os.getpid():  # a forked child has none of its parent's saves
-        if _script.process == 0:
-            threading._register_atexit(_close_all)  # type: ignore[attr-defined]
-        _script.process, _script.open, _script.newest = os.getpid(), {}, {}
-        _script.closed = []
+    _watch()
     _script.open[checkpointer], _script.newest[url] = url, checkpointer
+
+
+def end_run(end: Callable[[], None]) -> None:
+    """Call this when the script ends in order, before checkpointers are closed. It raises what ends the process with
+    another code than 0. A later call takes the place of the one before."""
+    _watch()
+    saves()
+    _script.end_run = end
+
+
+def _watch() -> None:
+    if _script.process == os.getpid():
+        return
+    # A forked child has none of its parent's saves.
+    if _script.process == 0:
+        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+    _script.process, _script.open, _script.newest = os.getpid(), {}, {}
+    _script.closed, _script.end_run = [], None
 
 
 def forget(checkpointer: Closable) -> None:
@@ -62,6 +79,7 @@ def forget_all() -> None:
     """As if their processes had died."""
     _script.open.clear()
     _script.newest.clear()
+    _script.end_run = None
 
 
 def late(checkpointer: Closable) -> str:
@@ -82,12 +100,20 @@ def saves() -> None:
 
 
 def _close_all() -> None:
-    if _script.process != os.getpid() or not _script.open or _failed():
+    if _script.process != os.getpid() or not (_script.open or _script.end_run) or _failed():
         return
     for thread in threading.enumerate():  # as the interpreter does next; one of them may train
         of_executor = thread in concurrent.futures.thread._threads_queues
         if not (thread.daemon or of_executor or thread in (threading.main_thread(), threading.current_thread())):
             thread.join()
+    if _script.end_run is not None and not ScriptEnd.failed:
+        try:
+            _script.end_run()
+        except SystemExit as e:
+            _script.code = e.code if isinstance(e.code, int) else 1
+        except Exception as e:
+            _script.code = getattr(e, "exit_code", 1)
+            sys.excepthook(type(e), e, e.__traceback__)
     for checkpointer, url in list(_script.open.items()):
         try:
             _script.closed.append(checkpointer)

@@ -1,0 +1,59 @@
+"""A script under `everstep-run` leaves its loop early, and closes no run: its end does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everstep
+from support.agent.started import LIMIT
+
+SCRIPT = """
+import os, sys, time, torch, everstep
+weight = torch.zeros(1)
+run = everstep.start(sys.argv[1], every_steps=100)
+run.track(weight=weight)
+for step in run.steps(until=9):
+    with step:
+        weight += 1
+        time.sleep(0.02)
+    if run.step == 3:
+        LEAVE
+"""
+
+
+def play(folder: Path, leave: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("LEAVE", leave))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    agent = (sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=0")
+    argv: list[str] = [*agent, str(script), str(folder / "run")]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False, env=environ)
+
+
+@pytest.mark.parametrize("leave", ["break", "sys.exit()"])
+def test_run_is_complete_where_all_ranks_have_left_it_and_goes_on_from_there(leave: str, tmp_path: Path) -> None:
+    done = play(tmp_path, leave)
+    assert done.returncode == 0, done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == 3
+    done = play(tmp_path, leave)
+    assert done.returncode == 0, done.stderr
+    found = everstep.load(str(tmp_path / "run"))
+    assert (found.step, found.state["weight"].item()) == (9, 9)
+
+
+@pytest.mark.turns(3)
+def test_script_that_one_rank_ends_with_success_is_none(tmp_path: Path) -> None:
+    done = play(tmp_path, "if run.rank == 1: sys.exit(0)")
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 left the loop after step 3, and ranks [0] did not within 20 s" in done.stderr
+
+
+def test_script_that_one_rank_ends_with_a_code_of_its_own_ends_with_that_at_once(tmp_path: Path) -> None:
+    done = play(tmp_path, "if run.rank == 1: sys.exit(3)")
+    assert done.returncode == 3, done.stderr
+    assert "left the loop" not in done.stderr
