@@ -17,7 +17,7 @@ from everstep.contract import labels, variables
 from everstep.contract.messages import Report
 from everstep_operator.arguments import Invocation, read
 from everstep_operator.controller.apply import Applier
-from everstep_operator.controller.caches import Caches
+from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.event_handlers import EventHandlers
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
@@ -136,7 +136,7 @@ class Operator:
                 network_policies=settings.job_network_policies,
             ),
             metrics=metrics,
-            round_view=lambda job: view_of(self.rounds, job),
+            round_view=lambda job: view_of(self.rounds, job, is_new=self._is_new(job)),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,
             rounds_hindered=lambda job: self.rounds.hindered(job_ref(job)),
@@ -201,6 +201,10 @@ class Operator:
         if known is None or known.metadata.uid != job.uid or known.metadata.deletion_timestamp is not None:
             return True
         return known.metadata.generation > job.generation
+
+    def _is_new(self, job: Unstructured) -> bool:
+        """Whether nothing was done for that job yet, as far as is known: a pass writes its status before all else."""
+        return not job.status and not self.caches.pods.by_index(BY_OWNER, job.metadata.uid)
 
     def _ports(self) -> dict[str, int]:
         return {"port": self.server.port, "probe_port": self.probes.port}

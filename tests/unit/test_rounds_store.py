@@ -373,6 +373,40 @@ async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> No
     assert (await stage.client.get(CONFIGMAPS, NS, "digits-rounds")).data == {"mine": "1"}
 
 
+async def test_job_that_is_new_is_not_looked_up_and_what_stands_there_all_the_same_is_kept() -> None:
+    """A cache that is behind may call a job new that is not; another's ConfigMap may have the name."""
+    stage = Stage()
+    await stage.start()
+    client = Mortal(stage.client)
+    rounds = stage.operator(client)
+    assert rounds.view(stage.job, is_new=True) == RoundView(0)
+    await change(stage.operator(), stage.agents[0], join(A))
+    await rounds.set_sizes(stage.job, Sizes(2, 2))
+    document = await stage.stored()
+    assert document is not None
+    assert (document.sizes, document.joining) == (Sizes(2, 2), (A,))
+    assert client.requests == ["create configmaps", "get configmaps", "replace configmaps"]
+
+
+async def test_name_of_a_new_jobs_document_that_somebody_else_has_is_said_until_it_is_free() -> None:
+    stage = Stage()
+    await stage.start()
+    await stage.client.create(CONFIGMAPS, NS, {"metadata": {"name": "digits-rounds"}, "data": {"mine": "1"}})
+    told: list[JobRef] = []
+    rounds = stage.operator(changed=told.append)
+    assert rounds.view(stage.job, is_new=True) == RoundView(0)
+    with pytest.raises(RoundsUnavailable, match="has a name that this job needs"):
+        await rounds.set_sizes(stage.job, SIZES)
+    assert "digits-rounds" in (rounds.hindered(stage.job).taken or "")
+    assert told == [stage.job]
+    await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
+    await rounds.set_sizes(stage.job, SIZES)
+    assert rounds.hindered(stage.job) == Hindered()
+    document = await stage.stored()
+    assert document is not None
+    assert document.sizes == SIZES
+
+
 async def test_document_that_the_api_server_refuses_is_told_until_it_is_written() -> None:
     """A quota of ConfigMaps: the agents only know that they have to try again, so the job's status says why."""
     stage = Stage()

@@ -23,9 +23,9 @@ def job_ref(job: Unstructured) -> JobRef:
     return JobRef(job.metadata.namespace, job.metadata.name, job.metadata.uid)
 
 
-def view_of(rounds: RoundStore, job: Unstructured) -> RoundView | None:
-    """The job's round; None if its rounds are not kept here, or are not known yet."""
-    return rounds.view(job_ref(job)) if rendezvous_backend(job) == BACKEND else None
+def view_of(rounds: RoundStore, job: Unstructured, *, is_new: bool) -> RoundView | None:
+    """The job's round; None if its rounds are not kept here, or are not known yet. `is_new`: see `RoundStore.view`."""
+    return rounds.view(job_ref(job), is_new=is_new) if rendezvous_backend(job) == BACKEND else None
 
 
 def answers(rounds: RoundStore, job: Unstructured, pod_uid: str) -> bool:

@@ -191,8 +191,10 @@ class JobRounds:
     def answers(self, pod_uid: str) -> bool:
         return self.presences.answers(pod_uid, self._now())
 
-    def view(self) -> RoundView | None:
-        """The round, for a plan. None: not known yet; then it is read, and `changed` is called."""
+    def view(self, *, is_new: bool = False) -> RoundView | None:
+        """See `RoundStore.view`. If there is a document of a new job all the same, the next write finds that out."""
+        if is_new and self._stored is None and self._document is None and not self._lock.locked():
+            self._stored = StoredDocument()
         if self._stored is None:
             if not self._lock.locked():
                 self._env.start(self._look())
@@ -233,7 +235,6 @@ class JobRounds:
     async def _look(self) -> None:
         try:
             await self._loaded(0)
-            self.hindered = replace(self.hindered, taken=None)
             self._env.changed(self.ref)
         except RoundsUnavailable as e:
             log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
@@ -251,10 +252,14 @@ class JobRounds:
                 stored = await self._env.documents.load(self.ref)
             text = stored.document
             found = None if text is None else await self._env.reader.read(text.encode(), self.ref)
+        except NameTaken as e:
+            self._hinder(replace(self.hindered, taken=str(e)))
+            raise
         except TimeoutError as e:
             raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
         except DocumentInvalid as e:
             raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
+        self._hinder(replace(self.hindered, taken=None))
         self._take(stored, None if found is None else found[1])
 
     async def _put(self, expected: int, text: str, document: Document) -> int | None:
@@ -276,6 +281,7 @@ class JobRounds:
             raise
         self._hinder(replace(self.hindered, refused=None))
         if stored is None:
+            self._stored = None  # if it cannot be read now, the next call tries again
             await self._load()
             return None
         self._take(stored, written)
@@ -350,12 +356,9 @@ class JobRounds:
                 if self._stored is None or not self._env.is_current(self):
                     return
                 join_requests = self.presences.join_requests(self._now())
-                document = with_join_requests(
-                    self._stored.document, self._document, join_requests, self.presences.asking
-                )
-                if document is None:
-                    return
-                if await self._put(self._stored.version, encode(document).decode(), document) is not None:
+                text, asking = self._stored.document, self.presences.asking
+                document = with_join_requests(text, self._document, join_requests, asking)
+                if document is None or await self._put(self._stored.version, encode(document).decode(), document):
                     return
         except NotLeading:
             return

@@ -126,10 +126,12 @@ class RoundStore:
         except NotLeading:
             return False
 
-    def view(self, ref: JobRef) -> RoundView | None:
-        """The job's round, for a plan. None: not known yet; then it is read, and `changed` is called."""
+    def view(self, ref: JobRef, *, is_new: bool = False) -> RoundView | None:
+        """The job's round, for a plan. None: not known yet; then it is read, and `changed` is called.
+
+        `is_new`: the job has neither a status nor pods, so no document was written for it, and none is looked for."""
         try:
-            return self._of(ref).view()
+            return self._of(ref).view(is_new=is_new)
         except NotLeading:
             return None
 
