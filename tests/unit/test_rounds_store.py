@@ -507,6 +507,18 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
 
 
+async def test_agent_is_not_told_what_was_only_supposed_of_a_job_that_seems_new() -> None:
+    """Nobody of the round was here yet: an answer without them would say that they are lost."""
+    stage = Stage()
+    await stage.start()
+    old = stage.operator()
+    await form(stage, old)
+    new = stage.operator()
+    assert new.view(stage.job, is_new=True) == RoundView(0)
+    assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
+    assert new.view(stage.job, is_new=True) == old.view(stage.job)
+
+
 async def form(stage: Stage, rounds: RoundStore) -> None:
     """A round of both agents, which are present for 20 s."""
     for who, event, _ in STORY[:3]:

@@ -192,14 +192,14 @@ class JobRounds:
         return self.presences.answers(pod_uid, self._now())
 
     def view(self, *, is_new: bool = False) -> RoundView | None:
-        """See `RoundStore.view`. If there is a document of a new job all the same, the next write finds that out."""
-        if is_new and self._stored is None and self._document is None and not self._lock.locked():
+        """See `RoundStore.view`. If a new job has a document all the same, the next write or agent's call finds it."""
+        if is_new and self._stored is None and not self.was_read and not self._lock.locked():
             self._stored = StoredDocument()
-        if self._stored is None:
-            if not self._lock.locked():
-                self._env.start(self._look())
-            return None if self._document is None else round_view(self._document)
-        return RoundView(0) if self._document is None else round_view(self._document)
+        if self._stored is None and not self._lock.locked():
+            self._env.start(self._look())
+        if self._document is None:
+            return None if self._stored is None else RoundView(0)
+        return round_view(self._document)
 
     async def set_sizes(self, sizes: Sizes) -> None:
         async with self._lock:
@@ -224,7 +224,7 @@ class JobRounds:
         """Return when a document is known that is neither older than `known` nor than `max_age` seconds."""
 
         def is_old() -> bool:
-            stored = self._stored
+            stored = self._stored if self.was_read else None  # what is only supposed of a new job is not known
             return stored is None or stored.version < known or self._now() - self._read_at >= max_age
 
         if is_old():
