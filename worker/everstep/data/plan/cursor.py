@@ -100,8 +100,8 @@ def resume(saved: Cursor, own: Cursor, allowed: Collection[str] = ()) -> Cursor:
     if changed and "dataset" not in allowed:
         raise DatasetChanged(
             f"the position was saved with another dataset: {changed} (saved: {saved.dataset}; now: {own.dataset})."
-            " Pass the dataset that the run began with, or give up the rest of this epoch with"
-            " allow_changes={'dataset'}"
+            " Pass the dataset that the run began with, whole and alike on all ranks: the loader divides it, so it must"
+            " not be cut by a rank before. Or give up the rest of this epoch with allow_changes={'dataset'}"
         )
     rebatched = saved.global_batch and own.global_batch and saved.global_batch != own.global_batch
     if rebatched and "global_batch" not in allowed:
