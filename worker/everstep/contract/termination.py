@@ -31,6 +31,12 @@ MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looke
 _TOLD = "__everstep_told__"
 
 
+def is_early(refused_after: object) -> bool:
+    """Whether this is the number of steps that a refused script had made, as a file or a message tells it, and the
+    script has made none but its first ones. Starting it again would end alike."""
+    return isinstance(refused_after, int) and not isinstance(refused_after, bool) and 0 <= refused_after <= FIRST_STEPS
+
+
 def write(
     error: str,
     exit_code: int,

@@ -89,8 +89,7 @@ def _refused_in(file: Path) -> str | None:
         if file.stat().st_size > _MOST_READ:
             return None
         message = json.loads(file.read_text())["message"]
-        steps = message["extraInfo"]["refusedAfter"]
-        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= termination.FIRST_STEPS:
+        if termination.is_early(message["extraInfo"]["refusedAfter"]):
             return str(message["message"])
     return None
 

@@ -300,8 +300,7 @@ def _record_of(line: str) -> _Record | None:
 
 def _refusal(body: Mapping[str, object]) -> Refusal | None:
     """Workers that are older than this field do not write it."""
-    steps = body.get("refused_after")
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= termination.FIRST_STEPS:
+    if not termination.is_early(body.get("refused_after")):
         return None
     return Refusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_PLACE))
 

@@ -51,8 +51,8 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
 def _refused_early(content: Mapping[str, Any]) -> bool:
     """Whether the session has refused the script in one of its first steps, or before."""
     try:
-        return 0 <= int(content["message"]["extraInfo"]["refusedAfter"]) <= termination.FIRST_STEPS
-    except (KeyError, TypeError, ValueError):
+        return termination.is_early(content["message"]["extraInfo"]["refusedAfter"])
+    except (KeyError, TypeError):
         return False
 
 
