@@ -15,6 +15,7 @@ from everstep.storage.errors import (
     TerminalError,
     Throttled,
     Truncated,
+    Unsynced,
 )
 from everstep.storage.opening import open_store
 from everstep.storage.probe import probe
@@ -40,6 +41,7 @@ __all__ = [
     "TerminalError",
     "Throttled",
     "Truncated",
+    "Unsynced",
     "Upload",
     "check_name",
     "open_store",

@@ -30,6 +30,10 @@ class TerminalError(StorageError):
     """Trying the same again cannot help."""
 
 
+class Unsynced(TerminalError):
+    """Bytes of an upload may be lost, and the store will not say so again: write the whole object anew."""
+
+
 class AlreadyExists(TerminalError):
     """A conditional create met an existing object. After a lost response that object may be the caller's own."""
 

@@ -8,15 +8,19 @@ reads the staged bytes any more; no memory is used beside them but what the stor
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
 from everstep.checkpoint.format.chunks import describe
 from everstep.checkpoint.format.manifest import Shard
-from everstep.storage import Capabilities, ObjectStore
+from everstep.storage import Capabilities, ObjectStore, Unsynced
+
+log = logging.getLogger("everstep.checkpoint")
 
 THREADS: Final = 4
+_ATTEMPTS: Final = 3  # to write a shard whose bytes the disk has lost
 
 
 def write_shard(store: ObjectStore, path: str, data: memoryview) -> Shard:
@@ -25,9 +29,14 @@ def write_shard(store: ObjectStore, path: str, data: memoryview) -> Shard:
     Raises what the store raises.
     """
     # One request for the whole is better where a part is all there is, or where the store takes no parts.
-    if len(data) > store.capabilities.part_size and store.capabilities.multipart:
-        return _in_parts(store, path, data)
-    return _at_once(store, path, data)
+    if len(data) <= store.capabilities.part_size or not store.capabilities.multipart:
+        return _at_once(store, path, data)
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _in_parts(store, path, data)
+        except Unsynced as e:
+            log.warning("%s; it is written again", e)
+    return _in_parts(store, path, data)
 
 
 def _at_once(store: ObjectStore, path: str, data: memoryview) -> Shard:

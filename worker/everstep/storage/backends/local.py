@@ -4,6 +4,9 @@ Invariant: a file appears under its final name only whole and synced. The bytes 
 folder, which is synced; `link` then gives it its name, and fails if the name is taken, which is what makes `create` a
 true conditional create between processes and, over NFS, between machines. The folder is synced last, so that the name
 itself survives a power cut.
+
+Linux says once that bytes could not be written, and drops them; the next fsync succeeds. So none is repeated: after one
+that failed, the file is written anew. A name whose folder was not synced is synced before anything rests on it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,15 @@ from everstep.storage.base import (
     truncated,
     views_of,
 )
-from everstep.storage.errors import AlreadyExists, NotFound, RetryableError, StorageError, StoreUnusable, TerminalError
+from everstep.storage.errors import (
+    AlreadyExists,
+    NotFound,
+    RetryableError,
+    StorageError,
+    StoreUnusable,
+    TerminalError,
+    Unsynced,
+)
 from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
 
@@ -52,6 +63,7 @@ class LocalStore(ObjectStore):
         self._root = Path(root).absolute()
         self._part_size = part_size
         self._single_committer = single_committer
+        self._unsynced: set[Path] = set()  # folders that were made here, and whose name may not survive a power cut
 
     @property
     def url(self) -> str:
@@ -63,7 +75,11 @@ class LocalStore(ObjectStore):
 
     def create(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
-            self._link(temporary, final)
+            try:
+                self._link(temporary, final)
+            except FileExistsError:
+                self._sync_taken(final)
+                raise
 
     def put(self, name: str, data: Data) -> None:
         with self._translated(name), self._written(name, data) as (temporary, final):
@@ -141,12 +157,24 @@ class LocalStore(ObjectStore):
 
     def _make_folder(self, folder: Path) -> None:
         """The folder and those above it; a new one's name is synced too, or a power cut takes what is in it."""
-        if folder.is_dir():
-            return
-        if folder.parent != folder:
-            self._make_folder(folder.parent)
+        if folder not in self._unsynced:
+            if folder.is_dir():
+                return
+            if folder.parent != folder:
+                self._make_folder(folder.parent)
+            self._unsynced.add(folder)
         folder.mkdir(exist_ok=True)
-        _sync_folder(folder.parent)
+        _sync(folder.parent)
+        self._unsynced.discard(folder)
+
+    def _sync_taken(self, final: Path) -> None:
+        """What has the name may come of an attempt before this one, which could not sync it. Whoever finds it there
+        rests on it."""
+        try:
+            _sync(final)
+            _sync(final.parent)
+        except FileNotFoundError:
+            return  # it was deleted meanwhile
 
     @contextmanager
     def _written(self, name: str, data: Data) -> Iterator[tuple[Path, Path]]:
@@ -159,7 +187,7 @@ class LocalStore(ObjectStore):
             finally:
                 os.close(descriptor)
             yield temporary, final
-            _sync_folder(final.parent)
+            _sync(final.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -223,7 +251,7 @@ class LocalUpload:
         with store._translated(name):
             self._descriptor, self._temporary, self._final = store._temporary(name)
             self._uncached = UncachedWriter(self._temporary)
-        self._open, self._named = True, False
+        self._open, self._synced = True, False
 
     @property
     def part_size(self) -> int:
@@ -242,13 +270,13 @@ class LocalUpload:
             return
         try:
             with self._store._translated(self._name):
-                if not self._named:  # what remains of an attempt before this one is to sync the name
-                    os.fsync(self._descriptor)
-                    os.replace(self._temporary, self._final)
-                    self._named = True
-                _sync_folder(self._final.parent)
+                if not self._synced:
+                    self._sync()
+                os.replace(self._temporary, self._final)
+                with self._durable():
+                    _sync(self._final.parent)
         except RetryableError:
-            raise  # the file stays for the next attempt
+            raise  # the file is synced, and stays for the next attempt to name it
         except NotFound as e:
             self.abort()
             said = f"the unfinished file of {self._name} was removed by another process's clean-up"
@@ -261,10 +289,36 @@ class LocalUpload:
     def abort(self) -> None:
         if self._open:
             self._open = False
-            os.close(self._descriptor)
-            self._uncached.close()
             with self._store._translated(self._name):
-                self._temporary.unlink(missing_ok=True)
+                try:
+                    self._close()
+                finally:
+                    self._temporary.unlink(missing_ok=True)
+
+    def _sync(self) -> None:
+        with self._durable():
+            os.fsync(self._descriptor)
+            self._close()  # a network file system may say only now that it could not write
+        self._synced = True
+
+    @contextmanager
+    def _durable(self) -> Iterator[None]:
+        """Raises `Unsynced` for what the kernel says only once."""
+        try:
+            yield
+        except OSError as e:
+            raise Unsynced(
+                f"{self._store.url}: {self._name}: {e.strerror or e}: it could not be made durable, and what was "
+                "written of it may be lost: write it anew"
+            ) from e
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if descriptor >= 0:
+                os.close(descriptor)
+        finally:
+            self._uncached.close()
 
 
 def _write(descriptor: int, offset: int, data: Data) -> None:
@@ -314,8 +368,8 @@ def _walk(top: Path) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -54,6 +54,6 @@ class UncachedWriter:
     def close(self) -> None:
         """The other methods must not be called afterwards."""
         self._usable = False
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
