@@ -2,13 +2,21 @@
 
     python benchmarks/creates.py [--quick] [--json PATH] [--rounds N]
 
-A real kube-apiserver, and by turns: `bare`, a Python client that creates the same pods, 16 at a time, and `operator`,
-the real operator's process with the same number of pods in jobs of ten. Each is a process of its own, and both are
-timed here, by a watch: from the first pod to the last. The pods of one turn are gone before the next one begins, so
-that other work on the machine falls on both.
+A real kube-apiserver, and by turns:
+- `operator`: the real operator's process, with jobs of ten workers.
+- `same`: a bare Python client that makes the same objects of the same sizes: for each job each status patch, Service,
+  ConfigMap, policy, pod and event that the operator made for a job of the first turn (`creates_parts/job_requests.py`).
+  It has no logic, waits for nothing that it wrote, and sends 16 requests at a time.
+- `pods`: the same client, the same number of pods, and nothing else.
 
-`creates.ratio` has the goal: the operator's rate divided by the bare client's. It also makes a Service, a status and
-events for each job, which the bare client does not. `requests_per_pod`: how many requests of any kind it sent.
+Each is a process of its own, and all are timed here, by watches, from the first write of a status or pod. All objects
+of one turn are gone before the next one begins, and so is the work that they make for the API server and the controller
+manager.
+
+`creates.ratio` has the goal: the operator's rate divided by that of `same`, each until all pods exist and each job's
+status counts its ten workers, which is the last that is written. `creates.pods_ratio` has none: it is to the last pod,
+of `operator` and `pods`, and in its time the operator makes more than pods. `requests_per_pod`: how many requests of
+any kind were sent, the operator's with its lists, watches and Leases.
 """
 
 from __future__ import annotations
@@ -16,23 +24,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "benchmarks/creates_parts"
 sys.path[:0] = [str(ROOT / "benchmarks")]
+from creates_parts.job_requests import JobRequests, Request, pods_alone
 from figures import Better, Figure, finish, parser, quantile
 
+from everstep.contract import labels
 from everstep_operator.kube.client import Changed, EventType
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import KubeError, NotFound
-from everstep_operator.kube.resources import PODS, Resource
+from everstep_operator.kube.resources import (
+    CONFIGMAPS,
+    EVENTS,
+    NETWORK_POLICIES,
+    PDBS,
+    PODS,
+    SERVICES,
+    Resource,
+)
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.main import JOBS
@@ -41,34 +62,62 @@ from testcluster.daemon import free_ports
 
 LIMIT = 300.0  # seconds that any wait may take
 WORKERS = 10  # of a job
+MADE: tuple[Resource[Any], ...] = (SERVICES, CONFIGMAPS, NETWORK_POLICIES, PDBS, EVENTS)  # for a job, beside its pods
 NAMESPACE, LEASES = "creates", "creates-lease"
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 ACCOUNTS: Resource[Unstructured] = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
 TEMPLATE = {"spec": {"containers": [{"name": "worker", "image": "train:1", "command": ["everstep-run", "train.py"]}]}}
 
 
+class Rates(NamedTuple):
+    """Pods a second, from the first write: `pods` to the last pod, `whole` to the last status."""
+
+    pods: float
+    whole: float
+
+
 class Arrivals:
-    """When each pod of the namespace was first seen, by a watch."""
+    """When each pod of the namespace was first seen, and each status that a job had, by watches."""
 
     def __init__(self, client: HttpKubeClient) -> None:
         self._client = client
         self.seen: dict[str, float] = {}
+        self.begun: float | None = None  # when the first status was seen
+        self.statuses: dict[str, list[dict[str, Any]]] = {}  # by job
+        self.counted: dict[str, float] = {}  # when a job's status first counted all its workers
 
     async def run(self) -> None:
-        position = (await self._client.list(PODS, NAMESPACE)).resource_version
+        await asyncio.gather(self._watch(PODS, self._pod), self._watch(JOBS, self._job))
+
+    async def _watch(self, resource: Resource[Any], take: Callable[[EventType, Any], None]) -> None:
+        position = (await self._client.list(resource, NAMESPACE)).resource_version
         while True:
-            async for event in self._client.watch(PODS, NAMESPACE, resource_version=position):
+            async for event in self._client.watch(resource, NAMESPACE, resource_version=position):
                 if isinstance(event, Changed):
                     position = event.object.metadata.resource_version
-                    if event.type is EventType.ADDED:
-                        self.seen.setdefault(event.object.metadata.name, time.monotonic())
+                    take(event.type, event.object)
                 else:
                     position = event.resource_version
 
-    async def rate(self, pods: int) -> float:
-        """Pods a second, from the first to the last of so many."""
-        await until(lambda: len(self.seen) >= pods, f"{pods} pods exist")
-        return (pods - 1) / (max(self.seen.values()) - min(self.seen.values()))
+    def _pod(self, type_: EventType, pod: Any) -> None:
+        if type_ is EventType.ADDED:
+            self.seen.setdefault(pod.metadata.name, time.monotonic())
+
+    def _job(self, type_: EventType, job: Unstructured) -> None:
+        if type_ is EventType.MODIFIED and job.metadata.deletion_timestamp is None:
+            self.begun = self.begun or time.monotonic()
+            if job.status.get("replicas") == WORKERS:
+                self.counted.setdefault(job.metadata.name, time.monotonic())
+            known = self.statuses.setdefault(job.metadata.name, [])
+            if not known or known[-1] != job.status:
+                known.append(dict(job.status))
+
+    async def rates(self, pods: int, jobs: int = 0) -> Rates:
+        """Until so many pods and so many jobs with a status exist."""
+        await until(lambda: len(self.seen) >= pods and len(self.counted) >= jobs, f"{pods} pods of {jobs} jobs exist")
+        first, last = min(self.seen.values()), max(self.seen.values())
+        begun = min(first, self.begun or first)
+        return Rates((pods - 1) / (last - begun), (pods - 1) / (max((last, *self.counted.values())) - begun))
 
 
 async def until(holds: Any, what: str) -> None:
@@ -89,39 +138,78 @@ class Turns:
         self.plane, self.client, self.folder, self.pods = plane, client, folder, pods
         self.requests = 0.0  # of the operator in its last turn
         self.processor = 0.0  # seconds of it
-        self._body: dict[str, Any] | None = None  # of a pod as the operator makes it
+        self.requests_bare = 0  # of the client that makes the same
+        self._job: JobRequests | None = None  # what the operator makes for a job
 
-    async def bare(self) -> float:
-        assert self._body is not None
-        sample = self.folder / "pod.json"
-        sample.write_text(json.dumps(self._body))
+    async def same(self) -> Rates:
+        assert self._job is not None
+        requests = [one for name, uid in (await self._jobs()).items() for one in self._job.of(name, uid)]
+        self.requests_bare = len(requests)
+        return await self._bare(requests, self.jobs)
+
+    async def pods_alone(self) -> Rates:
+        assert self._job is not None
+        requests = [one for number in range(self.jobs) for one in self._job.of(_name(number), self._job.uid)]
+        return await self._bare(pods_alone(requests))
+
+    async def _bare(self, requests: list[Request], jobs: int = 0) -> Rates:
+        file = self.folder / "requests.json"
+        file.write_text(json.dumps(requests))
         command = [sys.executable, str(PARTS / "bare.py"), self.plane.url, self.plane.token, str(self.plane.ca_file)]
         async with self._watching() as arrivals:
-            process = _start([*command, NAMESPACE, str(sample), str(self.pods)], self.folder / "bare.log")
+            process = _start([*command, str(file)], self.folder / "bare.log")
             try:
-                return await arrivals.rate(self.pods)
+                found = await arrivals.rates(self.pods, jobs)
+                await until(lambda: process.poll() is not None, "the bare client ends")
+                if process.returncode:
+                    raise SystemExit((self.folder / "bare.log").read_text())
+                return found
             finally:
                 process.kill()
                 process.wait()
 
-    async def operator(self) -> float:
-        for number in range(self.pods // WORKERS):
-            spec = {"replicas": WORKERS, "template": TEMPLATE}
-            await self.client.create(JOBS, NAMESPACE, {"metadata": {"name": f"job{number}"}, "spec": spec})
+    def made_for_a_job(self) -> str:
+        assert self._job is not None
+        kinds = Counter(body.get("kind", "status patch") for _, body in self._job.requests)
+        return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+    @property
+    def jobs(self) -> int:
+        return self.pods // WORKERS
+
+    async def _jobs(self) -> dict[str, str]:
+        """Make the jobs of a turn; their UIDs by their names."""
+        made: dict[str, str] = {}
+        for name in map(_name, range(self.jobs)):
+            body = {"metadata": {"name": name}, "spec": {"replicas": WORKERS, "template": TEMPLATE}}
+            made[name] = (await self.client.create(JOBS, NAMESPACE, body)).metadata.uid
+        return made
+
+    async def operator(self) -> Rates:
+        made = await self._jobs()
         (port,) = free_ports(1)
         command = [str(Path(sys.executable).with_name("everstep-operator")), "--kubeconfig", str(self.plane.kubeconfig)]
         flags = ["--namespace", LEASES, "--port", "0", "--probe-port", str(port), "--host", "127.0.0.1"]
         async with self._watching() as arrivals:
             process = _start([*command, *flags], self.folder / "operator.log")
             try:
-                found = await arrivals.rate(self.pods)
+                found = await arrivals.rates(self.pods, self.jobs)
                 await asyncio.to_thread(self._measure, port)
-                if self._body is None:
-                    self._body = await self._sample()
+                if self._job is None:
+                    self._job = await self._sample(arrivals, made)
                 return found
             finally:
                 process.terminate()
                 process.wait(30)
+
+    async def _sample(self, arrivals: Arrivals, made: dict[str, str]) -> JobRequests:
+        """What was made for the first job, once its status counts its workers and a moment has passed."""
+        name = _name(0)
+        await until(lambda: arrivals.statuses[name][-1].get("replicas") == WORKERS, "the status counts the workers")
+        await asyncio.sleep(2.0)  # for its events
+        return await asyncio.to_thread(
+            JobRequests.seen, self.plane, NAMESPACE, name, made[name], list(arrivals.statuses[name])
+        )
 
     def _measure(self, port: int) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
@@ -142,33 +230,27 @@ class Turns:
             await asyncio.gather(task, return_exceptions=True)
             await self._clear()
 
-    async def _sample(self) -> dict[str, Any]:
-        """A pod as the operator wrote it: what the API server and its admission added is taken away."""
-        done = self.plane.kubectl("get", "pods", "-n", NAMESPACE, "-o", "json")
-        found = json.loads(done.stdout)["items"][0]
-        spec = {key: value for key, value in found["spec"].items() if key not in ("nodeName", "tolerations")}
-        spec["volumes"] = [one for one in spec.get("volumes", []) if not one["name"].startswith("kube-api-access")]
-        for container in spec["containers"]:
-            container["volumeMounts"] = [
-                one for one in container.get("volumeMounts", []) if not one["name"].startswith("kube-api-access")
-            ]
-        meta = {key: found["metadata"][key] for key in ("labels", "annotations") if key in found["metadata"]}
-        return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-
     async def _clear(self) -> None:
         """Delete everything of this turn."""
-        for what in ("trainingjobs", "pods"):
+        for what in ("trainingjobs", "pods", *(_full(one) for one in MADE)):
             flags = ("-n", NAMESPACE, "--grace-period=0", "--force", "--wait=false")
-            done = await asyncio.to_thread(self.plane.kubectl, "delete", what, "--all", *flags)
+            which = ("-l", labels.JOB) if what == CONFIGMAPS.plural else ("--all",)
+            done = await asyncio.to_thread(self.plane.kubectl, "delete", what, *which, *flags)
             assert done.returncode == 0, done.stderr
 
         async def empty() -> bool:
-            return (
-                not (await self.client.list(PODS, NAMESPACE)).items
-                and not (await self.client.list(JOBS, NAMESPACE)).items
-            )
+            found = [one for kind in (PODS, JOBS, *MADE) for one in (await self.client.list(kind, NAMESPACE)).items]
+            return all(one.metadata.name == "kube-root-ca.crt" for one in found)
 
-        await until(empty, "the pods of the last turn are gone")
+        await until(empty, "the objects of the last turn are gone")
+
+
+def _name(job: int) -> str:
+    return f"job{job:04}"
+
+
+def _full(resource: Resource[Any]) -> str:
+    return f"{resource.plural}.{resource.group}" if resource.group else resource.plural
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -207,21 +289,31 @@ async def measure(pods: int, rounds: int, folder: Path) -> list[Figure]:
         async with HttpKubeClient(KubeConfig(str(plane.kubeconfig))) as client:
             await prepared(client)
             turns = Turns(plane, client, folder, pods)
-            await turns.operator()  # a turn that warms the API server up, and shows what a pod is
-            bare, operator, ratios = [], [], []
+            await turns.operator()  # a turn that warms the API server up, and shows what a job's objects are
+            print(f"made for a job: {turns.made_for_a_job()}", file=sys.stderr)
+            alone, same, operator = [], [], []
             for number in range(rounds):
-                bare.append(await turns.bare())
+                alone.append(await turns.pods_alone())
+                same.append(await turns.same())
                 operator.append(await turns.operator())
-                ratios.append(operator[-1] / bare[-1])
-                print(f"turn {number}: bare {bare[-1]:.0f}/s, operator {operator[-1]:.0f}/s", file=sys.stderr)
+                load = " ".join(f"{one:.1f}" for one in os.getloadavg())
+                rates = f"pods {alone[-1].pods:.0f}/s, same {same[-1].whole:.0f}/s, operator {operator[-1].whole:.0f}/s"
+                print(
+                    f"turn {number}: {rates} ({operator[-1].pods:.0f}/s to its last pod), load {load}", file=sys.stderr
+                )
     finally:
         plane.stop()
     higher, lower = Better.HIGHER, Better.LOWER
+    ratios = [mine.whole / theirs.whole for mine, theirs in zip(operator, same, strict=True)]
+    pods_ratios = [mine.pods / theirs.pods for mine, theirs in zip(operator, alone, strict=True)]
     return [
         Figure("creates.ratio", quantile(ratios, 0.5), "1", higher, rounds, goal=0.9),
-        Figure("creates.bare", quantile(bare, 0.5), "pods/s", higher, rounds),
-        Figure("creates.operator", quantile(operator, 0.5), "pods/s", higher, rounds),
+        Figure("creates.pods_ratio", quantile(pods_ratios, 0.5), "1", higher, rounds),
+        Figure("creates.same", quantile([one.whole for one in same], 0.5), "pods/s", higher, rounds),
+        Figure("creates.pods", quantile([one.pods for one in alone], 0.5), "pods/s", higher, rounds),
+        Figure("creates.operator", quantile([one.whole for one in operator], 0.5), "pods/s", higher, rounds),
         Figure("creates.requests_per_pod", turns.requests / pods, "1", lower, 1),
+        Figure("creates.requests_per_pod.same", turns.requests_bare / pods, "1", lower, 1),
         Figure("creates.processor_per_pod", turns.processor / pods, "s", lower, 1),
     ]
 
