@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint.commits import Commits
-from everstep.checkpoint.errors import CheckpointError, Fenced, NewerCommit, SaveFailed, SettingUnusable
+from everstep.checkpoint.errors import Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
 from everstep.checkpoint.format.times import stamp
@@ -148,9 +148,9 @@ class Checkpointer(Commits):
           of paths in the commit to those in the state, which is what the other two see.
         - `cast`: convert tensors of another dtype.
 
-        Raises `StateMismatch`, before anything is changed, if the commit does not fit; `NoCommit` and `Damaged` for
-        what was asked for. Tensors are read in place where they fit: when it raises anything else than
-        `StateMismatch`, the state may hold parts of commits that were damaged.
+        Raises `StateMismatch` if the commit does not fit (before anything is changed, unless only an object's own
+        `load_state_dict` can tell), `NoCommit` and `Damaged` for what was asked for. If it raises after the first
+        change, `save` refuses that state until a `restore` has succeeded.
         """
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
@@ -226,7 +226,9 @@ class Checkpointer(Commits):
         holders = self._snapshots.holders
         if holders.unions is None:
             holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
-        problem: CheckpointError | None = writer.fenced or writer.refused or lost_keys(step, self._keys, state)
+        problem = (
+            writer.fenced or self._loader.torn(step, state) or writer.refused or lost_keys(step, self._keys, state)
+        )
         if problem is not None and not holders.unions:
             raise problem
         if problem is None:
@@ -268,7 +270,7 @@ class Checkpointer(Commits):
             self._writer.abandon()
             self._writer = None
         self._owner.end_sign()
-        self._loader.mark.give_up()
+        self._loader.move()
         self._owner.move(ranks, InRound(round_, rendezvous))
         self._sequence, self._last = 0, -1
         self.late_metrics.move(ranks.rank)

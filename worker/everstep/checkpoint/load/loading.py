@@ -1,7 +1,7 @@
 """Loads a commit into the live state: the newest whole one, or the one that was asked for.
 
-Knows nothing of writing. Invariants: what does not fit is refused before anything is changed; a load that comes to
-nothing leaves no mark, as that says nothing about the commit.
+Knows nothing of writing. Invariants: what does not fit is refused before anything is changed, unless only an object's
+own `load_state_dict` can tell; a load that comes to nothing leaves no mark, as that says nothing about the commit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from everstep.checkpoint.load.fit import fit
 from everstep.checkpoint.load.restoring import Guard, asked, candidates, newest_whole
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.load.targets import of_all_ranks
+from everstep.checkpoint.load.wholeness import Wholeness
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.loads import LoadMark
 from everstep.checkpoint.log.opening import Settings
@@ -55,9 +56,19 @@ class Loader:
     def __init__(self, store: ObjectStore, log: CommitLog, settings: Settings, events: Events) -> None:
         self._store, self._log, self._settings, self._events = store, log, settings, events
         self.mark = LoadMark()
+        self._whole = Wholeness()
         self.report = LoadReport()  # what the newest load left out
         self.damaged: set[int] = set()
         self.suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
+
+    def move(self) -> None:
+        """Go on in another world, whose members have a whole state or are given one."""
+        self.mark.give_up()
+        self._whole.vouched()
+
+    def torn(self, step: int, state: Mapping[str, Any]) -> CheckpointError | None:
+        """Why the state after `step` may be a mixture of two steps."""
+        return self._whole.problem(step, state)
 
     def load(
         self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, *, holders: Holders,
@@ -65,6 +76,15 @@ class Loader:
     ) -> CommitRecord | None:  # fmt: skip
         """The commit that `state` is filled from; None if there is none. Collective. `holders` have met for this state.
         Saves of this run's own are waited for by `idle`; commits below record `end()` are looked at."""
+        with self._whole.loading(state, chosen) as changes:
+            return self._load(state, own, ranks, chosen, holders, (step, n), idle, end, has_writer, changes)
+
+    def _load(
+        self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, holders: Holders,
+        which: tuple[int | None, int | None], idle: Callable[[], object], end: Callable[[], int], has_writer: bool,
+        changes: Callable[[], None],
+    ) -> CommitRecord | None:  # fmt: skip
+        step, n = which
         captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
         holders.check_cuts(captured, ranks)
         wanted = partial(of_all_ranks, state, captured, ranks, bool(holders.unions), selection=chosen)
@@ -82,7 +102,7 @@ class Loader:
         named = step is not None or n is not None
         try:
             tried = asked(Catalog(self._store), guard, step, n) if named else candidates(self._log, end, guard, told)
-            found = newest_whole(self._store, ranks, wanted, tried, told)  # the candidates are rank 0's
+            found = newest_whole(self._store, ranks, wanted, tried, told, changes)  # the candidates are rank 0's
             self.report = LoadReport()
             if found is not None:
                 self.report = put_into(state, captured, *found, ranks, chosen, whole=chosen.whole)

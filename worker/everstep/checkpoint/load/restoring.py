@@ -99,11 +99,12 @@ def newest_whole(
     wanted: Wanted,
     candidates: Iterator[CommitRecord],
     stepped_over: SteppedOver,
+    changes: Callable[[], None] = lambda: None,
 ) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
     """The first of rank 0's `candidates` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
 
-    Raises `CheckpointError` if there are commits and none of them loads: to start from nothing then would throw the
-    training away; and whatever a store that does not answer raises.
+    `changes` is called before a live tensor is read into. Raises `CheckpointError` if there are commits and none of
+    them loads: to start from nothing then would throw the training away; and what a store raises.
     """
     for tried in range(MAX_TRIES):
         record = _propose(candidates, ranks)
@@ -112,13 +113,15 @@ def newest_whole(
                 raise CheckpointError(f"{store.url}: none of the {tried} commits that were tried can be read whole")
             return None
         try:
-            return record, load(store, record, wanted, ranks)
+            return record, load(store, record, wanted, ranks, changes)
         except Damaged as e:
             stepped_over(record.n, str(e))
     raise CheckpointError(f"{store.url}: none of the newest {MAX_TRIES} commits can be read whole")
 
 
-def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks) -> dict[str, torch.Tensor]:
+def load(
+    store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks, changes: Callable[[], None]
+) -> dict[str, torch.Tensor]:
     """This rank's tensors of a commit. What all need is read by one of them, or by each through one page cache:
     measured over gloo, to receive a byte costs several times the copy. Collective.
 
@@ -146,6 +149,7 @@ def load(store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks)
     # Before any memory is taken: a record may claim more bytes than its shards have, and each rank has looked at some.
     _agreed(problem, store, ranks)
     buffers = reading.Buffers(todo, targets)
+    changes()
     try:
         reading.fetch(store, record.shards, tasks, buffers.bytes)
     except (StorageError, CheckpointError) as e:

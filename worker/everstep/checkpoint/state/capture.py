@@ -238,6 +238,8 @@ def apply(
                 _decode_optimizer(state, key, tree, body)
             elif (answer := _decode(state, key, tree, body, taken)) is not None:
                 answers[key] = answer
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the commit
         except MALFORMED as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
     return answers
