@@ -358,8 +358,9 @@ def test_shards_of_a_commit_whose_outcome_was_never_learnt_are_kept(events: Any)
     checkpointer.close()
     faulty = FaultStore(inner)
     checkpointer = begun(faulty, events)
-    # Of the next save's calls, put of the shard and create of the record, the second succeeds without an answer.
-    faulty._faults = {len(faulty.calls) + 1: LoseResponse()}
+    # Of the next save's calls (put of the shard, look at the open record, create of the record) the third succeeds
+    # without an answer.
+    faulty._faults = {len(faulty.calls) + 2: LoseResponse()}
     with pytest.raises(SaveFailed, match="lost"):
         checkpointer.save(2, state(2.0)).wait(30)
     checkpointer.save(3, state(3.0)).wait(30)

@@ -19,18 +19,19 @@ class Wholeness:
         self._torn: list[tuple[frozenset[str], Selection]] = []  # the keys that a restore has begun to change
 
     @contextmanager
-    def loading(self, keys: Collection[str], chosen: Selection) -> Iterator[Callable[[], None]]:
-        """A restore of these keys; what it gives is to be called before the first change."""
+    def loading(self, state: Collection[str], chosen: Selection) -> Iterator[Callable[[], None]]:
+        """A restore of this state; what it gives is to be called before the first change. Until then nothing says that
+        the state is a mapping."""
         if self._loads:
             raise CheckpointError(
                 "restore() is called while another restore() of this Checkpointer is under way, as by a handler of "
                 "signals: call it after that one has returned"
             )
-        this = frozenset(keys), chosen
         self._loads = True
         try:
-            yield lambda: self._torn.append(this)
-            self._torn = [torn for torn in self._torn if not _covers(this, torn)]
+            yield lambda: self._torn.append((frozenset(state), chosen))
+            done = frozenset(state), chosen
+            self._torn = [torn for torn in self._torn if not _covers(done, torn)]
         finally:
             self._loads = False
 
@@ -46,6 +47,8 @@ class Wholeness:
                 "handler of signals that comes within restore() must not save: the commits are as they were, and the "
                 "next start restores the newest"
             )
+        if not self._torn:
+            return None
         torn = sorted({key for held, _ in self._torn for key in held} & set(keys))
         if not torn:
             return None

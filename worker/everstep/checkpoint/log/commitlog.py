@@ -204,6 +204,7 @@ class CommitLog:
         Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told, `FormatError`
         for a record that nobody could read: it is decoded before it is created.
         """
+        self.check_own(own)
         for _ in range(MAX_CONFLICTS):
             decision = log.decide_commit(head, own, draft)
             match decision:
@@ -223,6 +224,25 @@ class CommitLog:
                 case _:
                     assert_never(decision)
         raise SaveFailed(f"{self._store.url}: {MAX_CONFLICTS} conflicts in a row at the end of the log")
+
+    def check_own(self, own: OpenRecord) -> None:
+        """See that this is still the log that `own` has opened: a folder may be emptied, replaced, or unmounted.
+
+        Raises `SaveFailed` if the record is gone, and `Fenced` if the log is another one. A damaged record is there.
+        """
+        name = record_name(own.n)
+        where = f"{self._store.url}: {name}, with which this run has opened the log,"
+        try:
+            found = read_settled(self._store, name, lambda data: decode_record(data, own.n, name))
+        except NotFound as e:
+            raise SaveFailed(
+                f"{where} is gone: the place was deleted, emptied or replaced, or its mount has fallen away. Nothing "
+                "is committed there. Bring it back, or end this run and start it again"
+            ) from e
+        except FormatError:
+            return
+        if found.writer != own.writer:
+            raise Fenced(f"{where} is now writer {found.writer}'s: the place was emptied, and a newer run has begun")
 
     def commits(self, below: int) -> Iterator[CommitRecord | Unreadable]:
         """The commits below record `below`, newest first, with the damaged records that were passed on the way."""

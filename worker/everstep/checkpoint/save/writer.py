@@ -200,6 +200,8 @@ class Writer:
             self._cleaner.clean()
 
     def _write(self, staged: Staged, started: float) -> Outcome:
+        if self._store.capabilities.local:  # before anything is written into a folder that has taken the log's place
+            self._log.check_own(self._identity.own)
         part = write_part(self._store, staged)
         if staged.rank != 0:
             return Written(staged.step)

@@ -57,12 +57,14 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class LocalStore(ObjectStore):
-    """Files below `root`, which is created when first written to."""
+    """Files below `root`, which is created when first written to, and never again: where it was and is not, its mount
+    has fallen away or somebody has deleted it, and what is written to a new one is lost when it comes back."""
 
     def __init__(self, root: str | Path, part_size: int | None = None, *, single_committer: bool = False) -> None:
         self._root = Path(root).absolute()
         self._part_size = part_size
         self._single_committer = single_committer
+        self._was_there = False
         self._unsynced: set[Path] = set()  # folders that were made here, and whose name may not survive a power cut
 
     @property
@@ -88,6 +90,7 @@ class LocalStore(ObjectStore):
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         path = self._path(name)
         with self._translated(name), path.open("rb", buffering=0) as file:
+            self._was_there = True
             first, last, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
             data = bytearray(max(0, last - first))
             done = _read(file.fileno(), first, [memoryview(data)])
@@ -121,7 +124,8 @@ class LocalStore(ObjectStore):
         with self._translated(name):
             try:
                 path.unlink()
-                path.parent.rmdir()  # only when empty: object stores have no folders either
+                if path.parent != self._root:
+                    path.parent.rmdir()  # only when empty: object stores have no folders either
             except OSError as e:
                 if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -157,13 +161,19 @@ class LocalStore(ObjectStore):
 
     def _make_folder(self, folder: Path) -> None:
         """The folder and those above it; a new one's name is synced too, or a power cut takes what is in it."""
-        if folder not in self._unsynced:
-            if folder.is_dir():
+        if folder.is_dir():
+            if folder not in self._unsynced:
                 return
+        else:
+            if folder == self._root and self._was_there:
+                raise TerminalError(
+                    f"{self.url}: this folder was there, and is gone: it was deleted or renamed, or its mount has "
+                    "fallen away. Nothing is written to a new one. Bring it back, or end this process and start again"
+                )
             if folder.parent != folder:
                 self._make_folder(folder.parent)
             self._unsynced.add(folder)
-        folder.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
         _sync(folder.parent)
         self._unsynced.discard(folder)
 
@@ -198,6 +208,7 @@ class LocalStore(ObjectStore):
         temporary = final.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}-{final.name}")
         while True:
             self._make_folder(final.parent)
+            self._was_there = True
             try:
                 return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), temporary, final
             except FileNotFoundError:
