@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from everstep.checkpoint.errors import SaveFailed
+from everstep.checkpoint.errors import CheckpointError, SaveFailed
 
 
 class Events(Protocol):
@@ -52,6 +52,7 @@ class SaveHandle:
         self.save_id = save_id  # the folder of its shards; empty if nothing was begun
         self._outcome = outcome
         self._done = threading.Event()
+        self._by: threading.Thread | None = None  # the thread that writes it
         self._heard = False  # somebody was told what it failed with
         if outcome is not None:
             self._done.set()
@@ -66,6 +67,7 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> Outcome:
         """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), and `TimeoutError` after
         `timeout` seconds."""
+        self._refuse_itself()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
         assert self._outcome is not None
@@ -75,6 +77,14 @@ class SaveHandle:
                 raise error
             case outcome:
                 return outcome
+
+    def _refuse_itself(self) -> None:
+        """Raises `CheckpointError` on the thread whose work would be waited for: a hook's, where events come from."""
+        if self._by is threading.current_thread() and not self.done():
+            raise CheckpointError(
+                f"the save of step {self.step} is waited for in on_event, which runs on the thread that writes it: it "
+                "would wait for itself. Note the event there, and wait, save or close in a thread of the script"
+            )
 
     def unheard(self) -> Exception | None:
         """Why it came to nothing, if nobody has been told; also if it is still in flight."""

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -36,7 +37,8 @@ class _Script:
     def __init__(self) -> None:
         self.process = 0
         self.open: dict[Closable, str] = {}  # with the URL of each
-        self.newest: dict[str, Closable] = {}  # of each URL: an older one is fenced by it, and by nobody else
+        # Of each URL: an older one is fenced by it, and by nobody else. Not held: a closed one has host memory.
+        self.newest: dict[str, weakref.ref[Closable]] = {}
         self.error: object = None  # that the interpreter had told of when the newest save was made
         self.code = 0
         self.closed: list[Closable] = []  # at the script's end
@@ -49,7 +51,7 @@ _script = _Script()
 def close(checkpointer: Closable, url: str) -> None:
     """When the script ends in order."""
     _watch()
-    _script.open[checkpointer], _script.newest[url] = url, checkpointer
+    _script.open[checkpointer], _script.newest[url] = url, weakref.ref(checkpointer)
 
 
 def end_run(end: Callable[[], None]) -> None:
@@ -119,7 +121,8 @@ def _close_all() -> None:
             _script.closed.append(checkpointer)
             checkpointer.close()
         except Exception as e:
-            if isinstance(e, Fenced) and _script.newest.get(url) is not checkpointer:
+            newest = _script.newest.get(url)
+            if isinstance(e, Fenced) and (newest is None or newest() is not checkpointer):
                 continue
             _script.code = getattr(e, "exit_code", 1)
             log.exception("the script has ended, and its last save failed")

@@ -89,6 +89,7 @@ class Writer:
         """Wait until no save is in flight, and none waits; False after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         for handle in list(self._unfinished()):
+            handle._refuse_itself()
             if not handle._done.wait(None if until is None else max(0.0, until - time.monotonic())):
                 return False
         return True
@@ -96,6 +97,7 @@ class Writer:
     def wait_for_room(self) -> None:
         """Until one more save may be submitted. Each save ends, so this does."""
         while len(unfinished := list(self._unfinished())) >= MOST:
+            unfinished[0]._refuse_itself()
             unfinished[0]._done.wait()
 
     def submit(self, staged: Staged, handle: SaveHandle) -> None:
@@ -104,6 +106,7 @@ class Writer:
         # nobody waits for what is not in the queue, nor takes the memory of what is.
         self.newest = handle
         self._put(lambda: self._save(staged, handle))
+        handle._by = self._thread
         self._saves.append(handle)
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
@@ -183,6 +186,7 @@ class Writer:
             del task  # and with it the staged bytes, which the next save may have to make room for
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
+        handle._by = threading.current_thread()
         started = self._clock()
         try:
             outcome = self._write(staged, started)
