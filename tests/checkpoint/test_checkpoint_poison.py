@@ -167,3 +167,31 @@ def test_processes_that_crash_while_loading_give_up_on_that_commit_after_three(t
     codes = [run_in_child(url, found) for _ in range(4)]
     assert codes == [-signal.SIGKILL] * 3 + [0]
     assert found.read_text() == "1"
+
+
+def test_restore_after_the_end_of_the_run_leaves_no_mark(runs: Any) -> None:
+    # An evaluation at the script's end, of the newest or the best state.
+    store = MemoryStore()
+    runs(store).save(1, 2)
+    for _ in range(4):
+        run, step = runs(store).begin()
+        assert step == 2
+        run.close()
+        assert run.restore(runs.state()) == 2
+        assert marks(store) == []
+
+
+def test_commit_that_a_later_restore_finds_damaged_does_not_count_as_kept(runs: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin(keep=2)
+    for step in (1, 2, 3):
+        run.save(step, runs.state(step)).wait(30)
+    runs.settle(run)
+    (shard,) = (name for name in store.objects if "-00000003/" in name and name.endswith(".safetensors"))
+    store.objects[shard] = store.objects[shard][:-1] + b"?"
+    assert run.restore(runs.state()) == 2, "or the test says nothing"
+    run.save(3, runs.state(3)).wait(30)
+    run.close()
+    kept = everstep.Checkpointer(store=store)
+    whole = [found.step for found in kept.list() if kept.verify(n=found.n) == ()]
+    assert whole == [3, 2]

@@ -162,10 +162,9 @@ class Checkpointer(Commits):
             state, own, ranks, chosen, holders=self._snapshots.holders, step=step, n=n, idle=self.wait, end=self._end,
             has_writer=self._writer is not None,
         )  # fmt: skip
-        self._last = -1 if record is None else record.step
+        self._last, self._owner.newest = -1 if record is None else record.step, -1
         self._start_writer()
         self._policy.saved(time.monotonic())
-        self._owner.newest = -1
         self.late_metrics.restored(record, ranks.rank)
         self._keys = frozenset(state)
         self._restored_id = None if record is None else record.save_id
@@ -226,9 +225,8 @@ class Checkpointer(Commits):
         holders = self._snapshots.holders
         if holders.unions is None:
             holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
-        problem = (
-            writer.fenced or self._loader.torn(step, state) or writer.refused or lost_keys(step, self._keys, state)
-        )
+        torn = self._loader.torn(step, state)
+        problem = writer.fenced or torn or writer.refused or lost_keys(step, self._keys, state)
         if problem is not None and not holders.unions:
             raise problem
         if problem is None:
@@ -391,8 +389,8 @@ class Checkpointer(Commits):
         if self._writer is None:
             assert self._owner.record is not None
             cleaner = Cleaner(
-                self._store, self._owner.record, self._settings.keep, frozenset(self._loader.damaged),
-                self._loader.mark.loads, suspected=frozenset(self._loader.suspected),
+                self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark.loads,
+                suspected=self._loader.suspected,
             )  # fmt: skip
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)

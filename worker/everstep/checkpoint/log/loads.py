@@ -75,6 +75,7 @@ class LoadMark:
 
     def __init__(self) -> None:
         self._loading: Loads | None = None  # of a load that has not ended
+        self._over = False  # the run has ended in order: what it loads then is looked at, and not trained on
         self._proved: int | None = None  # the step at which the state that was loaded is no poison
         self.loads: Loads | None = None  # of rank 0; the writer takes the marks away
 
@@ -92,7 +93,9 @@ class LoadMark:
     def loaded(self, step: int | None, rank: int) -> None:
         """The state is that after `step`; None: there was nothing to load."""
         loads, self._loading = self._loading, None
-        if rank == 0 and step is not None:
+        if self._over and loads is not None:
+            loads.end_quietly()
+        elif rank == 0 and step is not None:
             self.loads, self._proved = loads, step + SURVIVED_STEPS
 
     def give_up(self) -> None:
@@ -113,5 +116,6 @@ class LoadMark:
 
     def close(self, later: Later) -> None:
         """The run ends in order."""
+        self._over = True
         if self._proved is not None and self.loads is not None:
             later(self.loads.end)

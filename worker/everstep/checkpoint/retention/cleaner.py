@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError
@@ -32,17 +32,18 @@ Sizes = Mapping[str, Mapping[str, int]]  # save id → object → bytes
 
 class Cleaner:
     """Keeps what `keep` says of a log that `own` has open; a number is that of the newest commits. `damaged` are
-    records found unusable at restore, `suspected` those that are whole, and that earlier runs died of."""
+    records found unusable at restore, `suspected` those that are whole, and that earlier runs died of. A later restore
+    adds to both."""
 
     def __init__(
         self,
         store: ObjectStore,
         own: OpenRecord,
         keep: int | Keep,
-        damaged: frozenset[int],
+        damaged: Set[int],
         loads: Loads | None = None,
         *,
-        suspected: frozenset[int] = frozenset(),
+        suspected: Set[int] = frozenset(),
     ) -> None:
         self._store = store
         self._log = CommitLog(store)
@@ -55,6 +56,7 @@ class Cleaner:
         self._loads = loads
         self._compactor = Compactor(store)
         self._recent: list[CommitRecord] = []
+        self._unusable: Set[int] = frozenset()  # of which `_recent` knows
         self._read_below = False  # whether `_recent` holds all commits that are to be kept
         self._swept = False
 
@@ -99,6 +101,8 @@ class Cleaner:
             gone = frozenset(r.n for r in self._recent if is_lost(r))
             if gone:
                 log.error("the commits of log records %s have lost shards; they do not count as kept", sorted(gone))
+            if (unusable := frozenset(self._damaged | self._suspected)) != self._unusable:
+                self._unusable, self._read_below = unusable, False
             if not self._read_below or gone:
                 below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
                 self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
@@ -109,11 +113,11 @@ class Cleaner:
             known, self._recent = self._recent, self._enough(self._recent, is_lost)
             kept = {r.n for r in self._recent}
             self._compactor.retire(r for r in known if r.n not in kept)
-            damaged = self._damaged | {r.n for r in self._recent if is_lost(r)}
+            damaged = frozenset(self._damaged | {r.n for r in self._recent if is_lost(r)})
             owner = owner_of(newest.save_id)
             deleted = clean(
                 self._store, sizes, self._recent, self._keep, damaged, self._own.n, owner[1] if owner else 0,
-                suspected=self._suspected, may=tenure.lasts,
+                suspected=frozenset(self._suspected), may=tenure.lasts,
             )  # fmt: skip
             if not tenure.lasts():
                 return
@@ -132,7 +136,7 @@ class Cleaner:
         return bool(nonfinite_in(record)) or record.n in self._damaged | self._suspected or is_lost(record)
 
     def _enough(self, commits: Iterable[CommitRecord], is_lost: Callable[[CommitRecord], bool]) -> list[CommitRecord]:
-        return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), self._suspected)
+        return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), frozenset(self._suspected))
 
 
 def enough(
