@@ -339,8 +339,9 @@ def test_save_that_is_interrupted_while_it_copies_costs_no_other(error: type[Bas
     run.save(99, runs.state(99))
     store.gate.set()
     run.wait(30)
-    for buffer in run._snapshots.buffers._all:
-        buffer.staging.fill = lambda *_: (_ for _ in ()).throw(error)
+    buffers = run._snapshots.buffers
+    for staging in [*buffers._free, *(b.staging for b in buffers._read)]:
+        staging.fill = lambda *_: (_ for _ in ()).throw(error)
     with pytest.raises(error):
         run.save(100, runs.state(100))
     assert run.wait(1)

@@ -14,6 +14,7 @@ import torch
 
 import everstep
 from everstep.checkpoint.errors import FormatError, NoCommit, Occupied, SaveFailed
+from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import KEPT, alive_name, hold_name, metrics_name, part_name, record_name
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord, Part, encode_part, encode_record
@@ -51,7 +52,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def gathered(store: ObjectStore, timeout: float = 60.0) -> list[Part]:
     staged = Staged(5, SAVE, 0, 2, None, (), {}, {})
-    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), timeout, threading.Event(), time.monotonic)
+    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), timeout, Flag(), time.monotonic)
 
 
 READERS: dict[str, tuple[str, bytes, Callable[[ObjectStore], object], object]] = {

@@ -66,3 +66,14 @@ def test_temporary_file_of_a_process_of_the_same_number_takes_no_name(tmp_path: 
         (tmp_path / "log" / f".tmp-{os.getpid()}-{n}-7.json").touch()
     store.create("log/7.json", b"seven")
     assert store.get("log/7.json") == b"seven"
+
+
+def test_sweep_leaves_what_other_programs_have_put_below_the_folder(tmp_path: Path) -> None:
+    foreign = [tmp_path / ".tmp-notes.txt", tmp_path / "other/.tmp-0123456789abcdef"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    store = open_store(str(tmp_path))
+    store.start_upload("a").write_part(0, b"part")
+    assert store.sweep_uploads(-60) == 1
+    assert [path.read_text() for path in foreign] == ["mine", "mine"]

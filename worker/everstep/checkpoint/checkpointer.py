@@ -22,6 +22,7 @@ from everstep.checkpoint.format.steps import check_order, lost_keys, named_commi
 from everstep.checkpoint.format.times import stamp
 from everstep.checkpoint.handle import Events, Failed, SaveHandle
 from everstep.checkpoint.keep import Keep, numbers
+from everstep.checkpoint.lifetime import Lifetime
 from everstep.checkpoint.load.loading import Loader
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.log import opening
@@ -129,10 +130,8 @@ class Checkpointer(Commits):
         self.late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False
-        self._saving = threading.RLock()  # threads of the script; a handler of signals may save within a save
-        self._closed = threading.Event()  # no save is taken any more
-        self._is_over = False  # and the last one has ended
-        self._process = 0  # in which the thread is
+        self._saving = threading.RLock()  # a handler of signals may save within a save
+        self._life = Lifetime(self, self._store.url)
 
     def restore(
         self, state: Mapping[str, Any], *, step: int | None = None, n: int | None = None, strict: bool = True,
@@ -155,7 +154,7 @@ class Checkpointer(Commits):
         started = time.monotonic()
         chosen = Selection.of(strict, include, exclude, rename, cast)
         step, n = named_commit(step, n)
-        self._check_process()
+        self._life.check_process()
         own, ranks = self._owner.take(restores=True)
         self._snapshots.holders.meet(state, ranks)
         record = self._loader.load(
@@ -233,7 +232,8 @@ class Checkpointer(Commits):
             self._keys = frozenset(state)
         assert self._owner.record is not None
         self._sequence, self._last = self._sequence + 1, step  # on every rank alike, whatever becomes of the save
-        identifier = save_id(self._owner.record.n, self._owner.record.writer, self._sequence)
+        sequence = self._sequence
+        identifier = save_id(self._owner.record.n, self._owner.record.writer, sequence)
         compares = ranks.world_size > 1 and not self._by_session and not self._sequence & (self._sequence - 1)
         taken = self._snapshots.take(state, ranks, problem, compares=compares)
         at_exit.saves()
@@ -242,13 +242,18 @@ class Checkpointer(Commits):
         handle = SaveHandle(step, save_id=identifier)
         try:
             staged = self._snapshots.copy(taken, ranks, handle, metrics)
+            self._life.check_still_open(step)
+            if self._sequence != sequence:
+                raise SaveFailed(f"step {step} was not saved: meanwhile a handler of signals saved step {self._last}")
             writer.submit(staged, handle)
         except SaveFailed as e:  # no memory: training goes on, and so do the other ranks
-            writer.leave_out(handle, ranks.rank, e)
+            writer.leave_out(handle, ranks.rank, e, newest=self._sequence == sequence)
         except BaseException as e:  # a signal too, whose handler may end the script
             if writer.newest is not handle:
                 handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))
             raise
+        if self._life.closed:  # just now, by a handler: nobody else waits for this save
+            writer.close(CLOSE_SECONDS)
         return self.late_metrics.saved(handle, metrics)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -257,6 +262,7 @@ class Checkpointer(Commits):
 
         Raises `CheckpointError` for what is no number, and for a step that is not among the newest saves of this run.
         """
+        self._life.check_open()
         self.late_metrics.add(whole_step(step), numbers(metrics), None if self._writer is None else self._writer.later)
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
@@ -276,7 +282,7 @@ class Checkpointer(Commits):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
-        return self._writer is None or self._process != os.getpid() or self._writer.idle(timeout)
+        return self._writer is None or not self._life.is_here or self._writer.idle(timeout)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Finish the save in flight and the one that waits for it, and stop the thread. A script that ends in order
@@ -293,14 +299,14 @@ class Checkpointer(Commits):
         self._leave()  # but not where a signal's handler ends the wait: the script's end, or the next call, goes on
 
     def _close(self, timeout: float) -> None:
-        if self._is_over or self._writer is None or self._process != os.getpid():
+        if self._life.over or self._writer is None or not self._life.is_here:
             return  # in a forked child the saves are its parent's
-        if not self._closed.is_set():
+        if not self._life.closed:
             self._loader.mark.close(self._writer.later)
-        self._closed.set()
+        self._life.closed = True
         newest = self._writer.newest
         self._writer.close(timeout)
-        self._is_over = True
+        self._life.over = True
         if self._writer.fenced:
             raise self._writer.fenced
         if newest is not None and (problem := newest.unheard()) is not None:
@@ -336,9 +342,7 @@ class Checkpointer(Commits):
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
         commit that does not descend from the newest one would fork the training state, and retention would then delete
         the good one."""
-        self._check_process()
-        if self._closed.is_set():
-            raise SettingUnusable("the Checkpointer is closed" + at_exit.late(self))
+        self._life.check_open()
         if self._writer is None:
             own, _ = self._owner.take()
             if own.commit >= 0 and self._owner.round is None:
@@ -369,13 +373,6 @@ class Checkpointer(Commits):
             self._events("save-failed", step=step, error=str(e))
             return SaveFailed(f"step {step} was not saved: {e}")
 
-    def _check_process(self) -> None:
-        if self._writer is not None and self._process != os.getpid():
-            raise SettingUnusable(
-                f"{self._store.url}: this process was forked from the one that the Checkpointer belongs to, and has no "
-                "thread that writes: make a Checkpointer in the child, with a URL of its own"
-            )
-
     def _end(self) -> int:
         """The record below which a commit may be restored: what this run has saved since it opened the log counts."""
         assert self._owner.record is not None
@@ -394,7 +391,7 @@ class Checkpointer(Commits):
             )  # fmt: skip
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
-            self._process = os.getpid()
+            self._life.starts()
             self.late_metrics.taken(self._writer.later)
             if not self._by_session:
                 at_exit.close(self, self._store.url)

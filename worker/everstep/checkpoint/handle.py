@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everstep.checkpoint.errors import CheckpointError, SaveFailed
+from everstep.checkpoint.flag import Flag
 
 
 class Events(Protocol):
@@ -51,7 +52,7 @@ class SaveHandle:
         self.step = step
         self.save_id = save_id  # the folder of its shards; empty if nothing was begun
         self._outcome = outcome
-        self._done = threading.Event()
+        self._done = Flag()
         self._by: threading.Thread | None = None  # the thread that writes it
         self._heard = False  # somebody was told what it failed with
         if outcome is not None:

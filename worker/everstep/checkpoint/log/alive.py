@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from everstep.checkpoint.errors import FormatError, Occupied
+from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import ALIVE, alive_name, alive_number
 from everstep.checkpoint.format.manifest import NONE, VERSION, OpenRecord
@@ -71,7 +72,7 @@ class Sign:
         self._store = store
         self._own = own
         self._every = every
-        self.stop = threading.Event()
+        self.stop = Flag()
         self._thread = threading.Thread(target=self._run, name="everstep-alive", daemon=True)
         self._thread.start()
         _signs.add(self)

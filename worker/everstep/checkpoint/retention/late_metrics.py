@@ -54,8 +54,8 @@ class LateMetrics:
         self._later.pop(handle.step, None)
         self._saves[handle.step] = handle, dict(metrics)
         while len(self._saves) > _MOST:
-            oldest = next(iter(self._saves))
-            del self._saves[oldest]
+            oldest = list(self._saves)[0]  # noqa: RUF015 - at once: a handler of signals may save in between
+            self._saves.pop(oldest, None)
             self._later.pop(oldest, None)
         return handle
 

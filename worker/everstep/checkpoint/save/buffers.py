@@ -6,6 +6,7 @@ buffers, and one beyond those of a single writer is taken only if there is room 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,43 +19,57 @@ OF_A_WRITER: Final = 2  # one for the save that is written, and one for the save
 MOST: Final = 2 * OF_A_WRITER  # while one abandoned writer still reads its own
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory that a save was copied to, and the save that is written from it."""
 
+    handle: SaveHandle
     staging: Staging = field(default_factory=Staging)
-    handle: SaveHandle | None = None
 
 
 class Buffers:
     """Those of one Checkpointer. A world that changes abandons the writer of the one before, whose saves may still be
-    written for as long as the store takes."""
+    written for as long as the store takes.
+
+    A handler of signals may save in the middle of a save. So a buffer is in one list or the other, and taking it out,
+    which is done at once, is what gives it to a save.
+    """
 
     def __init__(self) -> None:
-        self._all = [Buffer() for _ in range(OF_A_WRITER)]
+        self._read: list[Buffer] = []  # saves may be written from them
+        self._free: list[Staging] = []
 
     @property
     def held(self) -> int:
         """Bytes of host memory."""
-        return sum(b.staging.size for b in self._all)
+        return sum(b.staging.size for b in list(self._read)) + sum(s.size for s in list(self._free))
 
-    def free(self, size: int) -> Buffer:
-        """One for `size` bytes that no save is written from. The second is there only while saves come faster than the
-        store is. Raises `SaveFailed` if saves that were abandoned hold too much."""
-        read = [b for b in self._all if b.handle is not None and not b.handle.done()]
-        free = [b for b in self._all if b not in read] or [self._one_more(size)]
-        for spare in free[1:]:
-            spare.staging.release()
-        self._all = [*read, *free[: max(1, OF_A_WRITER - len(read))]]
-        return free[0]
+    def take(self, size: int, handle: SaveHandle) -> Staging:
+        """Memory for `size` bytes of this save, from which no other save is written. A second one is there only while
+        saves come faster than the store is. Raises `SaveFailed` if saves that were abandoned hold too much."""
+        for buffer in list(self._read):
+            if buffer.handle.done():
+                with contextlib.suppress(ValueError):  # a handler has done it
+                    self._read.remove(buffer)
+                    self._free.append(buffer.staging)
+        staging = self._any_free() or self._one_more(size)
+        self._read.append(Buffer(handle, staging))
+        while (spare := self._any_free()) is not None:
+            spare.release()
+        return staging
 
-    def _one_more(self, size: int) -> Buffer:
-        what = f"{len(self._all)} saves, abandoned ones among them, are still being written from {self.held} bytes"
-        if len(self._all) >= MOST:
+    def _any_free(self) -> Staging | None:
+        with contextlib.suppress(IndexError):
+            return self._free.pop()
+        return None
+
+    def _one_more(self, size: int) -> Staging:
+        what = f"{len(self._read)} saves, abandoned ones among them, are still being written from {self.held} bytes"
+        if len(self._read) >= MOST:
             raise SaveFailed(f"{what} of host memory, and no more than {MOST} may be: the store is too slow for them")
-        if len(self._all) >= OF_A_WRITER and size > (room := free_host_memory()):
+        if len(self._read) >= OF_A_WRITER and size > (room := free_host_memory()):
             raise SaveFailed(
                 f"{what} of host memory, and of the {size} that this one needs {room} are free: it is left out, and "
                 "the next one may have room. Give the pod more memory, or save less often than the store takes to write"
             )
-        return Buffer()
+        return Staging()

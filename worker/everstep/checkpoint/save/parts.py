@@ -7,13 +7,13 @@ fails says so in its description, so that nobody waits for it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
 from everstep.checkpoint.errors import FormatError, SaveFailed
+from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.layout import part_name, save_folder, shard_name
 from everstep.checkpoint.format.manifest import Entry, Part, PartFailed, decode_part, encode_part
 from everstep.checkpoint.format.wire import Json
@@ -91,7 +91,7 @@ def gather_parts(
     staged: Staged,
     own: Part,
     timeout: float,
-    stop: threading.Event,
+    stop: Flag,
     clock: Callable[[], float],
 ) -> list[Part]:
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
@@ -105,7 +105,7 @@ def _gather(
     staged: Staged,
     own: Part,
     timeout: float,
-    stop: threading.Event,
+    stop: Flag,
     clock: Callable[[], float],
     pool: Executor,
 ) -> list[Part]:

@@ -54,12 +54,11 @@ class Snapshots:
     def copy(self, taken: Taken, ranks: Ranks, handle: SaveHandle, metrics: Mapping[str, float]) -> Staged:
         """Copy it to memory that no save in flight is written from, as the save of `handle`. Raises `SaveFailed` if
         there is none."""
-        buffer = self.buffers.free(taken.arranged.plan.size if taken.tensors else 0)
-        buffer.handle = handle
+        staging = self.buffers.take(taken.arranged.plan.size if taken.tensors else 0, handle)
         captured, arranged = taken.captured, taken.arranged
         return Staged(
             handle.step, handle.save_id, ranks.rank, ranks.world_size,
-            buffer.staging.fill(arranged.plan, taken.tensors) if taken.tensors else None, arranged.entries,
+            staging.fill(arranged.plan, taken.tensors) if taken.tensors else None, arranged.entries,
             captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
             arranged.checked, self._nonfinite, taken.told,
             {k: captured.values[k] for k in sorted(captured.unions)}, taken.held, metrics,

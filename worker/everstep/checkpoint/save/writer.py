@@ -7,6 +7,7 @@ save ends, and training goes on, unless another writer owns the log (`fenced`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed, StateMismatch
+from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Part, merge_parts
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveHandle, Written
@@ -67,8 +69,8 @@ class Writer:
         self._stamp, self._now, self._clock = stamp, now, clock
         own = identity.own
         self._head = Head(own.n, own, own.commit)
-        self._stop = threading.Event()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._stop = Flag()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._notes = 0  # in the queue
         self._saves: list[SaveHandle] = []  # that may not be over
         self.newest: SaveHandle | None = None
@@ -77,7 +79,10 @@ class Writer:
         self.refused: StateMismatch | None = None  # what the ranks would save is not one state
 
     def _unfinished(self) -> list[SaveHandle]:
-        self._saves = [handle for handle in self._saves if not handle.done()]
+        # One by one: a handler of signals may save in between.
+        for handle in [handle for handle in list(self._saves) if handle.done()]:
+            with contextlib.suppress(ValueError):
+                self._saves.remove(handle)
         return self._saves
 
     @property
@@ -120,12 +125,13 @@ class Writer:
 
         self._note(note)
 
-    def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed) -> None:
-        """This rank has no memory for a save: it is over, and the others hear of it."""
+    def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed, *, newest: bool = True) -> None:
+        """This rank does not write a save: it is over, and the others hear of it. `newest`: none came after it."""
         logger.warning("step %d was not saved, training goes on: %s", handle.step, error)
         self._events("save-failed", step=handle.step, error=str(error))
         handle.finish(Failed(handle.step, error))
-        self.newest = handle
+        if newest:
+            self.newest = handle
         if rank != 0:
             self.give_up(handle.save_id, rank, str(error))
 
@@ -159,10 +165,11 @@ class Writer:
             self._thread = None
 
     def _put(self, task: Callable[[], None] | None) -> None:
+        self._queue.put(task)
+        # Afterwards, because a handler of signals may close this in between, and end the thread.
         if self._thread is None and task is not None:
             self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
             self._thread.start()
-        self._queue.put(task)
 
     def _note(self, task: Callable[[], None]) -> None:
         """Queue work that may be dropped; a save or the end may not."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from everstep.storage.base import Capabilities, ObjectInfo
 
 # Names of this form are never listed; a process that dies before the rename leaves one behind.
 _TEMPORARY: Final = ".tmp-"
+_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}[0-9]+-[0-9a-f]{{16}}")  # another program's may begin alike
 
 
 class GenericStore(FsspecStore):
@@ -62,7 +64,7 @@ class GenericStore(FsspecStore):
     def sweep_uploads(self, older_than: float) -> int:
         swept = 0
         for info in super().list():
-            if _is_temporary(info.name) and time.time() - _begun(info.name) > older_than:
+            if _OURS.fullmatch(info.name.rpartition("/")[2]) and time.time() - _begun(info.name) > older_than:
                 self.delete(info.name)
                 swept += 1
         return swept

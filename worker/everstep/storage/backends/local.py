@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -45,6 +46,7 @@ from everstep.storage.upload import Data
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
+_OURS = re.compile(rf"{re.escape(_TEMPORARY)}[0-9a-f]{{16}}-.")  # another program's may begin alike
 # Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
 # opening the file (10 us) does not count.
 _READ_SIZE = 2**20
@@ -138,7 +140,7 @@ class LocalStore(ObjectStore):
         with self._translated(""):
             for path in _walk(self._root):
                 try:
-                    if path.name.startswith(_TEMPORARY) and time.time() - path.lstat().st_mtime > older_than:
+                    if _OURS.match(path.name) and time.time() - path.lstat().st_mtime > older_than:
                         path.unlink()
                         swept += 1
                 except FileNotFoundError:
