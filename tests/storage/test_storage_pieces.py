@@ -142,7 +142,8 @@ def test_what_a_dead_writer_left_is_hidden_and_swept_once_it_is_old(tmp_path: Pa
 
     def copy() -> None:
         if len(left := list(tmp_path.glob("log/.tmp-*"))) == 1:
-            (left[0].parent / f"{left[0].name}0").write_bytes(left[0].read_bytes())
+            other = f"{left[0].name[:-1]}{'1' if left[0].name.endswith('0') else '0'}"
+            (left[0].parent / other).write_bytes(left[0].read_bytes())
 
     opened("pieces", tmp_path, copy).put("log/0", NEW)
     assert len(list(tmp_path.glob("log/.tmp-*"))) == 1

@@ -79,6 +79,31 @@ def test_run_that_the_scripts_end_cannot_close_is_no_success(loop: str, said: st
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("ValueError('a sample')", 1, "did not come to step 9: its loop was ended after step 1 by an error"),
+        ("SystemExit(3)", 3, ""),
+    ],
+)
+def test_error_that_has_left_the_block_of_the_run_and_was_caught_is_no_success(
+    error: str, code: int, said: str, tmp_path: Path
+) -> None:
+    caught = f"""
+try:
+    with run:
+        for step in run.steps(until=9):
+            with step:
+                weight += 1
+            raise {error}
+except BaseException:
+    pass
+"""
+    done = play(tmp_path, LEFT.partition("for step")[0] + caught)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
 def play(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
     return subprocess.run(

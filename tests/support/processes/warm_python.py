@@ -232,8 +232,9 @@ def _code_of(command: Mapping[str, Any]) -> int:
             return e.code or 0
         print(e.code, file=sys.stderr)
         return 1
-    except Exception:
-        sys.excepthook(*sys.exc_info())
+    except Exception as e:
+        sys.last_type, sys.last_value, sys.last_traceback = type(e), e, e.__traceback__
+        sys.excepthook(type(e), e, e.__traceback__)
         return 1
     return 0
 

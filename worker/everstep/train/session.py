@@ -303,6 +303,7 @@ class Run(Loops):
     ) -> None:
         with refused_end.remembered():
             if not early_exit.is_done(error):
+                self._ended_by = self._ended_by or error
                 refused_end.stands(error)
                 return
             if self._world is not None:
