@@ -38,22 +38,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "benchmarks/creates_parts"
 sys.path[:0] = [str(ROOT / "benchmarks")]
-from creates_parts.job_requests import JobRequests, Request, pods_alone
+from creates_parts.job_requests import BEFORE_PODS, JobRequests, Request, kubectl_name, pods_alone
 from figures import Better, Figure, finish, parser, quantile
 
 from everstep.contract import labels
 from everstep_operator.kube.client import Changed, EventType
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.errors import KubeError, NotFound
-from everstep_operator.kube.resources import (
-    CONFIGMAPS,
-    EVENTS,
-    NETWORK_POLICIES,
-    PDBS,
-    PODS,
-    SERVICES,
-    Resource,
-)
+from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, PODS, Resource
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.main import JOBS
@@ -62,7 +54,7 @@ from testcluster.daemon import free_ports
 
 LIMIT = 300.0  # seconds that any wait may take
 WORKERS = 10  # of a job
-MADE: tuple[Resource[Any], ...] = (SERVICES, CONFIGMAPS, NETWORK_POLICIES, PDBS, EVENTS)  # for a job, beside its pods
+MADE = (*BEFORE_PODS, EVENTS)  # for a job, beside its pods
 NAMESPACE, LEASES = "creates", "creates-lease"
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 ACCOUNTS: Resource[Unstructured] = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
@@ -232,7 +224,7 @@ class Turns:
 
     async def _clear(self) -> None:
         """Delete everything of this turn."""
-        for what in ("trainingjobs", "pods", *(_full(one) for one in MADE)):
+        for what in ("trainingjobs", "pods", *map(kubectl_name, MADE)):
             flags = ("-n", NAMESPACE, "--grace-period=0", "--force", "--wait=false")
             which = ("-l", labels.JOB) if what == CONFIGMAPS.plural else ("--all",)
             done = await asyncio.to_thread(self.plane.kubectl, "delete", what, *which, *flags)
@@ -247,10 +239,6 @@ class Turns:
 
 def _name(job: int) -> str:
     return f"job{job:04}"
-
-
-def _full(resource: Resource[Any]) -> str:
-    return f"{resource.plural}.{resource.group}" if resource.group else resource.plural
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

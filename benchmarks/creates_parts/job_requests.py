@@ -59,9 +59,13 @@ def pods_alone(requests: Iterable[Request]) -> list[Request]:
     return [(p, {**b, "metadata": {k: v for k, v in b["metadata"].items() if k != "ownerReferences"}}) for p, b in pods]
 
 
+def kubectl_name(resource: Resource[Any]) -> str:
+    """The name that means this resource and no other."""
+    return f"{resource.plural}.{resource.group}" if resource.group else resource.plural
+
+
 def _objects(plane: ControlPlane, namespace: str, job: str, resource: Resource[Any]) -> list[dict[str, Any]]:
-    what = f"{resource.plural}.{resource.group}" if resource.group else resource.plural
-    done = plane.kubectl("get", what, "-n", namespace, "-l", f"{labels.JOB}={job}", "-o", "json")
+    done = plane.kubectl("get", kubectl_name(resource), "-n", namespace, "-l", f"{labels.JOB}={job}", "-o", "json")
     assert done.returncode == 0, done.stderr
     items: list[dict[str, Any]] = json.loads(done.stdout)["items"]
     return items

@@ -355,10 +355,10 @@ class JobRounds:
                     await self._load()
                 if self._stored is None or not self._env.is_current(self):
                     return
-                join_requests = self.presences.join_requests(self._now())
-                text, asking = self._stored.document, self.presences.asking
-                document = with_join_requests(text, self._document, join_requests, asking)
-                if document is None or await self._put(self._stored.version, encode(document).decode(), document):
+                known, seen = self._stored, self.presences
+                requests = seen.join_requests(self._now())
+                document = with_join_requests(known.document, self._document, requests, seen.asking)
+                if document is None or await self._put(known.version, encode(document).decode(), document) is not None:
                     return
         except NotLeading:
             return

@@ -18,7 +18,6 @@ the same step; a step that raised is not counted.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -50,8 +49,6 @@ from everstep.train.pipelines import PipelineSchedule
 from everstep.train.process_place import most_processes, take_place
 from everstep.train.sync_check import SyncCheck
 from everstep.train.worlds import RESERVED
-
-log = logging.getLogger("everstep.train")
 
 _started: list[Run] = []  # the last
 

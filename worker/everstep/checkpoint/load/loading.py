@@ -77,39 +77,33 @@ class Loader:
         """The commit that `state` is filled from; None if there is none. Collective. `holders` have met for this state.
         Saves of this run's own are waited for by `idle`; commits below record `end()` are looked at."""
         with self._whole.loading(state, chosen) as changes:
-            return self._load(state, own, ranks, chosen, holders, (step, n), idle, end, has_writer, changes)
+            captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
+            holders.check_cuts(captured, ranks)
+            wanted = partial(of_all_ranks, state, captured, ranks, bool(holders.unions), selection=chosen)
+            idle()
+            passed: list[str] = []
 
-    def _load(
-        self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, holders: Holders,
-        which: tuple[int | None, int | None], idle: Callable[[], object], end: Callable[[], int], has_writer: bool,
-        changes: Callable[[], None],
-    ) -> CommitRecord | None:  # fmt: skip
-        step, n = which
-        captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
-        holders.check_cuts(captured, ranks)
-        wanted = partial(of_all_ranks, state, captured, ranks, bool(holders.unions), selection=chosen)
-        idle()
-        passed: list[str] = []
+            def told(n: int, reason: str, *, suspected: bool = False) -> None:
+                passed.append(reason)
+                (self.suspected if suspected else self.damaged).add(n)
+                logger.error("log record %d is stepped over: %s", n, reason)
+                self._events("stepped-over", n=n, error=reason)
 
-        def told(n: int, reason: str, *, suspected: bool = False) -> None:
-            passed.append(reason)
-            (self.suspected if suspected else self.damaged).add(n)
-            logger.error("log record %d is stepped over: %s", n, reason)
-            self._events("stepped-over", n=n, error=reason)
-
-        loads = self.mark.begin(self._store, own, has_writer=has_writer)
-        guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
-        named = step is not None or n is not None
-        try:
-            tried = asked(Catalog(self._store), guard, step, n) if named else candidates(self._log, end, guard, told)
-            found = newest_whole(self._store, ranks, wanted, tried, told, changes)  # the candidates are rank 0's
-            self.report = LoadReport()
-            if found is not None:
-                self.report = put_into(state, captured, *found, ranks, chosen, whole=chosen.whole)
-        except (CheckpointError, StorageError, KeyboardInterrupt) as e:
-            self.mark.failed()
-            if named and passed and isinstance(e, CheckpointError):
-                raise Damaged(f"{self._store.url}: {passed[-1]}") from e
-            raise
-        self.mark.loaded(None if found is None else found[0].step, ranks.rank)
-        return None if found is None else found[0]
+            loads = self.mark.begin(self._store, own, has_writer=has_writer)
+            guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
+            named = step is not None or n is not None
+            try:
+                tried = (
+                    asked(Catalog(self._store), guard, step, n) if named else candidates(self._log, end, guard, told)
+                )
+                found = newest_whole(self._store, ranks, wanted, tried, told, changes)  # the candidates are rank 0's
+                self.report = LoadReport()
+                if found is not None:
+                    self.report = put_into(state, captured, *found, ranks, chosen, whole=chosen.whole)
+            except (CheckpointError, StorageError, KeyboardInterrupt) as e:
+                self.mark.failed()
+                if named and passed and isinstance(e, CheckpointError):
+                    raise Damaged(f"{self._store.url}: {passed[-1]}") from e
+                raise
+            self.mark.loaded(None if found is None else found[0].step, ranks.rank)
+            return None if found is None else found[0]

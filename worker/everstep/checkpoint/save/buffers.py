@@ -7,7 +7,7 @@ buffers, and one beyond those of a single writer is taken only if there is room 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from everstep.checkpoint.errors import SaveFailed
@@ -24,7 +24,7 @@ class Buffer:
     """Memory that a save was copied to, and the save that is written from it."""
 
     handle: SaveHandle
-    staging: Staging = field(default_factory=Staging)
+    staging: Staging
 
 
 class Buffers:

@@ -28,7 +28,7 @@ from everstep.storage.base import Capabilities, ObjectInfo
 
 # Names of this form are never listed; a process that dies before the rename leaves one behind.
 _TEMPORARY: Final = ".tmp-"
-_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}[0-9]+-[0-9a-f]{{16}}")  # another program's may begin alike
+_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}")  # another program's may begin alike
 
 
 class GenericStore(FsspecStore):
@@ -64,7 +64,8 @@ class GenericStore(FsspecStore):
     def sweep_uploads(self, older_than: float) -> int:
         swept = 0
         for info in super().list():
-            if _OURS.fullmatch(info.name.rpartition("/")[2]) and time.time() - _begun(info.name) > older_than:
+            ours = _OURS.fullmatch(info.name.rpartition("/")[2])
+            if ours and time.time() - int(ours[1]) > older_than:
                 self.delete(info.name)
                 swept += 1
         return swept
@@ -146,9 +147,3 @@ def _is_there(fs: Any, path: str) -> bool:
 
 def _is_temporary(name: str) -> bool:
     return name.rpartition("/")[2].startswith(_TEMPORARY)
-
-
-def _begun(temporary: str) -> float:
-    """When a temporary file was begun, in seconds since the epoch; 0 for a name that does not say it."""
-    seconds = temporary.rpartition("/")[2].removeprefix(_TEMPORARY).partition("-")[0]
-    return float(seconds) if seconds.isdecimal() else 0.0
