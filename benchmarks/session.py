@@ -66,6 +66,7 @@ def measure(steps: int, turns: int) -> None:
     """In a training process: seconds a step of each loop, and of the session's own part, to standard output."""
     torch.set_num_threads(1)
     run = everstep.start()
+    torch.manual_seed(0)  # the same data on both ranks
     data = TensorDataset(torch.randn(32 * 2 * steps, 256), torch.randn(32 * 2 * steps, 1))
     net = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1))
     model = DistributedDataParallel(net)

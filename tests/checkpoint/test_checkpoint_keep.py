@@ -1,6 +1,7 @@
 """What stays beyond the newest commits: decided by rules, written as marks, and deleted by nobody's clean-up."""
 
 import itertools
+import logging
 import math
 import threading
 import time
@@ -271,6 +272,33 @@ def test_kept_commit_older_than_a_long_log_is_listed_and_found(runs: Any) -> Non
     reads = [c for c in store.calls[before:] if c.startswith("get log/")]
     assert len(reads) < 10, "the log between them is not walked"
     assert Catalog(store).find(40).step == 40
+
+
+def test_run_that_keeps_more_than_the_one_before_it_misses_no_commit_that_was_deleted(runs: Any, caplog: Any) -> None:
+    store = FaultStore(MemoryStore())
+    runs(store).save(*range(40), keep=1)
+    before = len(store.calls)
+    with caplog.at_level(logging.WARNING):
+        runs(store).save(*range(40, 45), keep=30)
+    assert [r.message for r in caplog.records] == []
+    assert steps_of(store) == [44, 43, 42, 41, 40, 39]
+    calls = [c for c in store.calls[before:] if c.startswith(("get log/", "size data/"))]
+    assert len(calls) < 60, "the deleted commits are walked, or asked for, at each save"
+
+
+def test_shard_that_vanishes_from_a_commit_that_is_kept_is_told_once(runs: Any, caplog: Any) -> None:
+    store = MemoryStore()
+    run, _ = runs(store).begin(keep=3)
+    for step in range(6):
+        run.save(step, runs.state(step)).wait(30)
+        runs.settle(run)
+        if step == 2:
+            (lost,) = [f for f in Catalog(store).list() if f.step == 1]
+            store.delete(shard_name(lost.save_id, 0))
+    run.close()
+    told = [r for r in caplog.records if "lost shards" in r.message]
+    assert len(told) == 1
+    assert steps_of(store)[:3] == [5, 4, 3]
 
 
 def test_commits_of_writers_that_died_in_a_row_before_their_clean_ups_are_kept(runs: Any) -> None:

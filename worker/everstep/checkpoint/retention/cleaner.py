@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError
@@ -58,6 +58,7 @@ class Cleaner:
         self._recent: list[CommitRecord] = []
         self._unusable: Set[int] = frozenset()  # of which `_recent` knows
         self._read_below = False  # whether `_recent` holds all commits that are to be kept
+        self._lost: Set[int] = frozenset()  # those of `_recent` that are known to have lost shards
         self._swept = False
 
     def committed(self, record: CommitRecord) -> None:
@@ -98,14 +99,15 @@ class Cleaner:
                     answers[record.n] = has_lost(self._store, record, sizes)
                 return answers[record.n]
 
-            gone = frozenset(r.n for r in self._recent if is_lost(r))
+            gone = frozenset(r.n for r in self._recent if is_lost(r)) - self._lost
             if gone:
                 log.error("the commits of log records %s have lost shards; they do not count as kept", sorted(gone))
             if (unusable := frozenset(self._damaged | self._suspected)) != self._unusable:
                 self._unusable, self._read_below = unusable, False
             if not self._read_below or gone:
-                below = (r for r in self._log.commits(newest.n) if isinstance(r, CommitRecord))
+                below = stored(self._log.commits(newest.n), sizes, is_lost)
                 self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
+                self._lost = frozenset(r.n for r in self._recent if is_lost(r))
             if self._marker is not None and tenure.lasts():
                 self._compactor.again(
                     self._marker.mark(newest.n, self._recent, sizes, lambda r: self._unfit(r, is_lost))
@@ -137,6 +139,23 @@ class Cleaner:
 
     def _enough(self, commits: Iterable[CommitRecord], is_lost: Callable[[CommitRecord], bool]) -> list[CommitRecord]:
         return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), frozenset(self._suspected))
+
+
+def stored(
+    commits: Iterable[CommitRecord | Unreadable], sizes: Sizes, is_lost: Callable[[CommitRecord], bool]
+) -> Iterator[CommitRecord]:
+    """Of commits, newest first, those that still have data, down to the oldest save that has: save ids grow with the
+    log. A run that keeps more commits than the one before it would else read all of a long log for those that are
+    deleted."""
+    oldest = min((owner for owner in map(owner_of, sizes) if owner is not None), default=None)
+    for commit in commits:
+        if isinstance(commit, Unreadable):
+            continue
+        owner = owner_of(commit.save_id)
+        if owner is not None and (oldest is None or owner < oldest):
+            return
+        if not is_lost(commit) or any(folder_of(s.path) in sizes for s in commit.shards):
+            yield commit
 
 
 def enough(
