@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 import pytest
 
-from everstep.storage import StoreUnusable, open_store
+from everstep.storage import AlreadyExists, StorageError, StoreUnusable, open_store
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,27 @@ def test_file_in_place_of_a_folder_is_refused_and_not_taken_for_an_empty_one(tmp
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(StoreUnusable, match=r"model\.safetensors.*is a file or lies below one: give the folder"):
         open_store(f"{tmp_path}/model.safetensors{below}").list()
+
+
+@pytest.mark.parametrize("place", ["", "/log"])
+@pytest.mark.parametrize("what", ["file", "dangling link", "link to itself"])
+def test_what_is_no_folder_in_a_folders_place_is_named_and_is_no_taken_name(
+    tmp_path: Path, place: str, what: str
+) -> None:
+    store = open_store(f"{tmp_path}/run")
+    taken = tmp_path / f"run{place}"
+    taken.parent.mkdir(exist_ok=True)
+    match what:
+        case "file":
+            taken.write_bytes(b"x")
+        case "dangling link":
+            taken.symlink_to(tmp_path / "nothing")
+        case _:
+            taken.symlink_to(taken)
+    for write in (store.create, store.put):
+        with pytest.raises(StorageError, match=rf"{taken} is a file, or a link to no folder") as caught:
+            write("log/000000000000.json", b"x")
+        assert not isinstance(caught.value, AlreadyExists)
 
 
 def test_folders_with_such_characters_can_still_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

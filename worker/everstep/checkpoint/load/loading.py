@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.handle import Events
 from everstep.checkpoint.load.casting import check_cast
@@ -30,9 +30,12 @@ from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.capture import Captured, apply, capture
 from everstep.checkpoint.state.holders import Holders
 from everstep.checkpoint.state.ties import check_ties
+from everstep.contract import refusal
 from everstep.storage import ObjectStore, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
+
+OVERTAKEN: Final = "a newer run has taken the log while this one restored"
 
 
 def put_into(
@@ -84,6 +87,17 @@ class Loader:
             passed: list[str] = []
 
             def told(n: int, reason: str, *, suspected: bool = False) -> None:
+                if not suspected and (fenced := self._fenced(own)) is not None:
+                    raise fenced
+                stepped_over(n, reason, suspected=suspected)
+
+            def unreadable(n: int, reason: str, *, suspected: bool = False) -> None:
+                fenced = self._fenced(own)
+                if ranks.maximum(int(fenced is not None)):
+                    raise fenced or Fenced(OVERTAKEN)
+                stepped_over(n, reason, suspected=suspected)
+
+            def stepped_over(n: int, reason: str, *, suspected: bool) -> None:
                 passed.append(reason)
                 (self.suspected if suspected else self.damaged).add(n)
                 logger.error("log record %d is stepped over: %s", n, reason)
@@ -95,15 +109,29 @@ class Loader:
             try:
                 tried = (
                     asked(Catalog(self._store), guard, step, n) if named else candidates(self._log, end, guard, told)
-                )
-                found = newest_whole(self._store, ranks, wanted, tried, told, changes)  # the candidates are rank 0's
+                )  # rank 0's
+                found = newest_whole(self._store, ranks, wanted, tried, unreadable, changes)
                 self.report = LoadReport()
                 if found is not None:
                     self.report = put_into(state, captured, *found, ranks, chosen, whole=chosen.whole)
             except (CheckpointError, StorageError, KeyboardInterrupt) as e:
                 self.mark.failed()
+                if isinstance(e, CheckpointError) and refusal.find(e) is None:
+                    fenced = e if isinstance(e, Fenced) else self._fenced(own)
+                    if fenced is not None:
+                        self._events("fenced", error=fenced)
+                        raise fenced from (None if fenced is e else e)
                 if named and passed and isinstance(e, CheckpointError):
                     raise Damaged(f"{self._store.url}: {passed[-1]}") from e
                 raise
             self.mark.loaded(None if found is None else found[0].step, ranks.rank)
             return None if found is None else found[0]
+
+    def _fenced(self, own: OpenRecord) -> Fenced | None:
+        """Whether a newer run has taken the log since. It deletes what it does not keep: the commits that are missing
+        are no damage, and this run has nothing to go on for."""
+        try:
+            by = self._log.opened_after(own.n)[1]
+        except StorageError:
+            return None
+        return None if by is None else Fenced(f"{self._store.url}: log record {by}: {OVERTAKEN}")

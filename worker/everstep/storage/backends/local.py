@@ -175,7 +175,14 @@ class LocalStore(ObjectStore):
             if folder.parent != folder:
                 self._make_folder(folder.parent)
             self._unsynced.add(folder)
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except FileExistsError as e:
+                if os.path.lexists(folder) and not folder.is_dir():
+                    raise StoreUnusable(
+                        f"{self.url}: {folder} is a file, or a link to no folder: move it away, or use another URL"
+                    ) from e
+                return self._make_folder(folder)  # another process removed it again, empty as it was
         _sync(folder.parent)
         self._unsynced.discard(folder)
 

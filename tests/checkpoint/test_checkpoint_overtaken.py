@@ -1,0 +1,51 @@
+"""A run that restores while a newer one takes the log: it goes on from what it read, or ends as one that is fenced."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from everstep.checkpoint import Fenced
+from everstep.storage import MemoryStore
+from everstep.storage.faults import FaultStore
+
+T = TypeVar("T")
+
+
+class Overtaken(FaultStore):
+    """Before call `at`, something else happens to what the store holds."""
+
+    def __init__(self, inner: MemoryStore, at: int, meanwhile: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._at, self._meanwhile = at, meanwhile
+        self.happened = False
+
+    def call(self, operation: str, name: str, do: Callable[[], T], *rest: Any) -> T:
+        if len(self.calls) == self._at and not self.happened:
+            self.happened = True
+            self._meanwhile()
+        return super().call(operation, name, do, *rest)
+
+
+def test_restore_that_a_newer_run_overtakes_at_any_call_ends_as_fenced_and_blames_no_commit(runs: Any) -> None:
+    begun = MemoryStore()
+    runs(begun).save(1, 2, 3, keep=2)
+    fenced = 0
+    for at in itertools.count():
+        inner = MemoryStore()
+        inner.objects = dict(begun.objects)
+        store = Overtaken(inner, at, lambda inner=inner: runs(inner).save(11, 12, keep=1))
+        events: list[tuple[str, Any]] = []
+        try:
+            _, step = runs(store).begin(on_event=lambda kind, error=None, **_: events.append((kind, error)))
+        except Fenced:
+            fenced += 1
+            assert "fenced" in [kind for kind, _ in events]
+        else:
+            assert step in (3, 12)
+        assert [error for kind, error in events if kind == "stepped-over"] == []
+        if not store.happened:
+            break
+    assert fenced > 0
+    assert runs(begun).restored() == 3
