@@ -42,7 +42,7 @@ from wire import Connection, read, report
 
 RATE = 1000.0  # hostile requests a second
 EACH = 20.0  # of the worker's calls a second and pod
-LEAD = 1.0  # seconds of the flood before the worker is measured
+START = 0.5  # seconds until a flood has begun
 PATIENCE = 10.0  # seconds for one answer
 
 
@@ -147,34 +147,47 @@ def operator() -> Iterator[Server]:
         process.wait()
 
 
-def flooded(mix: str, target: Server, victim: Server, seconds: float, into: Measured) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one turn, in seconds: `lead` of the flood before the worker is measured, and `measured`."""
+
+    lead: float = 1.0
+    measured: float = 3.0
+
+    @property
+    def flood(self) -> float:
+        return START + self.lead + self.measured
+
+
+def flooded(mix: str, target: Server, victim: Server, times: Times, into: Measured) -> dict[str, Any]:
     """What the flood has to tell."""
-    arguments = [mix, str(target.port), str(RATE), str(seconds + LEAD + 0.5)]
+    arguments = [mix, str(target.port), str(RATE), str(times.flood)]
     with started("flood.py", *arguments) as flood:
         assert flood.stdin is not None
         assert flood.stdout is not None
         flood.stdin.write(json.dumps(target.tokens))
         flood.stdin.close()
-        time.sleep(LEAD + 0.5)
-        victim.work(seconds, into)
+        time.sleep(START + times.lead)
+        victim.work(times.measured, into)
         told: dict[str, Any] = json.loads(flood.stdout.read())
     return told
 
 
-def measure(mix: str, victim: Server, other: Server, turns: int, seconds: float) -> list[Figure]:
+def measure(mix: str, victim: Server, other: Server, turns: int, times: Times) -> list[Figure]:
     quiet, hostile, elsewhere = Measured(), Measured(), Measured()
     answers: Counter[str] = Counter()
     sent = 0
     for _ in range(turns):
-        victim.work(seconds, quiet)
-        told = flooded(mix, victim, victim, seconds, hostile)
-        flooded(mix, other, victim, seconds, elsewhere)
+        victim.work(times.measured, quiet)
+        told = flooded(mix, victim, victim, times, hostile)
+        flooded(mix, other, victim, times, elsewhere)
         sent += told["sent"]
         answers.update(told["answers"])
     statuses = hostile.statuses
     failed = sum(count for status, count in statuses.items() if status not in (200, 204, 304))
     print(f"{mix}: answers to the flood {dict(answers)}, to the worker {dict(statuses)}", file=sys.stderr)
     ratios = [with_ / without for with_, without in zip(hostile.p99s, quiet.p99s, strict=True)]
+    own = [here / there for here, there in zip(hostile.p99s, elsewhere.p99s, strict=True)]
     lower, n, name = Better.LOWER, len(hostile.seconds), f"hostile.{mix}"
     return [
         Figure(f"{name}.quiet.p50", quantile(quiet.seconds, 0.5) * 1e3, "ms", lower, n),
@@ -186,8 +199,9 @@ def measure(mix: str, victim: Server, other: Server, turns: int, seconds: float)
         Figure(f"{name}.work.p99", hostile.work_p99(), "ms", lower, n),
         Figure(f"{name}.work_ratio", hostile.work_p99() / quiet.work_p99(), "1", lower, n),
         Figure(f"{name}.p99_ratio", quantile(ratios, 0.5), "1", lower, turns, goal=2),
+        Figure(f"{name}.own_ratio", quantile(own, 0.5), "1", lower, turns, goal=2),
         Figure(f"{name}.worker_refused", failed, "1", lower, n, goal=0),
-        Figure(f"{name}.offered", sent / turns / (seconds + LEAD + 0.5), "1/s", Better.HIGHER, sent),
+        Figure(f"{name}.offered", sent / turns / times.flood, "1/s", Better.HIGHER, sent),
     ]
 
 
@@ -201,11 +215,11 @@ def main() -> int:
     arguments: Any = parser(__doc__)
     arguments.add_argument("--only", nargs="+", choices=sorted(MIXES), default=list(MIXES), metavar="MIX")
     arguments = arguments.parse_args()
-    turns, seconds = (1, 2.0) if arguments.quick else (5, 3.0)
+    turns, times = (1, Times(0.5, 1.0)) if arguments.quick else (5, Times())
     figures: list[Figure] = []
-    for mix in arguments.only:
-        with operator() as victim, operator() as other:
-            figures += measure(mix, victim, other, turns, seconds)
+    with operator() as victim, operator() as other:
+        for mix in arguments.only:
+            figures += measure(mix, victim, other, turns, times)
     return finish(figures, arguments)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -20,6 +19,8 @@ from typing import Any
 
 from checkpoint_parts.meter import Joint, Sample
 
+from testcluster.daemon import free_ports
+
 LIMIT = 600.0  # seconds for one act
 
 
@@ -27,9 +28,7 @@ class World:
     """`ranks` processes, each with the state of about `size` bytes (`mapped`: see `Trained`). A context manager."""
 
     def __init__(self, ranks: int, size: int, env: Mapping[str, str] | None = None, mapped: bool = False) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        (port,) = free_ports(1)
         os.environ.update(env or {}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []

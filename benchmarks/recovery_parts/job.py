@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import TypeVar
 
 import torchft_peer
 from stores import Store
+
+from testcluster.daemon import free_ports
 
 T = TypeVar("T")
 
@@ -83,9 +84,7 @@ class Job:
     def start(self, count: int = 1) -> list[subprocess.Popen[bytes]]:
         way = self.way
         if way.backend == "c10d" and not self._port:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._port = probe.getsockname()[1]
+            (self._port,) = free_ports(1)
         made = []
         for _ in range(count):
             log = self.folder / f"agent-{len(self.agents)}.log"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from everstep.contract import env
 from everstep.contract.messages import REPORT_PATH
 from support.rendezvous.etcd_server import EtcdCluster
 from support.rendezvous.operator_server import OperatorServer
+from testcluster.daemon import free_ports
 
 
 class Store(Protocol):
@@ -109,9 +109,7 @@ class Lighthouse:
     """torchft's, with a heartbeat that counts as lost after `lost_after` seconds."""
 
     def __init__(self, lost_after: float) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        (port,) = free_ports(1)
         self.endpoint = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
             [

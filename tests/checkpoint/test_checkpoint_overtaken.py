@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import pytest
-
 from everstep.checkpoint import Fenced
 from everstep.storage import MemoryStore
 from everstep.storage.faults import FaultStore
@@ -37,8 +35,12 @@ def test_restore_that_a_newer_run_overtakes_at_any_call_ends_as_fenced_and_blame
         inner.objects = dict(begun.objects)
         store = Overtaken(inner, at, lambda inner=inner: runs(inner).save(11, 12, keep=1))
         events: list[tuple[str, Any]] = []
+
+        def note(kind: str, error: Any = None, *, to: list[tuple[str, Any]] = events, **_: Any) -> None:
+            to.append((kind, error))
+
         try:
-            _, step = runs(store).begin(on_event=lambda kind, error=None, **_: events.append((kind, error)))
+            _, step = runs(store).begin(on_event=note)
         except Fenced:
             fenced += 1
             assert "fenced" in [kind for kind, _ in events]

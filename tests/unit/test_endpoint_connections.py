@@ -14,9 +14,10 @@ from aiohttp import web
 
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep_operator.endpoint.auth import LeaderAt, LeaderHere, LeaderLocation, RequestAuth, RequestLimits
-from everstep_operator.endpoint.connections import MAX_HEAD, ConnectionBounds
+from everstep_operator.endpoint.connections import MAX_HEAD, Connection, ConnectionBounds
 from everstep_operator.endpoint.server import HttpServer, Probes, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
+from everstep_operator.runtime.fair_queueing import MAX_OF_GROUP
 from everstep_operator.telemetry.metrics import Metrics
 from support.operator.report_server import report_server
 from support.operator.tokens import POD, Authority, Reviewer, pod
@@ -319,6 +320,37 @@ async def test_chunks_are_neither_read_nor_waited_for() -> None:
         await until(lambda: served.open == 0)  # though the body goes on
         flooding.cancel()
         writer.close()
+
+
+async def test_what_is_only_dropped_of_large_bodies_takes_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four refused bodies of a megabyte, read as they came, took another tenant's p99 from 4 to 26 ms."""
+
+    async def refuse(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=503)
+
+    def add_refusal(router: web.UrlDispatcher) -> None:
+        router.add_put("/", refuse)
+
+    pieces, updated = 0, Connection.buffer_updated
+
+    def counted(connection: Connection, nbytes: int) -> None:
+        nonlocal pieces
+        pieces += 1
+        updated(connection, nbytes)
+
+    senders, turns = 32, 60
+    async with HttpServer([add_refusal], ServerOptions("127.0.0.1", 0)) as server, asyncio.timeout(20):
+        pipes = [await connect(server.port, STRANGER) for _ in range(senders)]
+        for reader, writer in pipes:
+            writer.write(f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {2**23}\r\n\r\n".encode())
+            assert await answer(reader) == 503
+        monkeypatch.setattr(Connection, "buffer_updated", counted)
+        for _, writer in pipes:
+            writer.write(b"x" * 2**22)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert 0 < pieces <= senders + turns * MAX_OF_GROUP
+        close(*pipes)
 
 
 async def test_metrics_that_anybody_may_ask_for_are_rendered_a_few_times_a_second() -> None:

@@ -156,15 +156,17 @@ class Connection(asyncio.BufferedProtocol):
         return self._all.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._discards or self._transport is None:
+        if self._transport is None:
             return
         self._left -= nbytes
         if self._left < 0:
             self.end()
             return
         data = bytes(memoryview(self._all.buffer)[:nbytes])
+        # What is only dropped has its turn too: a flood of large bodies that are refused would else fill the loop.
         if not self._paused and self._all.queue.ask(self._flow, self._go_on):
-            self._hand_on(data)
+            if not self._discards:
+                self._hand_on(data)
             return
         self._held = data
         self._transport.pause_reading()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from support.processes.forked import end_with
+from testcluster.daemon import free_ports
 
 SECONDS = 90.0  # on a machine with other work
 
@@ -22,9 +22,7 @@ class RankFailed(AssertionError):
 
 def on_ranks(size: int, folder: Path, body: Callable[[], Any]) -> list[Any]:
     """What `body` returns on each of `size` ranks, by rank. It finds a launcher's variables in its environment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     children = []
     for rank in range(size):
         child = os.fork()
