@@ -8,10 +8,11 @@ turns without and with the flood, so that other work on the machine falls on bot
 divided by that without, and has the goal.
 
 Where the processes have no core each, that ratio also counts what the flood and the machine take from the worker, with
-which the operator has nothing to do. Two figures tell them apart, and neither has a goal. `elsewhere.p99`: of the quiet
-operator while the same flood, at the same rate, is sent to a second operator on this machine. `work.p99`: the processor
-time that the operator spent between a call and its answer, on whomever, by the kernel's clock of its process: what the
-worker waits for that is ours. `work_ratio` is that divided by the same without the flood.
+which the operator has nothing to do. More figures tell them apart. `elsewhere.p99`: of the quiet operator while the
+same flood, at the same rate, is sent to a second operator on this machine. `own_ratio`, which has a goal too: the p99
+with the flood divided by that, so what this operator makes of it. `work.p99`: the processor time that the operator
+spent between a call and its answer, on whomever, by the kernel's clock of its process. `work_ratio` is that divided by
+the same without the flood.
 
 `forged`, `expired`: made-up and old tokens. `half_sent`: documents of a megabyte of which one byte comes, from eight
 pods of another tenant. `bad_json`: a megabyte that is no document, as fast as it goes. `reports`, `reads`: another
