@@ -31,7 +31,7 @@ _http.addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], HttpProc
 SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
 # Connections in one turn of the event loop, 0.1 ms each: open ones are answered in between, and a newcomer does not
 # wait long behind a flood of others.
-ACCEPTED_AT_ONCE = 16
+ACCEPTED_AT_ONCE = 4
 STOP_SECONDS = 5.0  # for requests in progress
 
 # Nobody is admitted there: the kubelet connects anew for each probe, Prometheus for each scrape.

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("everstep.fair_queueing")
 
-MAX_OF_GROUP, MAX_OF_ALL = 2, 8  # requests
+# Requests. A call of a worker takes a few turns of the loop, so each more of another's in a turn delays it threefold.
+MAX_OF_GROUP, MAX_OF_ALL = 1, 4
 
 Start = Callable[[], None]
 
