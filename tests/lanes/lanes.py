@@ -53,7 +53,7 @@ LANES = {
          "apiserver", "conformance", "data", "model", "local", "cluster"),
         ("-m", "not kind and not long"), 3, BY_FILE,
     ),
-    "ordinary": Lane(("ordinary",), ("-m", "not long"), 2, BY_TEST),
+    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST),
     "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST),
     "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST),
     "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, ()),

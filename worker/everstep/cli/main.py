@@ -20,6 +20,7 @@ from everstep.cli import ckpt
 from everstep.cli.agents import NoAgent
 from everstep.cli.printing import say, say_error
 from everstep.cli.profile import profile
+from everstep.cli.rehearse import rehearse
 from everstep.cli.stacks import stacks
 from everstep.version import __version__
 
@@ -76,6 +77,7 @@ else:
 app.add_typer(ckpt.app, name="ckpt")
 app.command("stacks")(stacks)
 app.command("profile")(profile)
+app.command("rehearse", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(rehearse)
 
 
 def main() -> None:

@@ -1,0 +1,139 @@
+"""`everstep rehearse` on real scripts, with real kills: what it finds, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(360)
+
+SCRIPT = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+{before}
+dataset = torch.utils.data.TensorDataset(torch.randn(200, 8), torch.randn(200, 1))
+with everstep.start("{commits}", every_steps=100) as run:
+    model = DDP(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model{tracked})
+    for step in run.steps(run.loader(dataset, global_batch=12), until=10_000):
+        with step as batch:
+            data, target = batch.data
+            loss = mse_loss(model(data), target) * {weight}
+            batch.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.completed:
+            {behind}
+"""
+# What no list of spellings holds: an object of the script's own class, bound anew in each step.
+COUNTER = """
+class Count:
+    def __init__(self, n):
+        self.n = n
+
+
+torch.manual_seed(0)
+k = Count(0)
+"""
+OPTIMIZER = ", optimizer=optimizer"
+
+
+def rehearse(
+    folder: Path, *options: str, before: str = "torch.manual_seed(0)", tracked: str = OPTIMIZER, weight: str = "1.0",
+    behind: str = "pass",
+) -> tuple[int, dict[str, Any], str]:  # fmt: skip
+    """The exit code, the report, and what the terminal shows."""
+    script, report = folder / "train.py", folder / "report.json"
+    text = SCRIPT.format(
+        before=before, tracked=tracked, weight=weight, behind=behind, commits=folder.parent / "real-commits"
+    )
+    script.write_text(text)
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", str(report), *options, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert report.exists(), done.stderr[-2000:]
+    return done.returncode, json.loads(report.read_text()), done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "project").mkdir()
+    return tmp_path / "project"
+
+
+def test_counter_of_an_own_class_is_found_with_its_name_and_its_step(folder: Path) -> None:
+    code, report, shown = rehearse(
+        folder, "--steps", "30", "--kill", "rank,all", before=COUNTER,
+        weight="(2.0 if k.n >= 20 else 1.0)", behind="k = Count(k.n + 1)",
+    )  # fmt: skip
+    assert code == 1
+    (found,) = [f for f in report["findings"] if f["certain"]]
+    assert (found["kind"], found["step"]) == ("tracked", 21)
+    assert {"k.n", "model", "optimizer"} <= set(found["names"])
+    assert len(found["runs"]) == 2
+    assert "k.n is" in shown.replace("\n", " ")
+    assert "model, optimizer differ" in shown.replace("\n", " ")
+
+
+def test_script_that_is_right_is_passed_and_nothing_of_the_users_is_touched(folder: Path) -> None:
+    (folder / "log.txt").write_text("mine\n")
+    code, report, shown = rehearse(folder, "--steps", "12", behind='open("log.txt", "a").write(f"{step.number}\\n")')
+    assert report["findings"] == []
+    assert code == 0
+    assert [(run["title"], run["steps"], run["killed"]) for run in report["runs"]] == [
+        ("calm", 12, 0),
+        ("calm, once more", 12, 0),
+        ("rank 2 killed, 4 times", 12, 4),
+        ("all ranks killed at once, and started again", 12, 3),
+        ("one rank more, from the middle", 12, 3),
+        ("one rank fewer, from the middle", 12, 3),
+    ]
+    assert all("log.txt" in run["files"] for run in report["runs"])
+    assert (folder / "log.txt").read_text() == "mine\n"
+    assert not (folder.parent / "real-commits").exists()
+    assert "0 found, 0 warnings" in shown
+
+
+def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) -> None:
+    draws = "import os\ntorch.manual_seed(0)\nnoise = int.from_bytes(os.urandom(2), 'big')"
+    code, report, _ = rehearse(folder, "--steps", "12", "--kill", "rank", before=draws, weight="(1 + noise / 1000)")
+    assert code == 1
+    assert next(f["kind"] for f in report["findings"] if f["certain"]) in ("chance", "refused")
+
+
+def test_script_that_is_refused_calm_is_not_killed(folder: Path) -> None:
+    code, report, shown = rehearse(folder, "--steps", "12", tracked="")
+    assert code == 1
+    assert [run["name"] for run in report["runs"]] == ["calm"]
+    (found,) = report["findings"]
+    assert found["kind"] == "refused"
+    assert "optimizer" in found["text"]
+    assert "\n" not in found["text"], "the sentence of one rank, and no line of a launcher's"
+    assert "no other run was made" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--steps", "5"], "--steps 5: at least 12"),
+        (["--ranks", "1"], "--ranks 1: at least 2"),
+        (["--kill", "rank,store"], "--kill store: it takes rank, all, size"),
+        (["--at", "1@3"], "--at 1@3: write RANK@STEP:POINT"),
+        (["--at", "7@3:begin"], "--at 7@3:begin: there are steps 0 to 39 and ranks 0 to 2"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_anything_runs(folder: Path, options: list[str], says: str) -> None:
+    (folder / "train.py").write_text("raise SystemExit('it ran')")
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert says in done.stderr

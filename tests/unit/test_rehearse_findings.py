@@ -1,0 +1,133 @@
+"""What a rehearsal says of runs that differ, from records alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everstep.rehearse.findings import Finding, Kind, find
+from everstep.rehearse.plan import AUTO, Kill, Scenario, calm, scenarios
+from everstep.rehearse.play import Played
+from everstep.rehearse.record import Record
+
+RANKS, STEPS = 2, 16
+_, *REST = scenarios(RANKS, STEPS, ("rank", "all", "size"))
+AGAIN = scenarios(RANKS, STEPS, ())[0]
+RANK, ALL, MORE, FEWER = REST
+
+
+def record(rank: int, step: int, world: int = RANKS) -> Record:
+    return Record(
+        step, rank, world, 100 + rank, float(step), {"model": f"m{step}", "optimizer": f"o{step}"},
+        {"lr": "0.1", "k.n": str(step)}, [f"{step}-{rank}"],
+    )  # fmt: skip
+
+
+def played(scenario: Scenario, killed: int = 1) -> Played:
+    steps = {(rank, step): record(rank, step) for rank in range(RANKS) for step in range(1, STEPS + 1)}
+    return Played(scenario, steps, 0, 1.0, killed, "")
+
+
+def change(run: Played, first: int, **values: object) -> Played:
+    """From this step on."""
+    return replace(
+        run, steps={key: replace(r, **values) if key[1] >= first else r for key, r in run.steps.items()}  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+CALM = played(calm(RANKS, STEPS), 0)
+
+
+def only(runs: list[Played]) -> Finding:
+    (finding,) = find(runs)
+    return finding
+
+
+def test_runs_that_are_alike_give_no_finding() -> None:
+    assert find([CALM, played(AGAIN, 0), *map(played, REST)]) == []
+
+
+def test_first_difference_of_what_is_tracked_is_named_with_the_values_that_came_before_it() -> None:
+    run = change(played(RANK), 9, held={"lr": "0.1", "k.n": "1"})
+    run = change(run, 11, held={"lr": "0.1", "k.n": "1"}, tracked={"model": "x", "optimizer": "o"})
+    finding = only([CALM, run])
+    assert (finding.kind, finding.step, finding.certain) == (Kind.TRACKED, 11, True)
+    assert set(finding.names) == {"k.n", "model", "optimizer"}
+    assert "from step 11 on" in finding.text
+    assert "k.n is 1 on rank" in finding.text
+
+
+def test_value_without_another_result_is_a_warning_from_the_step_since_which_it_stays_other() -> None:
+    run = change(change(played(ALL), 3, held={"lr": "0.2", "k.n": "0"}), 5, held={"lr": "0.1", "k.n": "0"})
+    finding = only([CALM, run])
+    assert (finding.kind, finding.step, finding.certain, finding.names) == (Kind.HELD, 3, False, ("k.n",))
+
+
+def test_parts_of_what_differs_itself_are_not_listed() -> None:
+    plain = change(CALM, 0, held={"losses": "3 elements", "losses[0]": "1.0", "other": "1"})
+    run = change(played(ALL), 0, held={"losses": "1 elements", "losses[0]": "2.0", "other": "1"})
+    assert only([plain, run]).names == ("losses",)
+
+
+def test_same_finding_of_several_runs_is_one() -> None:
+    runs = [change(played(s), 9, held={"lr": "0.1", "k.n": "1"}) for s in (RANK, ALL, MORE)]
+    assert only([CALM, *runs]).scenarios == (RANK.title, ALL.title, MORE.title)
+
+
+def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:
+    timed = [change(played(s), 0, held={"lr": "0.1", "took": str(i)}) for i, s in enumerate((AGAIN, RANK, ALL))]
+    plain = change(CALM, 0, held={"lr": "0.1", "took": "9"})
+    assert find([plain, *timed]) == []
+
+
+def test_calm_runs_that_train_otherwise_are_a_finding_of_their_own() -> None:
+    finding = only([CALM, change(played(AGAIN, 0), 4, tracked={"model": "x", "optimizer": "o4"})])
+    assert (finding.kind, finding.step) == (Kind.CHANCE, 4)
+
+
+def test_samples_are_those_of_all_ranks_together() -> None:
+    swapped = {key: replace(r, samples=[f"{r.step}-{1 - r.rank}"]) for key, r in CALM.steps.items()}
+    assert find([CALM, replace(played(FEWER), steps=swapped)]) == []
+    finding = only([CALM, change(played(MORE), 7, samples=["other"])])
+    assert (finding.kind, finding.step) == (Kind.SAMPLES, 7)
+    assert "step 6 was computed from other samples" in finding.text
+
+
+def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
+    steps = {key: r for key, r in CALM.steps.items() if key != (1, STEPS)}
+    assert find([CALM, replace(played(RANK), steps=steps)]) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "says"),
+    [
+        (replace(played(RANK), code=3, log="a\nValueError: no\n"), Kind.ENDED, "exit code 3: ValueError: no"),
+        (replace(played(RANK), hung=True), Kind.ENDED, "did not come to its end: its last completed step is 16"),
+        (replace(played(RANK), code=1, refused="track k"), Kind.REFUSED, "track k"),
+        (played(RANK, 0), Kind.ENDED, "nobody was killed"),
+        (replace(played(RANK), steps=dict(list(CALM.steps.items())[:13])), Kind.ENDED, "ended after step 13"),
+    ],
+)
+def test_run_that_ends_otherwise_is_a_finding(run: Played, kind: Kind, says: str) -> None:
+    finding = next(f for f in find([CALM, run]) if f.kind is kind)
+    assert says in finding.text
+
+
+def test_short_calm_run_asks_for_more_steps() -> None:
+    short = replace(CALM, steps={key: r for key, r in CALM.steps.items() if key[1] <= 5})
+    assert "ended after 5 steps. At least 12 are needed" in only([short]).text
+
+
+def test_kills_of_the_plan_lie_inside_the_run_one_behind_the_other() -> None:
+    for steps in range(12, 60):
+        for scenario in scenarios(3, steps, ("rank", "all", "size")):
+            places = [kill.step for kill in scenario.kills]
+            assert places == sorted(set(places))
+            assert all(0 < step < steps for step in places)
+    assert [kill.point for kill in RANK.kills] == list(AUTO)
+
+
+def test_kill_is_read_as_it_is_written() -> None:
+    kill = Kill.parse("0+1@12:optimizer")
+    assert (kill.ranks, kill.step, kill.point, kill.name) == ((0, 1), 12, "optimizer", "0+1@12:optimizer")

@@ -1,0 +1,144 @@
+"""`everstep rehearse`: prove a script against losses on this machine, before it costs anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from everstep.cli.printing import SafeConsole, cell, say, say_error
+from everstep.rehearse import findings as compare
+from everstep.rehearse.findings import Finding
+from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
+from everstep.rehearse.play import Played, Player
+
+FOUND, USAGE = 1, 2  # exit codes
+EVERY = 5  # steps between two saves
+
+
+def rehearse(
+    script: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="The training script; its own arguments after it.")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument()] = None,
+    ranks: Annotated[int, typer.Option(help="Processes.")] = 3,
+    steps: Annotated[int, typer.Option(help="After so many steps the run ends.")] = 40,
+    kill: Annotated[
+        str, typer.Option(help="What is lost: rank, all, size; with commas between them.")
+    ] = "rank,all,size",
+    at: Annotated[str, typer.Option(help="auto, or kills of your own: 1@12:backward,0+1+2@20:begin.")] = "auto",
+    limit: Annotated[float, typer.Option(min=10, help="Seconds that one run may take.")] = 300,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
+    strict: Annotated[bool, typer.Option(help="A warning fails the rehearsal too.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the folder of the runs, with their logs.")] = False,
+) -> None:
+    """Run a script calm, with a rank killed, with all killed, and with one rank more and fewer; compare the runs.
+
+    Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked.
+    """
+    try:
+        kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
+        kinds = tuple(filter(None, kill.split(",")))
+        check(ranks, steps, kinds, kills)
+    except PlanError as e:
+        say_error(f"everstep: {e}")
+        raise typer.Exit(USAGE) from e
+    folder = Path(tempfile.mkdtemp(prefix="everstep-rehearsal-"))
+    began = time.monotonic()
+    kept = keep
+    try:
+        player = Player(folder, [str(script.absolute()), *(arguments or [])], EVERY, limit)
+        runs = _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills))
+        found = compare.find(runs)
+        kept = keep or any(f.certain for f in found)
+        report = _report(script, arguments or [], ranks, steps, runs, found, time.monotonic() - began)
+        if json_ is not None:
+            json_.write_text(json.dumps(report, indent=1) + "\n")
+        _show(script, runs, found, time.monotonic() - began)
+        if kept:
+            say(f"\nlogs of each run: {folder}/*/log")
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    if any(f.certain for f in found) or (strict and found):
+        raise typer.Exit(FOUND)
+
+
+def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]) -> list[Played]:
+    """The calm run, and `rest` of as many steps as it had; side by side where there are processors for it."""
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps")
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
+
+        def play(scenario: Scenario) -> Played:
+            task = bar.add_task(scenario.title, total=scenario.steps)
+            run = player.play(scenario, lambda done: bar.update(task, completed=done))
+            bar.update(task, completed=run.last)
+            return run
+
+        calm_run = play(first)
+        if compare.find([calm_run]):
+            return [calm_run]
+        room = max(1, (os.cpu_count() or 1) // (first.sizes[0] + 1))
+        with ThreadPoolExecutor(room) as pool:
+            return [calm_run, *pool.map(play, rest(calm_run.last))]
+
+
+def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float) -> None:
+    console = SafeConsole()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("RUN", "STEPS", "KILLED", "SECONDS", "RESULT"):
+        table.add_column(column, justify="left" if column in ("RUN", "RESULT") else "right")
+    for run in runs:
+        mine = [f for f in found if run.scenario.title in f.scenarios]
+        certain = [f for f in mine if f.certain]
+        result = "differs" if certain else "as calm, with a warning" if mine else "as calm"
+        if run is runs[0]:
+            result = "failed" if certain else "–"
+        table.add_row(
+            cell(run.scenario.title), str(run.last), str(run.killed), f"{run.seconds:.1f}",
+            cell(result, "red" if certain else "yellow" if mine else "green"),
+        )  # fmt: skip
+    console.print(table)
+    for finding in found:
+        what = "FOUND" if finding.certain else "WARNING"
+        runs_of = "; ".join(finding.scenarios)
+        console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
+    certain_count = sum(f.certain for f in found)
+    end = "; no other run was made, because the calm one came to nothing" if len(runs) == 1 else ""
+    say(f"\n{script}: {certain_count} found, {len(found) - certain_count} warnings, in {seconds:.0f} s{end}")
+
+
+def _report(
+    script: Path, arguments: list[str], ranks: int, steps: int, runs: list[Played], found: list[Finding], seconds: float
+) -> dict[str, Any]:
+    return {
+        "script": str(script),
+        "arguments": arguments,
+        "ranks": ranks,
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "runs": [
+            {
+                "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,
+                "code": run.code, "hung": run.hung, "seconds": round(run.seconds, 1), "files": run.files,
+            }
+            for run in runs
+        ],
+        "findings": [
+            {
+                "kind": f.kind, "certain": f.certain, "runs": list(f.scenarios), "step": f.step, "names": list(f.names),
+                "text": f.text,
+            }
+            for f in found
+        ],
+    }  # fmt: skip

@@ -1,0 +1,37 @@
+"""The program of each rank of a rehearsal: `entry.py SCRIPT ARGUMENTS`. It runs the script as `python SCRIPT` would."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from everstep.rehearse.plan import SETTINGS, Kill
+from everstep.rehearse.record import KILLS
+from everstep.rehearse.watch import Watch
+
+
+def main() -> None:
+    settings = json.loads(os.environ[SETTINGS])
+    kills = [Kill.parse(text) for text in settings["kills"]]
+    folder = Path(settings["folder"])
+    if not settings["last"] and any(folder.glob(KILLS)):
+        signal.pause()  # the agent started it again, and is about to be ended: another size goes on
+    Watch(folder, kills, settings["steps"], settings["every"]).install()
+    path = str(Path(sys.argv[1]).absolute())
+    sys.argv = [path, *sys.argv[2:]]
+    sys.path[0] = str(Path(path).parent)
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=builtins)
+    sys.modules["__main__"] = module
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102 - running the user's script is this module's purpose
+
+
+if __name__ == "__main__":
+    main()

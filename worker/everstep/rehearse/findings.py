@@ -1,0 +1,227 @@
+"""Compares the runs of a rehearsal step by step, and says what differs first. Pure.
+
+The calm run is what a script does when nothing happens. A run that was disturbed must come to the same: to the bit with
+the same number of ranks; with another number to what does not depend on it. A name whose value differs between two calm
+runs (a time, a path) is compared in no other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from everstep.rehearse.plan import AGAIN, LEAST_STEPS
+from everstep.rehearse.play import Played
+from everstep.rehearse.record import Record
+
+MOST_NAMED = 6
+TRACK = (
+    "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
+    "step from run.step"
+)
+
+
+class Kind(StrEnum):
+    REFUSED = "refused"  # by Everstep, while it ran
+    ENDED = "ended"  # with another exit code, or never
+    SAMPLES = "samples"  # other data
+    TRACKED = "tracked"  # other parameters, or other tracked state
+    HELD = "held"  # other values of the script's own, and no other result
+    CHANCE = "chance"  # two calm runs differ
+
+
+CERTAIN = frozenset({Kind.REFUSED, Kind.ENDED, Kind.SAMPLES, Kind.TRACKED, Kind.CHANCE})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`step`: the first completed step behind which it shows; None: it belongs to no step."""
+
+    kind: Kind
+    scenarios: tuple[str, ...]  # the titles of the runs that show it
+    text: str
+    step: int | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def certain(self) -> bool:
+        return self.kind in CERTAIN
+
+
+def find(runs: list[Played]) -> list[Finding]:
+    """All findings, the certain ones first. `runs[0]` is calm; a second one, of the same, too."""
+    calm = runs[0]
+    if (problem := _ended(calm)) is not None:
+        return [problem]
+    if calm.last < LEAST_STEPS:
+        text = f"ended after {calm.last} steps. At least {LEAST_STEPS} are needed: give it more data, epochs or steps"
+        return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
+    found: list[Finding] = []
+    chance: frozenset[str] = frozenset()
+    for run in runs[1:]:
+        if (problem := _ended(run)) is not None:
+            found.append(problem)
+            continue
+        if run.scenario.name == AGAIN:
+            chance, problem = _chance(calm, run)
+            found += [problem] if problem is not None else []
+        else:
+            found += _compared(calm, run, chance)
+    return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
+
+
+def _joined(found: list[Finding]) -> list[Finding]:
+    """One finding for all runs that show the same: the first of them has the text."""
+    joined: dict[tuple[Kind, tuple[str, ...] | str], Finding] = {}
+    for one in found:
+        key = (one.kind, one.names or one.text)
+        known = joined.get(key)
+        joined[key] = one if known is None else replace(known, scenarios=(*known.scenarios, *one.scenarios))
+    return list(joined.values())
+
+
+def _ended(run: Played) -> Finding | None:
+    title = (run.scenario.title,)
+    if run.refused:
+        return Finding(Kind.REFUSED, title, run.refused, run.last)
+    if run.hung:
+        return Finding(Kind.ENDED, title, f"did not come to its end: its last completed step is {run.last}", run.last)
+    if run.code:
+        lines = [line for line in run.log.splitlines() if line.strip()]
+        return Finding(
+            Kind.ENDED, title, f"exit code {run.code}: {lines[-1][:300] if lines else 'no output'}", run.last
+        )
+    if run.scenario.kills and run.killed == 0:
+        points = ", ".join(kill.name for kill in run.scenario.kills)
+        return Finding(Kind.ENDED, title, f"nobody was killed: the script never came to {points}", run.last)
+    if run.last == 0:
+        return Finding(Kind.ENDED, title, "ended before its first step, so there is nothing to compare", 0)
+    return None
+
+
+def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None]:
+    """The names of what each run has for itself; and a finding, if what is trained is among it."""
+    names = set[str]()
+    for key, record in calm.steps.items():
+        other = again.steps.get(key)
+        if other is not None:
+            names |= {f"held {n}" for n in _differing(record.held, other.held)}
+            names |= {f"tracked {n}" for n in _differing(record.tracked, other.tracked)}
+    first = _first_tracked(calm, again, frozenset())
+    if first is None:
+        return frozenset(names), None
+    step, tracked = first
+    text = (
+        f"two calm runs differ in {_listed(tracked)} from step {step} on, so no kill can be judged by it. Seed what "
+        "the script draws (torch.manual_seed(0) before the model is made; a generator for each split), and leave out "
+        "what is not deterministic"
+    )
+    return frozenset(names), Finding(Kind.CHANCE, (calm.scenario.title,), text, step, tuple(tracked))
+
+
+def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding]:
+    title = (run.scenario.title,)
+    found = []
+    if run.last != calm.last:
+        text = f"ended after step {run.last}, and the calm run after step {calm.last}"
+        found.append(Finding(Kind.ENDED, title, text, min(run.last, calm.last)))
+    if (samples := _samples(calm, run)) is not None:
+        found.append(Finding(Kind.SAMPLES, title, samples[1], samples[0]))
+    held = _held(calm, run, chance)
+    first = None if run.scenario.resized else _first_tracked(calm, run, chance)
+    if first is None:
+        if held:
+            step = min(step for step, _ in held.values())
+            text = (
+                f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
+                f"by it later would be wrong. {TRACK}"
+            )
+            found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
+        return found
+    step, tracked = first
+    causes = {name: value for name, value in held.items() if value[0] <= step}
+    text = f"{_listed(tracked)} differ{'s' if len(tracked) == 1 else ''} from the calm run's from step {step} on"
+    if causes:
+        text += f". Before it, or with it, {_values(causes)}. {TRACK}"
+    found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
+    return found
+
+
+def _first_tracked(calm: Played, run: Played, chance: frozenset[str]) -> tuple[int, list[str]] | None:
+    """The first step behind which tracked objects differ, and their names."""
+    for (rank, step), record in sorted(calm.steps.items(), key=lambda item: (item[0][1], item[0][0])):
+        other = run.steps.get((rank, step))
+        names = _differing(record.tracked, other.tracked) if other is not None else []
+        if names := [name for name in names if f"tracked {name}" not in chance]:
+            return step, names
+    return None
+
+
+Differing = dict[str, tuple[int, str]]  # name → (the first step behind which it differs, "0.5 calm, 1.0 here")
+
+
+def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
+    """The script's own values that differ at the end, each with the step from which it does without a break."""
+    found: Differing = {}
+    ranks = {rank for rank, _ in run.steps} & {rank for rank, _ in calm.steps}
+    for rank in sorted(ranks):
+        steps = sorted((s for r, s in run.steps if r == rank and (r, s) in calm.steps), reverse=True)
+        left: set[str] | None = None
+        for step in steps:
+            a, b = calm.steps[rank, step], run.steps[rank, step]
+            names = {n for n in _differing(a.held, b.held) if f"held {n}" not in chance}
+            left = names if left is None else left & names
+            if not left:
+                break
+            for name in _outermost(left):
+                found[name] = (step, f"{b.held[name]} on rank {rank}, {a.held[name]} in the calm run")
+    return found
+
+
+def _outermost(names: set[str]) -> set[str]:
+    """Without the parts of what is among them itself."""
+    return {name for name in names if not any(name.startswith((f"{other}.", f"{other}[")) for other in names)}
+
+
+def _samples(calm: Played, run: Played) -> tuple[int, str] | None:
+    """The first step for which all ranks together have read other samples."""
+    there, here = _read_by_step(calm), _read_by_step(run)
+    for step in sorted(there.keys() & here.keys()):
+        if there[step] != here[step]:
+            missing, more = there[step] - here[step], here[step] - there[step]
+            return step, (
+                f"step {step - 1} was computed from other samples than in the calm run: {missing.total()} are missing, "
+                f"{more.total()} are others. Let `run.loader(dataset, …)` choose them, from a dataset that each "
+                "process makes alike"
+            )
+    return None
+
+
+def _read_by_step(run: Played) -> dict[int, Counter[str]]:
+    found: dict[int, Counter[str]] = {}
+    complete: dict[int, int] = {}
+    for (_, step), record in run.steps.items():
+        found.setdefault(step, Counter()).update(record.samples)
+        complete[step] = complete.get(step, 0) + 1
+    return {step: read for step, read in found.items() if complete[step] == _world(run, step)}
+
+
+def _world(run: Played, step: int) -> int:
+    newest: Record = max((r for (_, s), r in run.steps.items() if s == step), key=lambda r: r.at)
+    return newest.world
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return [name for name, value in a.items() if name in b and b[name] != value]
+
+
+def _values(held: Differing) -> str:
+    ordered = sorted(held.items(), key=lambda item: (item[0].count(".") + item[0].count("["), item[0]))
+    more = f", and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
+    return "; ".join(f"{name} is {text}" for name, (_, text) in ordered[:MOST_NAMED]) + more
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

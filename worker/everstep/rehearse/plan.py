@@ -1,0 +1,101 @@
+"""Which runs a rehearsal makes of a script, and what is killed in each. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Where in its step a rank dies:
+#   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
+#   gradients   an optimizer is about to step   optimizer   it has stepped
+#   tail        the block has ended             between     the step has been counted
+POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between")
+KINDS = ("rank", "all", "size")
+AUTO = ("begin", "backward", "optimizer", "between")  # one of each sort: nothing has moved, something, all
+LEAST_STEPS = 12
+SETTINGS = "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every and last
+_KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
+
+
+class PlanError(ValueError):
+    """What was asked for cannot be rehearsed; the text says what to write."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """`step`: how many steps are complete when the ranks die, at this point of the next one."""
+
+    ranks: tuple[int, ...]
+    step: int
+    point: str
+
+    @property
+    def name(self) -> str:
+        return f"{'+'.join(map(str, self.ranks))}@{self.step}:{self.point}"
+
+    @classmethod
+    def parse(cls, text: str) -> Kill:
+        found = _KILL.fullmatch(text)
+        if found is None or found[3] not in POINTS:
+            raise PlanError(f"--at {text}: write RANK@STEP:POINT, as 1@12:backward; points are {', '.join(POINTS)}")
+        return cls(tuple(int(rank) for rank in found[1].split("+")), int(found[2]), found[3])
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "all ranks"
+        return f"{who} killed in step {self.step} ({self.point})"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run of `steps` steps. `sizes`: its numbers of ranks, one after the other, over the same commits; all but the
+    last end when all ranks are killed."""
+
+    name: str
+    title: str
+    sizes: tuple[int, ...]
+    steps: int
+    kills: tuple[Kill, ...] = ()
+
+    @property
+    def resized(self) -> bool:
+        return len(self.sizes) > 1
+
+
+CALM, AGAIN = "calm", "again"
+
+
+def check(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = ()) -> None:
+    """Raises `PlanError` for what cannot be rehearsed, before anything runs."""
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise PlanError(f"--kill {','.join(unknown)}: it takes {', '.join(KINDS)}, with commas between them")
+    if steps < LEAST_STEPS:
+        raise PlanError(f"--steps {steps}: at least {LEAST_STEPS}, so that each kind of loss has steps around it")
+    if ranks < 2:
+        raise PlanError(f"--ranks {ranks}: at least 2, so that one can be lost")
+    if bad := [kill for kill in at if kill.step >= steps or max(kill.ranks) >= ranks]:
+        raise PlanError(f"--at {bad[0].name}: there are steps 0 to {steps - 1} and ranks 0 to {ranks - 1}")
+
+
+def calm(ranks: int, steps: int) -> Scenario:
+    """The first run, which says how many steps the script has."""
+    return Scenario(CALM, "calm", (ranks,), steps)
+
+
+def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = ()) -> list[Scenario]:
+    """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
+    can be compared with nothing; then what was asked for."""
+    found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
+    everybody, half = tuple(range(ranks)), steps // 2
+    if at:
+        return [*found, Scenario("at", ", ".join(map(str, at)), (ranks,), steps, at)]
+    lost = Kill(everybody, half, "backward")
+    if "rank" in kinds:
+        kills = tuple(Kill((ranks - 1,), steps * (i + 1) // (len(AUTO) + 1), point) for i, point in enumerate(AUTO))
+        found.append(Scenario("rank", f"rank {ranks - 1} killed, {len(kills)} times", (ranks,), steps, kills))
+    if "all" in kinds:
+        found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))
+    if "size" in kinds:
+        for other, what in ((ranks + 1, "one rank more"), (ranks - 1, "one rank fewer")):
+            name = what.rpartition(" ")[2]
+            found.append(Scenario(name, f"{what}, from the middle", (ranks, other), steps, (lost,)))
+    return found

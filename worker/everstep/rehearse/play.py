@@ -1,0 +1,152 @@
+"""Plays one scenario: `everstep-run` on this machine, with a copy of the script's folder for what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.rehearse import record
+from everstep.rehearse.plan import SETTINGS, Scenario
+
+ENTRY = Path(__file__).with_name("entry.py")
+RESTARTS = 8  # of the agent: more than the losses of any scenario
+COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
+LEFT_OUT = {"__pycache__", "node_modules", "venv"}
+END_SECONDS = 10.0
+
+
+@dataclass
+class Played:
+    """How a scenario ended. `refused`: the sentence by which Everstep refused the script, or ""."""
+
+    scenario: Scenario
+    steps: record.Steps
+    code: int
+    seconds: float
+    killed: int  # processes
+    log: str
+    hung: bool = False
+    refused: str = ""
+    files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
+
+    @property
+    def last(self) -> int:
+        """The last step that was completed."""
+        return max((step for _, step in self.steps), default=0)
+
+
+class Player:
+    """Plays `command`, a script with its arguments, in folders below `folder`."""
+
+    def __init__(self, folder: Path, command: list[str], every: int, limit: float) -> None:
+        self._folder, self._command, self._every, self._limit = folder, command, every, limit
+
+    def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
+        """Raises `OSError`. `progress` is told how many steps are complete, about four times a second."""
+        place = self._folder / scenario.name
+        place.mkdir(parents=True)
+        where = _copied(Path.cwd(), place / "folder")
+        before = _sizes(where) if where is not None else {}
+        began, code, hung = time.monotonic(), 0, False
+        with (place / "log").open("wb") as out:
+            for i, ranks in enumerate(scenario.sizes):
+                last = i == len(scenario.sizes) - 1
+                settings = {
+                    "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
+                    "every": self._every, "last": last,
+                }  # fmt: skip
+                lost = None if last else ranks
+                code, hung = self._run(ranks, lost, settings, where, out, place, progress)
+                if hung or (not last and _killed(place) < ranks):
+                    break
+        log = (place / "log").read_text(errors="replace")
+        after = _sizes(where) if where is not None else {}
+        return Played(
+            scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
+            hung, refusal_in(log) if code else "", {n: s for n, s in after.items() if before.get(n) != s},
+        )  # fmt: skip
+
+    def _run(
+        self, ranks: int, lost: int | None, settings: dict[str, object], where: Path | None, out: object, place: Path,
+        progress: Callable[[int], None],
+    ) -> tuple[int, bool]:  # fmt: skip
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
+        environ |= {SETTINGS: json.dumps(settings), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
+        argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), *self._command]
+        began = time.monotonic()
+        agent = subprocess.Popen(
+            argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ, cwd=where,  # type: ignore[call-overload]
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while True:
+                try:
+                    return agent.wait(0.25), False
+                except subprocess.TimeoutExpired:
+                    progress(max((step for _, step in record.read(place)), default=0))
+                if lost is not None and _killed(place) >= lost:
+                    os.killpg(agent.pid, signal.SIGKILL)
+                    return 0, False
+                if time.monotonic() - began > self._limit:
+                    return 1, True
+        finally:
+            _end(agent)
+
+
+def _killed(place: Path) -> int:
+    """How many processes were."""
+    return len(list(place.glob(record.KILLS)))
+
+
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """The agent, and all that it has started."""
+    if agent.poll() is None:
+        agent.terminate()
+        try:
+            agent.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+
+def refusal_in(log: str) -> str:
+    """The last sentence by which Everstep refused a script, as it stands in the log."""
+    found = re.findall(
+        r"(?:LoopError|NotRecoverable|StateMismatch|RefusedBefore|StepUnusable): "
+        r"(.+(?:\n(?!\[rank\d|[\w.]*Error|\S+:\s|=+|\d\d:\d\d:\d\d).+)*)",
+        log,
+    )
+    return str(found[-1]).strip() if found else ""
+
+
+def _copied(source: Path, target: Path) -> Path | None:
+    """A copy of the folder in which the script is started, so that what it writes there is written beside the user's
+    own files; None if the folder is too large to be copied: then the script runs in it."""
+    files, size = 0, 0
+    for path in source.rglob("*"):
+        if _left_out(path.relative_to(source)) or not path.is_file():
+            continue
+        files, size = files + 1, size + path.stat().st_size
+        if files > COPIED_FILES or size > COPIED_BYTES:
+            return None
+    shutil.copytree(source, target, ignore=lambda _, names: [n for n in names if _left_out(Path(n))])
+    return target
+
+
+def _left_out(path: Path) -> bool:
+    return any(part in LEFT_OUT or part.startswith(".") for part in path.parts)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    found = (path for path in folder.rglob("*") if path.is_file() and not _left_out(path.relative_to(folder)))
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}

@@ -1,0 +1,54 @@
+"""What a rehearsal notes of one rank behind each of its steps: short digests and texts, one line of JSON a step.
+
+Pure but for reading and writing files. Invariant: equal digests mean equal bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RECORDS, KILLS = "records-*.jsonl", "killed-*"
+
+
+@dataclass(frozen=True)
+class Record:
+    """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state. `held`: the script's
+    own plain values, as text. `samples`: a digest of each sample that this rank has read for the step, sorted."""
+
+    step: int
+    rank: int
+    world: int
+    pid: int
+    at: float  # seconds since the epoch
+    tracked: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+
+Steps = dict[tuple[int, int], Record]  # (rank, completed steps) → what was noted last
+
+
+def read(folder: Path) -> Steps:
+    """Of a step that was taken again, the last: that is what the run has gone on from. The last line of a process that
+    was killed may be cut off."""
+    found: Steps = {}
+    for record in _records(folder):
+        known = found.get((record.rank, record.step))
+        if known is None or record.at >= known.at:
+            found[record.rank, record.step] = record
+    return found
+
+
+def _records(folder: Path) -> Iterator[Record]:
+    for path in sorted(folder.glob(RECORDS)):
+        for line in path.read_text().splitlines():
+            try:
+                yield Record(**json.loads(line))
+            except ValueError:
+                continue

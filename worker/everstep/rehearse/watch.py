@@ -1,0 +1,274 @@
+"""In a training process of a rehearsal: notes each step, kills the process where the plan says, ends the run early.
+
+It stands between the script and the session, at what is public of it, and changes nothing that either computes. The
+script's checkpoint URL is replaced by a folder of the rehearsal, so that a real run's commits are neither read nor
+touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as optimizers
+
+import everstep
+from everstep.checkpoint import Catalog, Checkpointer
+from everstep.rehearse.plan import Kill
+from everstep.rehearse.record import Record
+from everstep.storage import open_store
+from everstep.train import session
+from everstep.train import step as steps
+from everstep.train.guards.comparison.restart_check import NEXT
+from everstep.train.guards.plain_values import plain_values
+from everstep.train.guards.script_objects import variables
+
+COMMIT_SECONDS = 60.0
+_ROOT = re.compile(r"[^.\[]*")
+MOST_BYTES = 64 * 2**20  # of one sample that are read for its digest
+
+
+class Watch:
+    """Of one process. `every`: steps between two saves, whatever the script says."""
+
+    def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int) -> None:
+        self._folder, self._kills, self._limit, self._every = folder, kills, limit, every
+        self._tracked: dict[str, Any] = {}
+        self._samples: list[str] = []
+        self._points: Counter[str] = Counter()
+        self._step: int | None = None  # the number of the step whose block runs
+        self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
+
+    def install(self) -> None:
+        """Wrap the session's public functions, in this process."""
+        self._wrap_run()
+        self._wrap_step()
+        optimizers.register_optimizer_step_pre_hook(lambda *_: self.reach("gradients"))
+        optimizers.register_optimizer_step_post_hook(lambda *_: self.reach("optimizer"))
+
+    def _wrap_run(self) -> None:
+        start, track = session.start, session.Run.track
+        loop, loop_over_epochs = session.Run.steps, session.Run.epochs
+        make = Checkpointer.__init__
+        watch = self
+
+        def started(checkpoint: Any = None, *, every_steps: int | None = None, **options: Any) -> session.Run:
+            ours = checkpoint if isinstance(checkpoint, Checkpointer) else watch.commits
+            options.pop("every_seconds", None)
+            return start(ours, every_steps=min(every_steps or watch._every, watch._every), **options)
+
+        def made(checkpointer: Checkpointer, url: Any = None, **options: Any) -> None:
+            make(checkpointer, None if options.get("store") is not None else watch.commits, **options)
+
+        def tracked(run: session.Run, *unnamed: Any, **objects: Any) -> None:
+            track(run, *unnamed, **objects)
+            watch._tracked |= objects
+
+        def stepping(
+            run: session.Run, loader: Any = None, *, until: int | None = None, epochs: int | None = None
+        ) -> Iterator[steps.Step]:
+            if until is not None:
+                until = min(until, watch._limit)
+            for step in loop(run, loader, until=until, epochs=epochs):
+                yield step
+                if step.phase is steps.Phase.DONE:
+                    watch.note(run, sys._getframe(1))
+                if run.step >= watch._limit and until is None:
+                    return
+
+        def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
+            for epoch in loop_over_epochs(run, loader, epochs):
+                yield epoch
+                if run.step >= watch._limit:
+                    return
+
+        # The session reads the text of the loop that asks for a step: the script's, and not this one.
+        for function in (stepping, over_epochs):
+            function.__code__ = function.__code__.replace(co_filename=session.__file__)
+
+        _replace(
+            (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
+            (session.Run, "track", tracked), (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
+        )  # fmt: skip
+
+    def _wrap_step(self) -> None:
+        enter, leave, take = steps.Step.__enter__, steps.Step.__exit__, steps.Step._take
+        backward: Any = torch.Tensor.backward
+        watch = self
+
+        def entered(step: steps.Step) -> Any:
+            watch._step = step.number
+            watch._samples = []
+            watch._points.clear()
+            batch = enter(step)
+            watch.reach("begin")
+            return batch
+
+        def left(step: steps.Step, *error: Any) -> bool:
+            if error[0] is None:
+                watch.reach("tail")
+            handled = leave(step, *error)
+            if step.phase is steps.Phase.DONE:
+                watch.reach("between")
+            watch._step = None
+            return handled
+
+        def taken(step: steps.Step) -> Any:
+            batch = take(step)
+            watch._samples += samples(batch)
+            return batch
+
+        def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+            if loss.requires_grad:
+                at_loss: Any = loss
+                hooks: list[Any] = []
+
+                def begins(_: Any) -> None:
+                    hooks.pop().remove()
+                    watch.reach("backward")
+
+                hooks.append(at_loss.register_hook(begins))
+            backward(loss, *arguments, **options)
+
+        _replace(
+            (steps.Step, "__enter__", entered), (steps.Step, "__exit__", left), (steps.Step, "_take", taken),
+            (torch.Tensor, "backward", differentiated),
+        )  # fmt: skip
+
+    @property
+    def commits(self) -> str:
+        return str(self._folder / "commits")
+
+    def note(self, run: session.Run, frame: FrameType | None) -> None:
+        """A step is complete: what this process has now."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        record = Record(
+            run.step, run._rank, world, os.getpid(), time.time(),
+            {name: digest(value) for name, value in self._tracked.items()}, self._held(frame), sorted(self._samples),
+        )  # fmt: skip
+        self._out.write(record.line())
+        self._out.flush()
+
+    def _held(self, frame: FrameType | None) -> dict[str, str]:
+        """The script's own values, but for those of what is tracked."""
+        tracked = {id(value) for value in self._tracked.values()}
+        roots = {name for name, value in variables(frame) if id(value) in tracked}
+        return {name: text for name, text in plain_values(frame).items() if _ROOT.match(name)[0] not in roots}  # type: ignore[index]
+
+    def reach(self, point: str) -> None:
+        """This process is at a point of its step."""
+        self._points[point] += 1
+        if self._step is None or self._points[point] > 1 or not session._started:
+            return
+        here = session._started[0]._rank
+        for kill in self._kills:
+            if kill.step == self._step and kill.point == point and here in kill.ranks:
+                self._die(kill, here)
+
+    def _die(self, kill: Kill, rank: int) -> None:
+        marker = self._folder / f"killed-{kill.name}-{rank}"
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            if len(kill.ranks) > 1 and kill.step > self._every:
+                self._wait_for_commit()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_for_commit(self) -> None:
+        """Else all ranks begin from nothing, where nothing can be lost. What rank 0 notes of the step behind a commit
+        comes later than the commit, from a thread of its own."""
+        deadline, folder = time.monotonic() + COMMIT_SECONDS, Path(self.commits)
+        run = session._started[0]
+        while Catalog(open_store(str(folder))).latest() is None or (
+            run._comparable and not any(folder.glob(f"data/*/{NEXT}.bin"))
+        ):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+
+def _replace(*wrapped: tuple[Any, str, Any]) -> None:
+    for owner, name, ours in wrapped:
+        setattr(owner, name, ours)
+
+
+def digest(value: Any) -> str:
+    """Of the state of a tracked object; "" for what has none that can be read."""
+    found = hashlib.blake2b(digest_size=8)
+    try:
+        _add(found, _state(value))
+    except Exception:  # an object's own `state_dict` may raise anything
+        return ""
+    return found.hexdigest()
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, torch.nn.Module):
+        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
+        return {name.removeprefix("module."): tensor for name, tensor in tensors}
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _add(found: Any, value: Any) -> None:
+    match value:
+        case torch.Tensor():
+            here: Any = value
+            here = here.to_local() if hasattr(here, "placements") else here
+            found.update(f"{here.dtype}{list(here.shape)}".encode())
+            found.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        case np.ndarray():
+            found.update(f"{value.dtype}{value.shape}".encode())
+            found.update(np.ascontiguousarray(value))
+        case Mapping():
+            for key, one in value.items():
+                found.update(f"{key}:".encode())
+                _add(found, one)
+        case list() | tuple():
+            found.update(f"{len(value)}[".encode())
+            for one in value:
+                _add(found, one)
+        case int() | float() | complex() | str() | bytes() | None:
+            found.update(f"{type(value).__name__}{value!r},".encode())
+        case _:
+            found.update(type(value).__name__.encode())
+
+
+def samples(batch: Any) -> list[str]:
+    """A digest of each sample of a batch: of the rows of its tensors. Nothing where it has no tensors."""
+    tensors = list(_tensors(getattr(batch, "data", batch)))
+    lengths = {len(t) for t in tensors if t.dim() > 0}
+    if len(lengths) != 1 or any(t.dim() == 0 for t in tensors):
+        return []
+    found = []
+    for i in range(lengths.pop()):
+        one = hashlib.blake2b(digest_size=8)
+        for t in tensors:
+            row = t[i]
+            if row.numel() * row.element_size() <= MOST_BYTES:
+                _add(one, row)
+        found.append(one.hexdigest())
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _tensors(value[key])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
