@@ -121,6 +121,73 @@ def test_script_that_is_refused_calm_is_not_killed(folder: Path) -> None:
     assert "no other run was made" in shown
 
 
+PLAIN = """
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+WARM = 0
+
+
+def main():
+    global WARM
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    x = torch.randn(240, 8)
+    net = torch.nn.Linear(8, 1)
+    model = DDP(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    state = {"model": net, "optimizer": optimizer}
+    checkpointer = everstep.Checkpointer("commits")
+    start = checkpointer.restore(state) or 0
+    for step in range(start, 1000):
+        order = torch.randperm(240, generator=torch.Generator().manual_seed(step))[:24]
+        mine = order[dist.get_rank() :: dist.get_world_size()]
+        WARM += 1
+        loss = mse_loss(model(x[mine]), x[mine].sum(1, keepdim=True))
+        optimizer.zero_grad()
+        (loss * min(1.0, COUNT / 40)).backward()
+        optimizer.step()
+        if checkpointer.should_save(step + 1):
+            checkpointer.save(step + 1, state)
+
+
+main()
+"""
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(("count", "right"), [("WARM", False), ("(step + 1)", True)])
+def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Path, count: str, right: bool) -> None:
+    (folder / "train.py").write_text(PLAIN.replace("COUNT", count))
+    command = [
+        sys.executable,
+        "-m",
+        "everstep.cli.main",
+        "rehearse",
+        "--json",
+        "r.json",
+        "--steps",
+        "20",
+        "--limit",
+        "60",
+        "train.py",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    report = json.loads((folder / "r.json").read_text())
+    certain = [f for f in report["findings"] if f["certain"]]
+    assert [run["steps"] for run in report["runs"]] == [20] * 6
+    assert not (folder / "commits").exists()
+    if right:
+        assert (certain, done.returncode) == ([], 0)
+    else:
+        assert done.returncode == 1
+        assert {"WARM", "model"} <= set(certain[0]["names"])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

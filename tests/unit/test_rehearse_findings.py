@@ -65,14 +65,42 @@ def test_value_without_another_result_is_a_warning_from_the_step_since_which_it_
 
 
 def test_parts_of_what_differs_itself_are_not_listed() -> None:
-    plain = change(CALM, 0, held={"losses": "3 elements", "losses[0]": "1.0", "other": "1"})
-    run = change(played(ALL), 0, held={"losses": "1 elements", "losses[0]": "2.0", "other": "1"})
+    plain = change(
+        change(CALM, 0, held={"losses": "1 elements", "losses[0]": "2.0"}),
+        9,
+        held={"losses": "3 elements", "losses[0]": "1.0"},
+    )
+    run = change(played(ALL), 9, held={"losses": "1 elements", "losses[0]": "2.0"})
     assert only([plain, run]).names == ("losses",)
 
 
 def test_same_finding_of_several_runs_is_one() -> None:
     runs = [change(played(s), 9, held={"lr": "0.1", "k.n": "1"}) for s in (RANK, ALL, MORE)]
     assert only([CALM, *runs]).scenarios == (RANK.title, ALL.title, MORE.title)
+
+
+def test_value_that_never_changes_is_no_state_and_a_cause_all_the_same() -> None:
+    values = {"lr": "0.1", "start": "0"}
+    plain = change(CALM, 0, held=values)
+    run = change(played(ALL), 9, held={"lr": "0.1", "start": "8"})
+    assert find([plain, run]) == []
+    assert "start" in only([plain, change(run, 9, tracked={"model": "x"})]).names
+
+
+def test_another_size_has_only_the_values_that_all_ranks_share() -> None:
+    def with_loss(run: Played, k: int) -> Played:
+        held = {key: {"loss": f"{key}", "k": str(key[1] - k)} for key in run.steps}
+        return replace(run, steps={key: replace(r, held=held[key]) for key, r in run.steps.items()})
+
+    other = with_loss(played(MORE), 1)
+    other = replace(other, steps={key: replace(r, held={**r.held, "loss": "9"}) for key, r in other.steps.items()})
+    assert only([with_loss(CALM, 0), other]).names == ("k",)
+
+
+def test_restart_from_nothing_is_a_warning() -> None:
+    assert find([CALM, replace(played(RANK), saved=False)]) == []
+    finding = only([CALM, replace(played(ALL), saved=False)])
+    assert (finding.kind, finding.certain) == (Kind.UNSAVED, False)
 
 
 def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:

@@ -11,8 +11,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
-from everstep.rehearse.record import KILLS
+from everstep.rehearse.record import GONE, KILLS
 from everstep.rehearse.watch import Watch
 
 
@@ -21,8 +22,11 @@ def main() -> None:
     kills = [Kill.parse(text) for text in settings["kills"]]
     folder = Path(settings["folder"])
     if not settings["last"] and any(folder.glob(KILLS)):
+        (folder / GONE).touch()
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
-    Watch(folder, kills, settings["steps"], settings["every"]).install()
+    watch = Watch(folder, kills, settings["steps"], settings["every"])
+    watch.install()
+    OwnLoop(watch, folder).install()
     path = str(Path(sys.argv[1]).absolute())
     sys.argv = [path, *sys.argv[2:]]
     sys.path[0] = str(Path(path).parent)

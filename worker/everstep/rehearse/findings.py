@@ -7,6 +7,7 @@ runs (a time, a path) is compared in no other.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,6 +17,7 @@ from everstep.rehearse.play import Played
 from everstep.rehearse.record import Record
 
 MOST_NAMED = 6
+_STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
 TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
     "step from run.step"
@@ -28,6 +30,7 @@ class Kind(StrEnum):
     SAMPLES = "samples"  # other data
     TRACKED = "tracked"  # other parameters, or other tracked state
     HELD = "held"  # other values of the script's own, and no other result
+    UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
     CHANCE = "chance"  # two calm runs differ
 
 
@@ -128,10 +131,17 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         found.append(Finding(Kind.ENDED, title, text, min(run.last, calm.last)))
     if (samples := _samples(calm, run)) is not None:
         found.append(Finding(Kind.SAMPLES, title, samples[1], samples[0]))
+    if not run.saved and len({rank for kill in run.scenario.kills for rank in kill.ranks}) > 1:
+        text = (
+            f"nothing was saved in {run.last} steps, so the start after the kill began from nothing. Let the script "
+            "save every few steps while it is rehearsed"
+        )
+        found.append(Finding(Kind.UNSAVED, title, text))
     held = _held(calm, run, chance)
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
     if first is None:
-        if held:
+        carried = _changing(calm)
+        if held := {name: value for name, value in held.items() if name in carried}:
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
@@ -164,6 +174,7 @@ Differing = dict[str, tuple[int, str]]  # name → (the first step behind which 
 def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
     """The script's own values that differ at the end, each with the step from which it does without a break."""
     found: Differing = {}
+    alike = _of_steps_alone(calm)
     ranks = {rank for rank, _ in run.steps} & {rank for rank, _ in calm.steps}
     for rank in sorted(ranks):
         steps = sorted((s for r, s in run.steps if r == rank and (r, s) in calm.steps), reverse=True)
@@ -171,12 +182,32 @@ def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
         for step in steps:
             a, b = calm.steps[rank, step], run.steps[rank, step]
             names = {n for n in _differing(a.held, b.held) if f"held {n}" not in chance}
+            if run.scenario.resized:
+                names &= alike
             left = names if left is None else left & names
             if not left:
                 break
             for name in _outermost(left):
                 found[name] = (step, f"{b.held[name]} on rank {rank}, {a.held[name]} in the calm run")
     return found
+
+
+def _changing(calm: Played) -> set[str]:
+    """The values that change from step to step. One that does not is no state: a path, the step of a start."""
+    seen: dict[tuple[int, str], str] = {}
+    found = set[str]()
+    for (rank, _), record in calm.steps.items():
+        found |= {name for name, value in record.held.items() if seen.setdefault((rank, name), value) != value}
+    return found
+
+
+def _of_steps_alone(calm: Played) -> set[str]:
+    """The values that change from step to step and are the same on all ranks: another number of ranks has them too."""
+    by_step: dict[tuple[int, str], str] = {}
+    own = set[str]()
+    for (_, step), record in calm.steps.items():
+        own |= {name for name, value in record.held.items() if by_step.setdefault((step, name), value) != value}
+    return _changing(calm) - own
 
 
 def _outermost(names: set[str]) -> set[str]:

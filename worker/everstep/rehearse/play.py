@@ -18,7 +18,7 @@ from everstep.rehearse import record
 from everstep.rehearse.plan import SETTINGS, Scenario
 
 ENTRY = Path(__file__).with_name("entry.py")
-RESTARTS = 8  # of the agent: more than the losses of any scenario
+RESTARTS = 8  # of the agent where something is killed: more than the losses of any scenario
 COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 END_SECONDS = 10.0
@@ -36,6 +36,7 @@ class Played:
     log: str
     hung: bool = False
     refused: str = ""
+    saved: bool = True  # something was committed
     files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
 
     @property
@@ -64,24 +65,25 @@ class Player:
                     "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
                     "every": self._every, "last": last,
                 }  # fmt: skip
-                lost = None if last else ranks
-                code, hung = self._run(ranks, lost, settings, where, out, place, progress)
-                if hung or (not last and _killed(place) < ranks):
+                restarts = RESTARTS if scenario.kills else 0
+                code, hung = self._run(ranks, restarts, settings, where, out, place, progress)
+                if hung or (not last and not _killed(place)):
                     break
         log = (place / "log").read_text(errors="replace")
         after = _sizes(where) if where is not None else {}
         return Played(
             scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
-            hung, refusal_in(log) if code else "", {n: s for n, s in after.items() if before.get(n) != s},
+            hung, refusal_in(log) if code else "", any(place.glob("commits*/log/*")),
+            {n: s for n, s in after.items() if before.get(n) != s},
         )  # fmt: skip
 
     def _run(
-        self, ranks: int, lost: int | None, settings: dict[str, object], where: Path | None, out: object, place: Path,
-        progress: Callable[[int], None],
+        self, ranks: int, restarts: int, settings: dict[str, object], where: Path | None,
+        out: object, place: Path, progress: Callable[[int], None],
     ) -> tuple[int, bool]:  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
         environ |= {SETTINGS: json.dumps(settings), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
+        flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), *self._command]
         began = time.monotonic()
         agent = subprocess.Popen(
@@ -94,7 +96,7 @@ class Player:
                     return agent.wait(0.25), False
                 except subprocess.TimeoutExpired:
                     progress(max((step for _, step in record.read(place)), default=0))
-                if lost is not None and _killed(place) >= lost:
+                if not settings["last"] and ((place / record.GONE).exists() or _killed(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False
                 if time.monotonic() - began > self._limit:

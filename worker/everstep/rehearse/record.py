@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RECORDS, KILLS = "records-*.jsonl", "killed-*"
+GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
 @dataclass(frozen=True)

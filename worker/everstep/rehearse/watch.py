@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,11 +46,15 @@ class Watch:
     """Of one process. `every`: steps between two saves, whatever the script says."""
 
     def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int) -> None:
-        self._folder, self._kills, self._limit, self._every = folder, kills, limit, every
-        self._tracked: dict[str, Any] = {}
-        self._samples: list[str] = []
+        self._folder, self.limit, self._every = folder, limit, every
+        # Of several ranks that die at once, a launcher may end some before they come to their own death.
+        self._kills = [kill for kill in kills if not any(folder.glob(f"killed-{kill.name}-*"))]
+        self.tracked: dict[str, Any] = {}
+        self.samples: list[str] = []
         self._points: Counter[str] = Counter()
-        self._step: int | None = None  # the number of the step whose block runs
+        self._step: int | None = None  # the number of the step that runs
+        self._rank = 0
+        self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
     def install(self) -> None:
@@ -67,40 +71,44 @@ class Watch:
         watch = self
 
         def started(checkpoint: Any = None, *, every_steps: int | None = None, **options: Any) -> session.Run:
-            ours = checkpoint if isinstance(checkpoint, Checkpointer) else watch.commits
+            ours = checkpoint if isinstance(checkpoint, Checkpointer) else watch.place(checkpoint)
             options.pop("every_seconds", None)
             return start(ours, every_steps=min(every_steps or watch._every, watch._every), **options)
 
         def made(checkpointer: Checkpointer, url: Any = None, **options: Any) -> None:
-            make(checkpointer, None if options.get("store") is not None else watch.commits, **options)
+            if options.get("store") is None:
+                url = watch.place(url)
+            options["every_seconds"] = None
+            options["every_steps"] = min(options.get("every_steps") or watch._every, watch._every)
+            make(checkpointer, url, **options)
 
         def tracked(run: session.Run, *unnamed: Any, **objects: Any) -> None:
             track(run, *unnamed, **objects)
-            watch._tracked |= objects
+            watch.tracked |= objects
 
         def stepping(
             run: session.Run, loader: Any = None, *, until: int | None = None, epochs: int | None = None
         ) -> Iterator[steps.Step]:
             if until is not None:
-                until = min(until, watch._limit)
+                until = min(until, watch.limit)
             for step in loop(run, loader, until=until, epochs=epochs):
                 yield step
                 if step.phase is steps.Phase.DONE:
-                    watch.note(run, sys._getframe(1))
-                if run.step >= watch._limit and until is None:
+                    watch.note(run.step, run._rank, sys._getframe(1))
+                if run.step >= watch.limit and until is None:
                     return
 
         def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
             for epoch in loop_over_epochs(run, loader, epochs):
                 yield epoch
-                if run.step >= watch._limit:
+                if run.step >= watch.limit:
                     return
 
         # The session reads the text of the loop that asks for a step: the script's, and not this one.
         for function in (stepping, over_epochs):
             function.__code__ = function.__code__.replace(co_filename=session.__file__)
 
-        _replace(
+        replace_all(
             (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
             (session.Run, "track", tracked), (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
         )  # fmt: skip
@@ -111,11 +119,9 @@ class Watch:
         watch = self
 
         def entered(step: steps.Step) -> Any:
-            watch._step = step.number
-            watch._samples = []
-            watch._points.clear()
+            watch.samples = []
             batch = enter(step)
-            watch.reach("begin")
+            watch.enters(step.number, session._started[0]._rank)
             return batch
 
         def left(step: steps.Step, *error: Any) -> bool:
@@ -123,16 +129,16 @@ class Watch:
                 watch.reach("tail")
             handled = leave(step, *error)
             if step.phase is steps.Phase.DONE:
-                watch.reach("between")
-            watch._step = None
+                watch.leaves()
             return handled
 
         def taken(step: steps.Step) -> Any:
             batch = take(step)
-            watch._samples += samples(batch)
+            watch.samples += samples(batch)
             return batch
 
         def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+            watch.on_backward()
             if loss.requires_grad:
                 at_loss: Any = loss
                 hooks: list[Any] = []
@@ -144,40 +150,52 @@ class Watch:
                 hooks.append(at_loss.register_hook(begins))
             backward(loss, *arguments, **options)
 
-        _replace(
+        replace_all(
             (steps.Step, "__enter__", entered), (steps.Step, "__exit__", left), (steps.Step, "_take", taken),
             (torch.Tensor, "backward", differentiated),
         )  # fmt: skip
 
-    @property
-    def commits(self) -> str:
-        return str(self._folder / "commits")
+    def place(self, url: Any) -> str:
+        """The folder of the rehearsal that stands for a checkpoint URL of the script."""
+        if url is None or str(url).startswith(str(self._folder)):
+            return str(url or self._folder / "commits")
+        return str(self._folder / f"commits-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}")
 
-    def note(self, run: session.Run, frame: FrameType | None) -> None:
-        """A step is complete: what this process has now."""
+    def enters(self, step: int, rank: int) -> None:
+        """The step after so many begins."""
+        self._step, self._rank = step, rank
+        self._points.clear()
+        self.reach("begin")
+
+    def leaves(self) -> None:
+        """The step has been counted."""
+        self.reach("between")
+        self._step = None
+
+    def note(self, step: int, rank: int, frame: FrameType | None) -> None:
+        """So many steps are complete: what this process has now."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         record = Record(
-            run.step, run._rank, world, os.getpid(), time.time(),
-            {name: digest(value) for name, value in self._tracked.items()}, self._held(frame), sorted(self._samples),
+            step, rank, world, os.getpid(), time.time(),
+            {name: digest(value) for name, value in self.tracked.items()}, self._held(frame), sorted(self.samples),
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
 
     def _held(self, frame: FrameType | None) -> dict[str, str]:
         """The script's own values, but for those of what is tracked."""
-        tracked = {id(value) for value in self._tracked.values()}
+        tracked = {id(value) for value in self.tracked.values()}
         roots = {name for name, value in variables(frame) if id(value) in tracked}
         return {name: text for name, text in plain_values(frame).items() if _ROOT.match(name)[0] not in roots}  # type: ignore[index]
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step."""
         self._points[point] += 1
-        if self._step is None or self._points[point] > 1 or not session._started:
+        if self._step is None or self._points[point] > 1:
             return
-        here = session._started[0]._rank
         for kill in self._kills:
-            if kill.step == self._step and kill.point == point and here in kill.ranks:
-                self._die(kill, here)
+            if kill.step == self._step and kill.point == point and self._rank in kill.ranks:
+                self._die(kill, self._rank)
 
     def _die(self, kill: Kill, rank: int) -> None:
         marker = self._folder / f"killed-{kill.name}-{rank}"
@@ -189,18 +207,19 @@ class Watch:
 
     def _wait_for_commit(self) -> None:
         """Else all ranks begin from nothing, where nothing can be lost. What rank 0 notes of the step behind a commit
-        comes later than the commit, from a thread of its own."""
-        deadline, folder = time.monotonic() + COMMIT_SECONDS, Path(self.commits)
-        run = session._started[0]
-        while Catalog(open_store(str(folder))).latest() is None or (
-            run._comparable and not any(folder.glob(f"data/*/{NEXT}.bin"))
-        ):
-            if time.monotonic() > deadline:
+        comes later than the commit, from a thread of its own. A script of which nothing was ever saved is not waited
+        for."""
+        deadline = time.monotonic() + COMMIT_SECONDS
+        compared = any(run._comparable for run in session._started)
+        while folders := [place for place in self._folder.glob("commits*") if any(place.glob("data/*"))]:
+            saved = any(Catalog(open_store(str(place))).latest() is not None for place in folders)
+            noted = not compared or any(any(place.glob(f"data/*/{NEXT}.bin")) for place in folders)
+            if (saved and noted) or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
 
 
-def _replace(*wrapped: tuple[Any, str, Any]) -> None:
+def replace_all(*wrapped: tuple[Any, str, Any]) -> None:
     for owner, name, ours in wrapped:
         setattr(owner, name, ours)
 
