@@ -1,5 +1,6 @@
 """Commits seen from outside of training: listed, found, pinned and cleaned up beside the run that has the log."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from everstep.checkpoint.format.layout import DATA
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, StoreUnusable
+from everstep.storage.backends.local import LocalStore
 from everstep.storage.faults import Fail, FaultStore
 
 
@@ -167,11 +169,17 @@ def test_uploads_that_dead_writers_left_are_swept_once_by_the_next_one(runs: Any
     assert store.calls.count("sweep ") == 1
 
 
-def test_gc_sweeps_uploads_too_and_a_dry_run_does_not(runs: Any) -> None:
-    store = FaultStore(MemoryStore())
+def test_gc_removes_unfinished_uploads_of_fenced_writers_and_a_dry_run_names_them(tmp_path: Path, runs: Any) -> None:
+    store = LocalStore(tmp_path, part_size=2**20)
     runs(store).save(1)
-    before = store.calls.count("sweep ")
-    Catalog(store).gc(1, really=False)
-    assert store.calls.count("sweep ") == before
-    Catalog(store).gc(1)
-    assert store.calls.count("sweep ") == before + 1
+    runs(store).save(2)  # record 2 opens the log
+    dead, own = "000000000000-aaaaaaaa-00000009", "000000000002-aaaaaaaa-00000009"
+    for save in (dead, own):
+        store.start_upload(f"data/{save}/00000.safetensors").write_part(0, bytes(2**20))
+    unfinished = sorted(tmp_path.rglob(".tmp-*"))
+    planned = Catalog(store).gc(3, really=False)
+    assert [(d.save_id, d.reason) for d in planned] == [(dead, "left unfinished by a killed writer")]
+    assert sorted(tmp_path.rglob(".tmp-*")) == unfinished
+    assert Catalog(store).gc(3) == planned
+    assert [path.parent.name for path in tmp_path.rglob(".tmp-*")] == [own]
+    assert Catalog(store).gc(3) == ()

@@ -154,7 +154,8 @@ def test_failed_save_is_reported_and_the_next_one_works(events: Any, caplog: pyt
     checkpointer.close()
     faulty = FaultStore(inner)
     checkpointer = begun(faulty, events)
-    faulty._faults = {len(faulty.calls): Fail(StoreUnusable("403 from now on"))}
+    # After the two calls of the clean-up before a first save.
+    faulty._faults = {len(faulty.calls) + 2: Fail(StoreUnusable("403 from now on"))}
     handle = checkpointer.save(1, state(1.0))
     with pytest.raises(SaveFailed, match="403 from now on"):
         handle.wait(30)
@@ -358,11 +359,12 @@ def test_shards_of_a_commit_whose_outcome_was_never_learnt_are_kept(events: Any)
     checkpointer.close()
     faulty = FaultStore(inner)
     checkpointer = begun(faulty, events)
-    # Of the next save's calls (put of the shard, look at the open record, create of the record) the third succeeds
-    # without an answer.
-    faulty._faults = {len(faulty.calls) + 2: LoseResponse()}
+    # After the four calls of the clean-up before a first save. Of the save's own (put of the shard, look at the open
+    # record, create of the record) the third succeeds without an answer.
+    faulty._faults = {len(faulty.calls) + 6: LoseResponse()}
     with pytest.raises(SaveFailed, match="lost"):
         checkpointer.save(2, state(2.0)).wait(30)
+    assert faulty.calls[-1].startswith("create log/")
     checkpointer.save(3, state(3.0)).wait(30)
     checkpointer.close()
     shards = sorted(n for n in inner.objects if n.startswith("data/"))

@@ -32,6 +32,7 @@ from everstep.checkpoint.log.owner import Owner
 from everstep.checkpoint.ranks import Alone, Ranks
 from everstep.checkpoint.retention.cleaner import Cleaner
 from everstep.checkpoint.retention.late_metrics import LateMetrics
+from everstep.checkpoint.retention.pins import saves_of
 from everstep.checkpoint.save import at_exit, attachments
 from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.checkpoint.save.snapshot import Snapshots
@@ -125,6 +126,7 @@ class Checkpointer(Commits):
         self._writer: Writer | None = None
         self._loader = Loader(self._store, self._log, settings, self._events)
         self._sequence = 0
+        self._origin: list[str] = []  # the saves that hold what was restored last
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
         self.late_metrics = LateMetrics(self._store, settings.keep)
@@ -161,6 +163,7 @@ class Checkpointer(Commits):
             state, own, ranks, chosen, holders=self._snapshots.holders, step=step, n=n, idle=self.wait, end=self._end,
             has_writer=self._writer is not None,
         )  # fmt: skip
+        self._origin[:] = [] if record is None else saves_of(record)
         self._last, self._owner.newest = -1 if record is None else record.step, -1
         self._start_writer()
         self._policy.saved(time.monotonic())
@@ -387,7 +390,7 @@ class Checkpointer(Commits):
             assert self._owner.record is not None
             cleaner = Cleaner(
                 self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark.loads,
-                suspected=self._loader.suspected,
+                suspected=self._loader.suspected, restored=self._origin,
             )  # fmt: skip
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)

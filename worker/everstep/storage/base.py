@@ -6,7 +6,7 @@ passes each name through it, whoever wrote the name (a manifest read from the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -112,10 +112,11 @@ class ObjectStore(Protocol):
         """A writer whose `commit` has the meaning of `put`. It holds at most one part in memory."""
         return ObjectWriter(self, check_name(name), self.capabilities.part_size, size_hint)
 
-    def sweep_uploads(self, older_than: float) -> int:
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
         """Remove what uploads left behind that were started more than `older_than` seconds ago; how many there were.
 
-        Another process may still be writing a younger one. Stores without leftovers return 0.
+        Another process may still be writing a younger one. Of an object whose name is `dead`, it goes at any age: the
+        caller knows that nobody may finish it. Stores without leftovers return 0.
         """
         return 0
 

@@ -102,8 +102,8 @@ class FaultStore(ObjectStore):
         inner = self.call("start", name, lambda: self._inner.start_upload(name, size_hint))
         return FaultUpload(self, name, inner)
 
-    def sweep_uploads(self, older_than: float) -> int:
-        return self.call("sweep", "", lambda: self._inner.sweep_uploads(older_than))
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
+        return self.call("sweep", "", lambda: self._inner.sweep_uploads(older_than, dead))
 
     def call(self, operation: str, name: str, act: Callable[[], T], tear: Callable[[], None] = lambda: None) -> T:
         """Record the call and do it, or what the fault of its number says. `tear` does half of it."""

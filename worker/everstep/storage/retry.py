@@ -105,8 +105,8 @@ class RetryingStore(ObjectStore):
     def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
         return RetryingUpload(self, self.repeat(lambda: self._inner.start_upload(name, size_hint)))
 
-    def sweep_uploads(self, older_than: float) -> int:
-        return self.repeat(lambda: self._inner.sweep_uploads(older_than))
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
+        return self.repeat(lambda: self._inner.sweep_uploads(older_than, dead))
 
     def repeat(self, operation: Callable[[], T]) -> T:
         """Do `operation` until it succeeds, fails for good, or the policy's time is over."""

@@ -302,6 +302,10 @@ class StoreContract:
             assert store.sweep_uploads(-60) == 1
         assert store.sweep_uploads(-60) == 0
         assert store.size("a") is None
+        for name in ("of/dead", "of/living"):
+            store.start_upload(name).write_part(0, bytes(upload.part_size))
+        assert store.sweep_uploads(3600, lambda name: name == "of/dead") == int(self.sweeps)
+        assert store.sweep_uploads(-60) == int(self.sweeps)
         stream(store, "a", b"another", 7)
         assert store.get("a") == b"another"
 

@@ -22,6 +22,7 @@ _TAG_IS = "tag-"
 
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+_OWN_SHARD = re.compile(r"data/(\d{12})-[0-9a-f]{8}-\d{8}/\d{5,}\.safetensors")
 _DELETION = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]{0,127}/deleting(?:-[0-9a-f]{16})?\.json")
 _PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
 _HOLD = re.compile(
@@ -81,6 +82,12 @@ def save_folder(identifier: str) -> str:
 def shard_name(identifier: str, rank: int) -> str:
     """The shard that `rank` writes."""
     return f"{DATA}{identifier}/{rank:05d}.safetensors"
+
+
+def shard_owner(name: str) -> int | None:
+    """The open record whose writer alone writes the shard of this name, or None if it is no shard of `shard_name`."""
+    match = _OWN_SHARD.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def part_name(identifier: str, rank: int) -> str:

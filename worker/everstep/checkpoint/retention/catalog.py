@@ -7,6 +7,7 @@ deletes, that run's own clean-up might delete too.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +30,11 @@ from everstep.checkpoint.retention.compactor import Compactor
 from everstep.checkpoint.retention.late_metrics import later_metrics
 from everstep.checkpoint.retention.pins import Holds
 from everstep.checkpoint.retention.plan import Delete
+from everstep.checkpoint.retention.survey import is_fenced
 from everstep.storage import ObjectStore
 
 NOTHING: Final = Holds()
+UNFINISHED: Final = "left unfinished by a killed writer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +175,8 @@ class Catalog:
         """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
         pinned, and of no run in flight; those that were, or without `really`, that would be.
 
-        Parts that uploads left behind a day ago go too. Safe beside a run that has the log: what it may still commit is
-        known by its open record's number.
+        Unfinished uploads go too: those of fenced writers, and any that is a day old. Safe beside a run that has the
+        log: what it may still commit is known by its open record's number.
         """
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least 1 commit must be kept")
@@ -189,15 +192,28 @@ class Catalog:
         newest = owner_of(commits[0].save_id) if commits else None
         sequence = newest[1] if newest and newest[0] == head.open.n else 0
         deleted = clean(self._store, sizes, commits, keep, damaged, head.open.n, sequence, really=really)
+        swept = self._sweep(head.open.n, really)
         if really:
-            self._store.sweep_uploads(UPLOAD_SECONDS)
             compactor = Compactor(self._store)
             if commits:
                 kept = {r.n for r in commits}
                 compactor.retire(r for r in walked if r.n not in kept)
                 compactor.look(min(kept))
             compactor.run(set(sizes) - {d.save_id for d in deleted}, MAX_WALK)
-        return deleted
+        return (*deleted, *(Delete(save, UNFINISHED) for save in sorted(swept - {d.save_id for d in deleted})))
+
+    def _sweep(self, open_n: int, really: bool) -> set[str]:
+        """Remove unfinished uploads, or only look for them; the saves of fenced writers that they are of."""
+        saves = set[str]()
+
+        def is_dead(name: str) -> bool:
+            if is_fenced(name, open_n) and (save := folder_of(name)) is not None:
+                saves.add(save)
+                return really
+            return False
+
+        self._store.sweep_uploads(UPLOAD_SECONDS if really else math.inf, is_dead)
+        return saves
 
     def _record(self, n: int, step: int | None) -> CommitRecord:
         record = self._log.read(n)

@@ -8,10 +8,12 @@ save ends, and training goes on, unless another writer owns the log (`fenced`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,6 +26,7 @@ from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveH
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Head
 from everstep.checkpoint.retention.cleaner import Cleaner
+from everstep.checkpoint.retention.survey import is_absent
 from everstep.checkpoint.save.parts import Staged, gather_parts, give_up_part, write_part
 from everstep.checkpoint.state.alike import differing, unlike
 from everstep.checkpoint.state.union import merged
@@ -33,6 +36,7 @@ logger = logging.getLogger("everstep.checkpoint")
 
 MOST: Final = 2  # saves: one that is in flight, and one that waits for it
 _NOTES: Final = 4
+_VOID: Final = 64  # failed saves that are remembered; the next commit's clean-up knows all
 
 
 def _ignored(kind: str, **fields: Any) -> None:
@@ -75,6 +79,10 @@ class Writer:
         self._saves: list[SaveHandle] = []  # that may not be over
         self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._makes_room, self._has_failed = True, False  # before the next save, and why
+        self._void: deque[str] = deque(maxlen=_VOID)  # saves that failed before a commit was tried
+        self._appended = ""  # the save whose commit was tried last
+        self._unsure = ""  # the same, if a full disk refused it
         self.fenced: Fenced | None = None
         self.refused: StateMismatch | None = None  # what the ranks would save is not one state
 
@@ -130,6 +138,7 @@ class Writer:
         logger.warning("step %d was not saved, training goes on: %s", handle.step, error)
         self._events("save-failed", step=handle.step, error=str(error))
         handle.finish(Failed(handle.step, error))
+        self._fails(handle.save_id, error)
         if newest:
             self.newest = handle
         if rank != 0:
@@ -200,6 +209,7 @@ class Writer:
         except BaseException as e:  # whatever it is, training goes on and the caller is told
             error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
             outcome = Failed(staged.step, error)
+            self._fails(staged.save_id, e)
             if error is not e:
                 error.__cause__ = e
             try:
@@ -210,9 +220,32 @@ class Writer:
         if isinstance(outcome, Committed):
             self._cleaner.clean()
 
+    def _fails(self, save_id: str, error: BaseException) -> None:
+        """Of a save that failed whole shards may be left, of this rank or of others."""
+        if save_id != self._appended:
+            self._void.append(save_id)
+        elif _is_full(error):  # else its record may be created after the answer was given up
+            self._unsure = save_id
+        self._makes_room = self._has_failed = True
+
+    def _make_room(self) -> None:
+        """Before the bytes of a save are written: once, and after each save that failed."""
+        if not self._makes_room:
+            return
+        self._makes_room = False
+        try:
+            if self._unsure and is_absent(self._log, self._unsure):
+                self._void.append(self._unsure)
+                self._unsure = ""
+            self._cleaner.make_room(frozenset(self._void.copy()), failed=self._has_failed)
+        except Exception:
+            logger.exception("the clean-up before a save failed; the save goes on")
+
     def _write(self, staged: Staged, started: float) -> Outcome:
         if self._store.capabilities.local:  # before anything is written into a folder that has taken the log's place
             self._log.check_own(self._identity.own)
+        if staged.rank == 0:
+            self._make_room()
         part = write_part(self._store, staged)
         if staged.rank != 0:
             return Written(staged.step)
@@ -240,6 +273,7 @@ class Writer:
             NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
             self._stamp(now), own.n, NONE, shards, entries, values,
         )  # fmt: skip
+        self._appended = staged.save_id
         self._head, record = self._log.commit(self._head, own, draft)
         self._cleaner.committed(record)
         size, seconds = sum(s.bytes for s in shards), self._clock() - started
@@ -274,3 +308,12 @@ class Writer:
         self._events("save-failed", step=staged.step, error=str(error))
         if staged.rank != 0:
             self.give_up(staged.save_id, staged.rank, str(error))
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk or a quota was full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False

@@ -16,7 +16,7 @@ import errno
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,7 +28,8 @@ from everstep.storage.base import Capabilities, ObjectInfo
 
 # Names of this form are never listed; a process that dies before the rename leaves one behind.
 _TEMPORARY: Final = ".tmp-"
-_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}")  # another program's may begin alike
+# Another program's may begin alike. Those of earlier releases do not name the object.
+_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}(?:-(.+))?")
 
 
 class GenericStore(FsspecStore):
@@ -61,11 +62,14 @@ class GenericStore(FsspecStore):
                     stack.append(info["name"].rstrip("/"))
         return found
 
-    def sweep_uploads(self, older_than: float) -> int:
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
         swept = 0
         for info in super().list():
-            ours = _OURS.fullmatch(info.name.rpartition("/")[2])
-            if ours and time.time() - int(ours[1]) > older_than:
+            folder, slash, last = info.name.rpartition("/")
+            if (ours := _OURS.fullmatch(last)) is None:
+                continue
+            is_dead = ours[2] is not None and dead(f"{folder}{slash}{ours[2]}")
+            if is_dead or time.time() - int(ours[1]) > older_than:
                 self.delete(info.name)
                 swept += 1
         return swept
@@ -95,7 +99,8 @@ class GenericStore(FsspecStore):
                 _check_free(fs, final, mode)
                 fs.pipe_file(final, data, mode=mode)
                 return
-            temporary = f"{final.rpartition('/')[0]}/{_TEMPORARY}{int(time.time())}-{secrets.token_hex(8)}"
+            folder, _, last = final.rpartition("/")
+            temporary = f"{folder}/{_TEMPORARY}{int(time.time())}-{secrets.token_hex(8)}-{last}"
             try:
                 fs.pipe_file(temporary, data)
                 _check_free(fs, final, mode)

@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +46,7 @@ from everstep.storage.upload import Data
 
 # Names of this form are never listed; a crash between write and link leaves one behind.
 _TEMPORARY = ".tmp-"
-_OURS = re.compile(rf"{re.escape(_TEMPORARY)}[0-9a-f]{{16}}-.")  # another program's may begin alike
+_OURS = re.compile(rf"{re.escape(_TEMPORARY)}[0-9a-f]{{16}}-(.+)")  # another program's may begin alike
 # Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
 # opening the file (10 us) does not count.
 _READ_SIZE = 2**20
@@ -125,27 +125,37 @@ class LocalStore(ObjectStore):
         path = self._path(name)
         with self._translated(name):
             try:
-                path.unlink()
-                if path.parent != self._root:
-                    path.parent.rmdir()  # only when empty: object stores have no folders either
-            except OSError as e:
-                if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
-                    raise
+                self._unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return
 
     def start_upload(self, name: str, size_hint: int | None = None) -> LocalUpload:
         return LocalUpload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
 
-    def sweep_uploads(self, older_than: float) -> int:
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
         swept = 0
         with self._translated(""):
             for path in _walk(self._root):
+                if (ours := _OURS.fullmatch(path.name)) is None:
+                    continue
+                is_dead = dead(path.relative_to(self._root).with_name(ours[1]).as_posix())
                 try:
-                    if _OURS.match(path.name) and time.time() - path.lstat().st_mtime > older_than:
-                        path.unlink()
+                    if is_dead or time.time() - path.lstat().st_mtime > older_than:
+                        self._unlink(path)
                         swept += 1
                 except FileNotFoundError:
                     continue
         return swept
+
+    def _unlink(self, path: Path) -> None:
+        """Remove a file, and its folder with the last one: object stores have no folders either."""
+        path.unlink()
+        try:
+            if path.parent != self._root:
+                path.parent.rmdir()
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import fsspec.asyn
@@ -142,16 +143,16 @@ class S3Store(FsspecStore):
     def start_upload(self, name: str, size_hint: int | None = None) -> S3Upload:
         return S3Upload(self, check_name(name), part_size_for(self.capabilities.part_size, size_hint))
 
-    def sweep_uploads(self, older_than: float) -> int:
+    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
         """Look-alikes that cannot list uploads have nothing that could be swept from here."""
         try:
-            return self._sweep(older_than)
+            return self._sweep(older_than, dead)
         except TerminalError as e:
             if not _unsupported(e):
                 raise
             return 0
 
-    def _sweep(self, older_than: float) -> int:
+    def _sweep(self, older_than: float, dead: Callable[[str], bool]) -> int:
         bucket, prefix = self.at("")
         swept = 0
         more: dict[str, str] = {}
@@ -159,7 +160,8 @@ class S3Store(FsspecStore):
             for _ in range(_MOST_PAGES):
                 page = self.call("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
                 for upload in page.get("Uploads", ()):
-                    if time.time() - upload["Initiated"].timestamp() > older_than:
+                    is_dead = dead(upload["Key"][len(prefix) :])
+                    if is_dead or time.time() - upload["Initiated"].timestamp() > older_than:
                         self._abort(bucket, upload["Key"], upload["UploadId"])
                         swept += 1
                 if not page.get("IsTruncated"):
