@@ -241,6 +241,29 @@ def test_failed_save_of_a_living_run_leaves_no_room_taken(disk: Path) -> None:
     assert steps_of(store) == [4]
 
 
+def test_save_after_an_outage_is_not_delayed_by_a_clean_up(tmp_path: Path) -> None:
+    class Away(FaultStore):
+        away = False
+
+        def call(self, operation: str, name: str, act: Callable[[], Any], tear: Any = lambda: None) -> Any:
+            if self.away and operation == "part":
+                raise RetryableError("away")
+            return super().call(operation, name, act, tear)
+
+    store = Away(LocalStore(tmp_path, part_size=PART))
+    run, _ = begun(store, keep=1)
+    run.save(1, big(1)).wait(60)
+    store.away = True
+    for step in (2, 3):
+        with pytest.raises(SaveFailed, match="away"):
+            run.save(step, big(step)).wait(60)
+    run.wait(60)
+    assert store.calls.count("sweep ") == 1  # before the first save
+    store.away = False
+    assert isinstance(run.save(4, big(4)).wait(60), Committed)
+    run.close()
+
+
 def test_commits_that_somebody_counts_on_stay_until_the_first_commit(root: Path, in_child: InChild) -> None:
     assert in_child(lambda: die_in_save(root, 4, r"create log/\d+")) == -signal.SIGKILL
     store = FaultStore(LocalStore(root, part_size=PART))

@@ -70,6 +70,19 @@ def test_answer_that_was_lost_has_nothing_read_back(tmp_path: Path, size: int) -
     assert faulty.calls[last:] == [faulty.calls[last]] * 2
 
 
+def test_no_part_begins_after_one_has_failed(tmp_path: Path) -> None:
+    # Each waits out the whole time of an outage: a second one would double the time in which the save fails.
+    class InOrder(FaultStore):
+        @property
+        def capabilities(self) -> Capabilities:
+            return replace(super().capabilities, parallel_parts=False)
+
+    faulty = InOrder(open_store(str(tmp_path)), {1: Fail(TerminalError("the disk is gone"))})
+    with pytest.raises(TerminalError, match="disk is gone"):
+        write_shard(faulty, NAME, noise(6 * PART))
+    assert faulty.calls == [f"start {NAME}", f"part {NAME}#0", f"abort {NAME}"]
+
+
 def test_part_that_fails_for_good_leaves_nothing(tmp_path: Path) -> None:
     inner, data = open_store(str(tmp_path)), noise(6 * PART)
     calls = recorded(inner, data)

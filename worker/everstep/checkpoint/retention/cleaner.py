@@ -78,7 +78,8 @@ class Cleaner:
 
     def make_room(self, void: frozenset[str], *, failed: bool) -> None:
         """Delete what no commit needs, before the bytes of a save are written: a disk may have room for no more states
-        than `keep` and that save. Called before the first save, and before each one after a save that `failed`.
+        than `keep` and that save. Called before the first save, and before each one after a save that `failed` by more
+        than an outage.
 
         The writers before this one are fenced: their unfinished uploads are dead at any age, and so are their saves
         that are in no record. Commits of the log stay until the first one of this writer, but for those beyond `keep`

@@ -13,6 +13,7 @@ import os
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Final
 
+from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.chunks import describe
 from everstep.checkpoint.format.manifest import Shard
 from everstep.storage import Capabilities, ObjectStore, Unsynced
@@ -51,9 +52,20 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
     upload = store.start_upload(path, len(data))
     starts = range(0, len(data), upload.part_size)
     parts: list[Future[None]] = []
+    failed = Flag()
+
+    def write(number: int, start: int) -> None:
+        if failed.is_set():
+            return
+        try:
+            upload.write_part(number, data[start : start + upload.part_size])
+        except BaseException:
+            failed.set()  # here: this thread may begin the next part before the caller's hears of it
+            raise
+
     try:
         with ThreadPoolExecutor(_threads(store.capabilities), thread_name_prefix="everstep-write") as pool:
-            parts = [pool.submit(upload.write_part, n, data[s : s + upload.part_size]) for n, s in enumerate(starts)]
+            parts = [pool.submit(write, number, start) for number, start in enumerate(starts)]
             try:
                 shard = describe(path, data)
                 done, _ = wait(parts, return_when=FIRST_EXCEPTION)

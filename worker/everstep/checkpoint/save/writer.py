@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from everstep.checkpoint.retention.survey import is_absent
 from everstep.checkpoint.save.parts import Staged, gather_parts, give_up_part, write_part
 from everstep.checkpoint.state.alike import differing, unlike
 from everstep.checkpoint.state.union import merged
-from everstep.storage import ObjectStore, StorageError
+from everstep.storage import ObjectStore, RetryableError, StorageError
 
 logger = logging.getLogger("everstep.checkpoint")
 
@@ -226,10 +226,12 @@ class Writer:
             self._void.append(save_id)
         elif _is_full(error):  # else its record may be created after the answer was given up
             self._unsure = save_id
-        self._makes_room = self._has_failed = True
+        # In an outage a clean-up would wait as long as the save did, and the next save twice as long.
+        if _is_full(error) or not any(isinstance(e, RetryableError) for e in _causes(error)):
+            self._makes_room = self._has_failed = True
 
     def _make_room(self) -> None:
-        """Before the bytes of a save are written: once, and after each save that failed."""
+        """Before the bytes of a save are written: once, and after each save that failed by more than an outage."""
         if not self._makes_room:
             return
         self._makes_room = False
@@ -310,10 +312,12 @@ class Writer:
             self.give_up(staged.save_id, staged.rank, str(error))
 
 
-def _is_full(error: BaseException | None) -> bool:
+def _is_full(error: BaseException) -> bool:
     """Whether a disk or a quota was full."""
+    return any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
+        yield error
         error = error.__cause__
-    return False

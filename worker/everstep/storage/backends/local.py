@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from everstep.storage.backends.descriptors import read, write
 from everstep.storage.backends.uncached import UncachedWriter
 from everstep.storage.base import (
     Capabilities,
@@ -50,7 +51,6 @@ _OURS = re.compile(rf"{re.escape(_TEMPORARY)}[0-9a-f]{{16}}-(.+)")  # another pr
 # Small enough that a processor's own cache holds what was read until the reader has checked it, large enough that
 # opening the file (10 us) does not count.
 _READ_SIZE = 2**20
-_VECTORS = 1024  # the kernel's bound on the buffers of one read
 
 _RETRYABLE = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT}
 # The errors of `link` on a file system without hard links; vfat and some FUSE mounts give EPERM.
@@ -95,14 +95,14 @@ class LocalStore(ObjectStore):
             self._was_there = True
             first, last, _ = slice(start, end).indices(os.fstat(file.fileno()).st_size)
             data = bytearray(max(0, last - first))
-            done = _read(file.fileno(), first, [memoryview(data)])
+            done = read(file.fileno(), first, [memoryview(data)])
             return bytes(memoryview(data)[:done])
 
     def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
         path = self._path(name)
         views, wanted = views_of(buffers)
         with self._translated(name), path.open("rb", buffering=0) as file:
-            done = _read(file.fileno(), start, views)
+            done = read(file.fileno(), start, views)
         if done < wanted:
             raise truncated(self.url, name, start, wanted, done)
 
@@ -211,7 +211,7 @@ class LocalStore(ObjectStore):
         descriptor, temporary, final = self._temporary(name)
         try:
             try:
-                _write(descriptor, 0, data)
+                write(descriptor, 0, data)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -293,7 +293,7 @@ class LocalUpload:
             done = self._uncached.write(offset, view)
             if done < len(view):
                 with self._turn:
-                    _write(self._descriptor, offset + done, view[done:])
+                    write(self._descriptor, offset + done, view[done:])
 
     def commit(self) -> None:
         if not self._open:
@@ -349,28 +349,6 @@ class LocalUpload:
                 os.close(descriptor)
         finally:
             self._uncached.close()
-
-
-def _write(descriptor: int, offset: int, data: Data) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
-
-
-def _read(descriptor: int, offset: int, views: list[memoryview]) -> int:
-    """Fill the views, one after the other, from the file; how many bytes there were."""
-    left, done = [view for view in views if view], 0
-    while left:
-        count = os.preadv(descriptor, left[:_VECTORS], offset + done)
-        if not count:
-            break
-        done += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
-    return done
 
 
 def _files(top: Path) -> Iterator[tuple[Path, int]]:
