@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support import TESTS
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -186,6 +189,18 @@ def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Pa
     else:
         assert done.returncode == 1
         assert {"WARM", "model"} <= set(certain[0]["names"])
+
+
+@pytest.mark.turns(2)
+def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder: Path) -> None:
+    shutil.copy(TESTS.parent / "examples" / "accelerate" / "train.py", folder)
+    own = ["--json", "r.json", "--kill", "rank,all", "--limit", "100"]
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py", "--cpu"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    report = json.loads((folder / "r.json").read_text())
+    assert [f for f in report["findings"] if f["certain"] or f["kind"] == "unsaved"] == []
+    assert [(run["steps"], run["killed"]) for run in report["runs"]] == [(40, 0), (40, 0), (40, 4), (40, 3)]
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

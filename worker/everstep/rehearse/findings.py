@@ -92,9 +92,8 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.ENDED, title, f"did not come to its end: its last completed step is {run.last}", run.last)
     if run.code:
         lines = [line for line in run.log.splitlines() if line.strip()]
-        return Finding(
-            Kind.ENDED, title, f"exit code {run.code}: {lines[-1][:300] if lines else 'no output'}", run.last
-        )
+        last = _STAMP.sub("", lines[-1])[:300] if lines else "no output"
+        return Finding(Kind.ENDED, title, f"exit code {run.code}: {last}", run.last)
     if run.scenario.kills and run.killed == 0:
         points = ", ".join(kill.name for kill in run.scenario.kills)
         return Finding(Kind.ENDED, title, f"nobody was killed: the script never came to {points}", run.last)

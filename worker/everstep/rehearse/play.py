@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everstep.contract import env
 from everstep.rehearse import record
 from everstep.rehearse.plan import SETTINGS, Scenario
 
@@ -82,7 +83,12 @@ class Player:
         out: object, place: Path, progress: Callable[[int], None],
     ) -> tuple[int, bool]:  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
-        environ |= {SETTINGS: json.dumps(settings), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        environ |= {
+            SETTINGS: json.dumps(settings),
+            env.CHECKPOINT_URL: str(place / "commits"),  # for scripts that leave it to the environment
+            env.CHECKPOINT_EVERY_STEPS: str(self._every),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
         flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), *self._command]
         began = time.monotonic()

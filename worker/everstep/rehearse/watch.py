@@ -36,6 +36,7 @@ from everstep.train import step as steps
 from everstep.train.guards.comparison.restart_check import NEXT
 from everstep.train.guards.plain_values import plain_values
 from everstep.train.guards.script_objects import variables
+from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
 _ROOT = re.compile(r"[^.\[]*")
@@ -54,6 +55,7 @@ class Watch:
         self._points: Counter[str] = Counter()
         self._step: int | None = None  # the number of the step that runs
         self._rank = 0
+        self.run: session.Run | None = None  # that steps are taken in; None: the script's loop is its own
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
@@ -65,7 +67,7 @@ class Watch:
         optimizers.register_optimizer_step_post_hook(lambda *_: self.reach("optimizer"))
 
     def _wrap_run(self) -> None:
-        start, track = session.start, session.Run.track
+        start = session.start
         loop, loop_over_epochs = session.Run.steps, session.Run.epochs
         make = Checkpointer.__init__
         watch = self
@@ -82,23 +84,22 @@ class Watch:
             options["every_steps"] = min(options.get("every_steps") or watch._every, watch._every)
             make(checkpointer, url, **options)
 
-        def tracked(run: session.Run, *unnamed: Any, **objects: Any) -> None:
-            track(run, *unnamed, **objects)
-            watch.tracked |= objects
-
         def stepping(
             run: session.Run, loader: Any = None, *, until: int | None = None, epochs: int | None = None
         ) -> Iterator[steps.Step]:
+            watch.run = run
             if until is not None:
                 until = min(until, watch.limit)
             for step in loop(run, loader, until=until, epochs=epochs):
                 yield step
                 if step.phase is steps.Phase.DONE:
+                    watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
                     watch.note(run.step, run._rank, sys._getframe(1))
                 if run.step >= watch.limit and until is None:
                     return
 
         def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
+            watch.run = run
             for epoch in loop_over_epochs(run, loader, epochs):
                 yield epoch
                 if run.step >= watch.limit:
@@ -110,7 +111,7 @@ class Watch:
 
         replace_all(
             (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
-            (session.Run, "track", tracked), (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
+            (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
         )  # fmt: skip
 
     def _wrap_step(self) -> None:
@@ -121,7 +122,7 @@ class Watch:
         def entered(step: steps.Step) -> Any:
             watch.samples = []
             batch = enter(step)
-            watch.enters(step.number, session._started[0]._rank)
+            watch.enters(step.number, watch.run._rank if watch.run is not None else 0)
             return batch
 
         def left(step: steps.Step, *error: Any) -> bool:
@@ -210,7 +211,7 @@ class Watch:
         comes later than the commit, from a thread of its own. A script of which nothing was ever saved is not waited
         for."""
         deadline = time.monotonic() + COMMIT_SECONDS
-        compared = any(run._comparable for run in session._started)
+        compared = self.run is not None and self.run._comparable
         while folders := [place for place in self._folder.glob("commits*") if any(place.glob("data/*"))]:
             saved = any(Catalog(open_store(str(place))).latest() is not None for place in folders)
             noted = not compared or any(any(place.glob(f"data/*/{NEXT}.bin")) for place in folders)
