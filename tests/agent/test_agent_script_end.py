@@ -57,3 +57,11 @@ def test_script_that_one_rank_ends_with_a_code_of_its_own_ends_with_that_at_once
     done = play(tmp_path, "if run.rank == 1: sys.exit(3)")
     assert done.returncode == 3, done.stderr
     assert "left the loop" not in done.stderr
+
+
+def test_second_run_of_a_process_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    done = play(tmp_path, "run.close(); everstep.start(sys.argv[1] + '2')")
+    assert done.returncode == 1
+    assert "LoopError: everstep.start() came a second time in this process" in done.stderr
+    assert "init_process_group" not in done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,56 @@ def test_scripts_end_closes_the_run_whose_loop_it_has_left(end: str, code: int, 
     done = play(tmp_path, LEFT.replace("END", end))
     assert done.returncode == code, done.stderr
     assert everstep.load(str(tmp_path / "run")).state["weight"].item() == saved
+
+
+MODEL = """
+import sys, torch, everstep
+run = everstep.start(sys.argv[1], every_steps=2)
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(model=model, optimizer=optimizer)
+for step in run.steps(until=9):
+    with step:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.step == 3:
+        break
+left = {name: p.clone() for name, p in model.state_dict().items()}
+BEFORE
+{END}
+torch.save(left, sys.argv[1] + ".left")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "named"),
+    [
+        ("model.load_state_dict({n: v * 0 for n, v in left.items()})", "model"),
+        ("optimizer.param_groups[0]['lr'] = 0.0", "optimizer"),
+    ],
+)
+def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(end: str, named: str, tmp_path: Path) -> None:
+    script = MODEL.replace("{END}", end)
+    done = play(tmp_path, script.replace("BEFORE", ""))
+    assert done.returncode == 1
+    assert f"LoopError: {named} changed after the loop was left behind step 3" in done.stderr
+    assert "Write `run.close()` right behind the loop" in done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == 2
+    done = play(tmp_path, script.replace("BEFORE", "run.close()"))
+    assert done.returncode == 0, done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == 3
+
+
+def test_evaluation_behind_a_loop_that_was_left_neither_changes_the_commit_nor_is_changed(tmp_path: Path) -> None:
+    end = "model.eval(); model[0].weight.requires_grad_(False); run.close(); assert not model.training"
+    done = play(tmp_path, MODEL.replace("{END}", end).replace("BEFORE", ""))
+    assert done.returncode == 0, done.stderr
+    commit = everstep.load(str(tmp_path / "run"))
+    assert commit.step == 3
+    left = torch.load(tmp_path / "run.left")
+    assert all(torch.equal(commit.state["model"][name], value) for name, value in left.items())
+    assert json.loads(commit.state["switches"]["switched"]) == {}
 
 
 @pytest.mark.parametrize(

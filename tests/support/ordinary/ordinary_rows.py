@@ -364,6 +364,7 @@ ROWS = (
     Row("early_stop_by_object", refused=r"patience\.(best|waited).*run\.track\("),
     Row("exit_in_loop"),
     Row("break_out_of_step", long=True),
+    Row("left_then_met", kills=("5:backward", ALL), lines={"metric.txt": 1}),
     Row("continue_in_step", kills=("5:begin", "6:backward"), long=True),
     Row("next_step", long=True),
     Row("generator_of_steps", refused=r"generator.*yield step", torchrun_same=True),

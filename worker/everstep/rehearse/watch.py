@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import optimizer as optimizers
@@ -33,6 +31,7 @@ from everstep.rehearse.record import Record
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
+from everstep.train.guards import left_state
 from everstep.train.guards.comparison.restart_check import NEXT
 from everstep.train.guards.plain_values import plain_values
 from everstep.train.guards.script_objects import variables
@@ -227,43 +226,10 @@ def replace_all(*wrapped: tuple[Any, str, Any]) -> None:
 
 def digest(value: Any) -> str:
     """Of the state of a tracked object; "" for what has none that can be read."""
-    found = hashlib.blake2b(digest_size=8)
     try:
-        _add(found, _state(value))
+        return left_state.digest(value)
     except Exception:  # an object's own `state_dict` may raise anything
         return ""
-    return found.hexdigest()
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, torch.nn.Module):
-        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
-        return {name.removeprefix("module."): tensor for name, tensor in tensors}
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _add(found: Any, value: Any) -> None:
-    match value:
-        case torch.Tensor():
-            here: Any = value
-            here = here.to_local() if hasattr(here, "placements") else here
-            found.update(f"{here.dtype}{list(here.shape)}".encode())
-            found.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        case np.ndarray():
-            found.update(f"{value.dtype}{value.shape}".encode())
-            found.update(np.ascontiguousarray(value))
-        case Mapping():
-            for key, one in value.items():
-                found.update(f"{key}:".encode())
-                _add(found, one)
-        case list() | tuple():
-            found.update(f"{len(value)}[".encode())
-            for one in value:
-                _add(found, one)
-        case int() | float() | complex() | str() | bytes() | None:
-            found.update(f"{type(value).__name__}{value!r},".encode())
-        case _:
-            found.update(type(value).__name__.encode())
 
 
 def samples(batch: Any) -> list[str]:
@@ -278,7 +244,7 @@ def samples(batch: Any) -> list[str]:
         for t in tensors:
             row = t[i]
             if row.numel() * row.element_size() <= MOST_BYTES:
-                _add(one, row)
+                one.update(left_state.digest(row).encode())
         found.append(one.hexdigest())
     return found
 

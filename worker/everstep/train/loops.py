@@ -36,6 +36,7 @@ from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
+from everstep.train.guards.left_state import LeftState
 from everstep.train.guards.script_check import ScriptCheck
 from everstep.train.guards.step_after_stop import StepAfterStop
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
@@ -44,7 +45,7 @@ from everstep.train.nested_loops import NestedLoops
 from everstep.train.process_place import ProcessPlace
 from everstep.train.recovering_world import RecoveringWorld
 from everstep.train.step import Phase, Step, StepScope, failed
-from everstep.train.worlds import FixedWorld, World
+from everstep.train.worlds import RESERVED, FixedWorld, World
 
 log = logging.getLogger("everstep.train")
 
@@ -85,6 +86,7 @@ class Loops:
         self._world: World | None = None  # while it is not complete
         self._taken: Step | None = None  # the newest step
         self._ended_by: BaseException | None = None  # the error that ended the loop
+        self._left: LeftState | None = None  # it was left early
         self._onces, self._evaluations, self._nesting = once.Onces(), Evaluations(), NestedLoops()
         self._between_steps = BetweenSteps(self._onces, self._evaluations, lambda: self._goal, self._nesting)
         self._feed: Feed | None = None
@@ -221,6 +223,9 @@ class Loops:
         try:
             with feed if feed is not None else nullcontext():
                 yield world, self._nesting
+        except GeneratorExit:
+            self._note_left()
+            raise
         except (Exception, SystemExit) as e:  # SystemExit stops the process with an exit code that a launcher knows
             self._ended_by = e
             refused_end.stands(e)
@@ -354,6 +359,21 @@ class Loops:
         words = calls_before_steps.call(what, sys._getframe(1))
         return self._between_steps.all_are_at(words, self._coordinator, world.attempt)
 
+    def _note_left(self) -> None:
+        """The script leaves its loop. Nothing can be raised here: a generator that is dropped has no caller."""
+        try:
+            own = {name: value for name, value in self._state.items() if name not in RESERVED}
+            self._left = LeftState(own, self.step)
+            if self._recovery is not None:
+                self._recovery.program.scope.left = self._end_left
+        except Exception:
+            log.debug("the state could not be looked at when the loop was left", exc_info=True)
+
+    def _end_left(self) -> None:
+        """Behind the loop the script begins a collective, or leaves the group: the run ends before that."""
+        if self._world is not None:
+            self._end_early(self._world)
+
     def _end_early(self, world: World) -> None:
         """The script has left its loop. Raises `LoopError` unless all ranks have, after the same step."""
         refused = self._recovery.program.scope.refused if self._recovery is not None else None
@@ -362,9 +382,10 @@ class Loops:
         if self._taken is not None and self._taken.phase is Phase.LOST:
             world.go_on(self._taken.phase)
         try:
-            if self.step < self._goal:
-                world.all_leave()
-            done = world.finish()
+            with self._left.for_save() if self._left is not None else nullcontext():
+                if self.step < self._goal:
+                    world.all_leave()
+                done = world.finish()
         except RuntimeError as e:
             if not world.step_lost(e):
                 raise

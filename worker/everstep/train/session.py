@@ -84,6 +84,11 @@ def start(
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
+        if _started:
+            raise LoopError(
+                "everstep.start() came a second time in this process. Under everstep-run a process has one run: its "
+                "process group is the job's. Begin the next training in a job of its own, with another checkpoint URL"
+            )
         recovery.start(most_processes())
     place = take_place()
     uneven_inputs.put_up()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -48,6 +48,7 @@ class ScriptLocation:
         self.others = True
         self.entered = 0  # steps and evaluations, including repeated ones
         self.refused: LoopError | None = None  # of the newest collective in the loop; kept, as a script may catch it
+        self.left: Callable[[], None] | None = None  # the script has left its loop: this ends the run there
         self._thread = threading.get_ident()
 
     @property
@@ -69,7 +70,8 @@ class ScriptLocation:
             self.enter(ScriptPhase.BETWEEN)
 
     def collective(self, name: str) -> None:
-        """Check a collective that begins when `free` is false. Raises `LoopError` if it is wrong there."""
+        """Check a collective that begins when `free` is false. Raises `LoopError` if it is wrong there. Behind a loop
+        that was left it ends the run, as it would be over behind one that came to its end."""
         try:
             self._check(name)
         except LoopError as e:
@@ -119,6 +121,9 @@ class ScriptLocation:
                     "the body ends with an error that Everstep cannot catch there. Write `with "
                     "accelerator.accumulate(model):` around the body of the loop"
                 )
+            case ScriptPhase.BETWEEN if self.left is not None:
+                end, self.left = self.left, None
+                end()
             case ScriptPhase.BETWEEN:
                 raise LoopError(
                     f"{name}{asked.at} is between two steps, where it is not repeated when a peer is lost. Move it "

@@ -1,0 +1,99 @@
+"""The tracked state as it was when the script left its loop early, by `break` or `return`.
+
+The run is saved when it is closed, which may be at the script's end: after an evaluation, after the best weights were
+loaded for a test. That state belongs to no step. So what has changed since is refused by name. Which modules train, and
+which parameters require gradients, is put back for the save alone: an evaluation calls `model.eval()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep.recovery.errors import LoopError
+
+
+class LeftState:
+    """Of one process. `state`: what is tracked by name. Raises what an object's own `state_dict` raises."""
+
+    def __init__(self, state: Mapping[str, Any], step: int) -> None:
+        self._state, self._step = dict(state), step
+        self._digests = {name: digest(value) for name, value in self._state.items()}
+        self._flags = self._present()
+
+    def _present(self) -> list[tuple[Any, str, bool]]:
+        modules = [
+            one for value in self._state.values() if isinstance(value, torch.nn.Module) for one in value.modules()
+        ]
+        parameters = [p for module in modules for p in module.parameters(recurse=False)]
+        return [
+            *((module, "training", module.training) for module in modules),
+            *((parameter, "requires_grad", parameter.requires_grad) for parameter in parameters),
+        ]
+
+    @contextmanager
+    def for_save(self) -> Iterator[None]:
+        """The flags are as they were. Raises `LoopError` if anything else has changed."""
+        changed = [name for name, value in self._state.items() if digest(value) != self._digests[name]]
+        if changed:
+            raise LoopError(
+                f"{', '.join(changed)} changed after the loop was left behind step {self._step} and before the run was "
+                "closed: that is the state of no step, and it is not saved. Write `run.close()` right behind the loop, "
+                "before best weights are loaded or anything else that is tracked is changed"
+            )
+        now = self._present()
+        _put(self._flags)
+        try:
+            yield
+        finally:
+            _put(now)
+
+
+def _put(flags: list[tuple[Any, str, bool]]) -> None:
+    for owner, name, value in flags:
+        if getattr(owner, name) is not value:
+            setattr(owner, name, value)
+
+
+def digest(value: Any) -> str:
+    """Of all bits of an object's state: a module's parameters and buffers, else its `state_dict`, else itself."""
+    found = hashlib.blake2b(digest_size=8)
+    _add(found, _content(value))
+    return found.hexdigest()
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, torch.nn.Module):
+        tensors = itertools.chain(value.named_parameters(), value.named_buffers())
+        return {name.removeprefix("module."): tensor for name, tensor in tensors}
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _add(found: Any, value: Any) -> None:
+    match value:
+        case torch.Tensor():
+            here: Any = value
+            here = here.to_local() if hasattr(here, "placements") else here
+            found.update(f"{here.dtype}{list(here.shape)}".encode())
+            found.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        case np.ndarray():
+            found.update(f"{value.dtype}{value.shape}".encode())
+            found.update(np.ascontiguousarray(value))
+        case Mapping():
+            for key, one in value.items():
+                found.update(f"{key}:".encode())
+                _add(found, one)
+        case list() | tuple():
+            found.update(f"{len(value)}[".encode())
+            for one in value:
+                _add(found, one)
+        case int() | float() | complex() | str() | bytes() | None:
+            found.update(f"{type(value).__name__}{value!r},".encode())
+        case _:
+            found.update(type(value).__name__.encode())
