@@ -40,10 +40,15 @@ def test_run_is_complete_where_all_ranks_have_left_it_and_goes_on_from_there(lea
     done = play(tmp_path, leave)
     assert done.returncode == 0, done.stderr
     assert everstep.load(str(tmp_path / "run")).step == 3
+    told = "left behind step 3 of 9: it is saved there, and goes on from there when it is started again"
+    assert done.stderr.count(told) == 1
     done = play(tmp_path, leave)
     assert done.returncode == 0, done.stderr
     found = everstep.load(str(tmp_path / "run"))
     assert (found.step, found.state["weight"].item()) == (9, 9)
+    done = play(tmp_path, leave)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the run is complete already: its commit has 9 steps, of 9") == 1
 
 
 @pytest.mark.turns(3)

@@ -218,6 +218,8 @@ class Loops:
         with refused_end.remembered():
             feed, world = self._join_world(loader, nested)
         self._goal = until if until is not None else (epochs or 0) * len(feed or ())  # as cut in the run that goes on
+        if self._rank == 0 and 0 < self._goal <= self.step:
+            log.warning("the run is complete already: its commit has %d steps, of %d", self.step, self._goal)
         self._coordinator.watch()
         self._unmanaged.begin(feed, self._state)
         try:
@@ -397,6 +399,14 @@ class Loops:
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
         refused_end.settled()
+        if self._rank == 0 and self.step < self._goal:
+            saved = (
+                "it is saved there, and goes on from there"
+                if self._coordinator.saves
+                else "nothing is saved, and it begins anew"
+            )
+            log.warning("the run's loop was left behind step %d of %d: %s when it is started again", self.step,
+                        self._goal, saved)  # fmt: skip
 
     def _cut(self) -> DataWorld:
         """This process's share of the data, in the present world."""
