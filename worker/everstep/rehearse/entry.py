@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import json
 import os
@@ -18,6 +19,12 @@ from everstep.rehearse.watch import Watch
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    if SETTINGS not in os.environ:
+        parser.error("this is started by `everstep rehearse SCRIPT`, which says what to kill and where to write")
     settings = json.loads(os.environ[SETTINGS])
     kills = [Kill.parse(text) for text in settings["kills"]]
     folder = Path(settings["folder"])
@@ -27,8 +34,8 @@ def main() -> None:
     watch = Watch(folder, kills, settings["steps"], settings["every"])
     watch.install()
     OwnLoop(watch, folder).install()
-    path = str(Path(sys.argv[1]).absolute())
-    sys.argv = [path, *sys.argv[2:]]
+    path = str(Path(given.script).absolute())
+    sys.argv = [path, *given.arguments]
     sys.path[0] = str(Path(path).parent)
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=builtins)
