@@ -104,13 +104,15 @@ def test_rank_0_that_wakes_with_a_save_in_flight_commits_a_step_that_the_others_
 def test_rank_0_that_wakes_after_the_others_have_saved_commits_nothing(play: Play, tmp_path: Path) -> None:
     agents, hold, woken = stopped_in_a_save(play, tmp_path)
     others = agents.members
-    # Nor do they take the parts away, for which rank 0 would wait then: it is to have all, and to come too late.
-    cleaning = [(p.pid, r"delete data/0{12}-") for p in others]
-    hold.set((others[0].pid, r"put data/0{12}-"), *cleaning)
-    agents.wait(lambda: len(commits(tmp_path)) >= 1, "the others do not save")
-    hold.set((woken.pid, r"create log/"), *cleaning)
+    # The others take its parts away before they save. So it is to have all of them before the others take the log.
+    commits_late = (woken.pid, r"create log/")
+    hold.set(commits_late, *((p.pid, r"create log/") for p in others))
     os.kill(woken.pid, signal.SIGCONT)
     agents.wait(lambda: hold.waits(woken.pid), "rank 0 does not want to commit")
+    os.kill(woken.pid, signal.SIGSTOP)
+    hold.set(commits_late)
+    agents.wait(lambda: len(commits(tmp_path)) >= 1, "the others do not save")
+    os.kill(woken.pid, signal.SIGCONT)
     hold.set()
     agents.wait(lambda: hold.went(woken.pid), "rank 0 has not tried to commit")
     agents.over(woken, "evicted")
