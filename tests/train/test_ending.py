@@ -84,6 +84,10 @@ torch.save(left, sys.argv[1] + ".left")
 """
 
 
+SPARSE = "model.register_buffer('graph', torch.eye(2).to_sparse(), persistent=False)\n"  # torch cannot reshape it
+
+
+@pytest.mark.parametrize("graph", ["", SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize(
     ("end", "named"),
     [
@@ -91,8 +95,10 @@ torch.save(left, sys.argv[1] + ".left")
         ("optimizer.param_groups[0]['lr'] = 0.0", "optimizer"),
     ],
 )
-def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(end: str, named: str, tmp_path: Path) -> None:
-    script = MODEL.replace("{END}", end)
+def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(
+    end: str, named: str, graph: str, tmp_path: Path
+) -> None:
+    script = MODEL.replace("{END}", end).replace("optimizer =", f"{graph}optimizer =")
     done = play(tmp_path, script.replace("BEFORE", ""))
     assert done.returncode == 1
     assert f"LoopError: {named} changed after the loop was left behind step 3" in done.stderr

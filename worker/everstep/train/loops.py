@@ -363,16 +363,21 @@ class Loops:
 
     def _note_left(self) -> None:
         """The script leaves its loop. Nothing can be raised here: a generator that is dropped has no caller."""
+        if self._recovery is not None:
+            self._recovery.program.scope.left = self._end_left
+        own = {name: value for name, value in self._state.items() if name not in RESERVED}
         try:
-            own = {name: value for name, value in self._state.items() if name not in RESERVED}
             self._left = LeftState(own, self.step)
-            if self._recovery is not None:
-                self._recovery.program.scope.left = self._end_left
         except Exception:
-            log.debug("the state could not be looked at when the loop was left", exc_info=True)
+            log.warning("the tracked state could not be read when the loop was left: what changes between the loop and "
+                        "run.close() is saved unseen", exc_info=True)  # fmt: skip
 
     def _end_left(self) -> None:
-        """Behind the loop the script begins a collective, or leaves the group: the run ends before that."""
+        """Behind the loop the script begins a collective: the run ends before that. If an error has left the loop, and
+        a block around it runs the collective when it is left, the error goes on."""
+        error = sys.exception()
+        if error is not None and not early_exit.is_done(error):
+            raise error
         if self._world is not None:
             self._end_early(self._world)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from everstep.checkpoint.state.alike import first_bytes
+from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
 
 
@@ -78,10 +81,9 @@ def _content(value: Any) -> Any:
 def _add(found: Any, value: Any) -> None:
     match value:
         case torch.Tensor():
-            here: Any = value
-            here = here.to_local() if hasattr(here, "placements") else here
-            found.update(f"{here.dtype}{list(here.shape)}".encode())
-            found.update(here.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            part = local_of(value.detach())
+            found.update(f"{part.dtype}{() if part.is_nested else tuple(part.shape)}".encode())
+            found.update(first_bytes(part, sys.maxsize))
         case np.ndarray():
             found.update(f"{value.dtype}{value.shape}".encode())
             found.update(np.ascontiguousarray(value))
