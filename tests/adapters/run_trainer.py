@@ -95,6 +95,15 @@ class Halving(TrainerCallback):  # type: ignore[misc]
             group["lr"] *= self.factor
 
 
+class Before(TrainerCallback):  # type: ignore[misc]
+    """Comes before everstep's, and counts where a step begins: a step in which a peer is lost begins twice."""
+
+    begun = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun += 1
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -120,13 +129,14 @@ def main() -> None:
         use_cpu=True,
     )
     fault, stopping, halving = Fault(), EarlyStoppingCallback(early_stopping_patience=5), Halving()
+    before = Before()
     model.lm_head.register_forward_hook(fault.forward)
     trainer = Trainer(
         model=model,
         args=args,
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
-        callbacks=[CALLBACK, stopping, halving, fault],
+        callbacks=[before, CALLBACK, stopping, halving, fault],
     )
     if KILL == "plain":
         trainer.train()
@@ -140,6 +150,7 @@ def main() -> None:
         "evaluated": [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e],
         "patience": stopping.early_stopping_patience_counter,
         "halving": [halving.factor, halving.losses, int(halving.places)],
+        "begun": before.begun,
         "pid": os.getpid(),
     }
     torch.save(found, FOLDER / f"{trainer.args.process_index}.pt")

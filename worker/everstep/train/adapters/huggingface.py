@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,13 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         Raises `SettingUnusable` for a Trainer that cannot be resumed, and `StateMismatch` for a commit of another
         global batch or model. If asked to stop, it commits and ends the process with exit code 86.
         """
-        with refused_end.remembered():
-            result = self._train(trainer, arguments)
+        replaced = Replacements()
+        replaced.put("on_step_begin", self._before_step_begins, trainer.callback_handler)
+        try:
+            with refused_end.remembered():
+                result = self._train(trainer, arguments)
+        finally:
+            replaced.end()
         refused_end.settled()
         return result
 
@@ -169,7 +174,17 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self._unbroken is None and not self._begun and self._state["trainer"].before_epoch:
             self._rng.apply()  # the run that goes on with a greater max_steps draws the epoch's numbers
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _before_step_begins(self, begins: Callable[..., Any]) -> Callable[..., Any]:
+        """A step is begun before the first callback hears of it: what a callback counts there belongs to the step,
+        wherever the callback stands in the list."""
+
+        def began(args: Any, state: Any, control: Any) -> Any:
+            self._step_begins(state)
+            return begins(args, state, control)
+
+        return began
+
+    def _step_begins(self, state: Any) -> None:
         self._weights = self._weights or CallbackWeights(self._trainer.callback_handler.callbacks, self._trainer.model)
         self._weights.check()
         if self._unbroken is not None:
