@@ -172,6 +172,38 @@ def test_refusal_is_final_whatever_way_it_leaves_the_script(script: Path, ends: 
         assert said in next(line for line in lines if "refused" in line)
 
 
+def test_refusal_of_all_ranks_is_printed_once_and_briefly(script: Path) -> None:
+    script.write_text(
+        "from everstep.checkpoint.errors import StateMismatch\n"
+        "def train():\n    raise StateMismatch('fc.weight has another shape')\ntrain()\n"
+    )
+    done = run("--standalone", "--nproc-per-node=4", script)
+    printed = [line for line in done.stderr.splitlines() if "everstep-run: " not in line]
+    assert done.stderr.count("everstep: refused: ") == 1, done.stderr
+    (first,) = (n for n, line in enumerate(printed) if "everstep: refused: " in line)
+    assert printed[first + 1].endswith(f'File "{script}", line 4, in <module>')
+    assert len(printed) <= 5 + 3, done.stderr
+    assert all("everstep: refused as rank" in line for line in printed[:first] + printed[first + 5 :]), done.stderr
+    assert "fc.weight has another shape" in done.stderr.splitlines()[-1]
+
+
+def test_refusal_and_error_of_one_rank_each_are_printed_both_with_their_ranks(script: Path, tmp_path: Path) -> None:
+    """Each rank prints before it lets the other one do so, and ends when both have."""
+    script.write_text(
+        "import atexit, os, pathlib, time\nfrom everstep.checkpoint.errors import StateMismatch\n"
+        f"rank, folder = int(os.environ['RANK']), pathlib.Path({str(tmp_path)!r})\n"
+        "def wait(*ranks):\n    while not all((folder / str(one)).exists() for one in ranks): time.sleep(0.01)\n"
+        "atexit.register(wait, 0, 1, 2)\natexit.register((folder / str(rank)).touch)\n"
+        "wait(*range(rank))\n"
+        "if rank == 1:\n    raise ValueError('no such luck')\n"
+        "raise StateMismatch(f'the state of rank {rank}')\n"
+    )
+    done = run("--standalone", "--nproc-per-node=3", script)
+    for rank in (0, 2):
+        assert f"[rank{rank}]: everstep: refused: StateMismatch: the state of rank {rank}\n" in done.stderr, done.stderr
+    assert "ValueError: no such luck\n" in done.stderr
+
+
 # --- the first error
 
 

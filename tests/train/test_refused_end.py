@@ -78,8 +78,8 @@ def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(scr
     done, (record, *_) = ends(tmp_path, script)
     assert done.returncode == 1, done.stderr
     assert "refused_after" in record
-    assert "everstep: refused: " in done.stderr.splitlines()[-1]
-    assert str(record["error"]).partition(": ")[2][:40] in done.stderr.splitlines()[-1]
+    (said,) = (line for line in done.stderr.splitlines() if "everstep: refused: " in line)
+    assert str(record["error"]).partition(": ")[2][:40] in said
 
 
 @pytest.mark.turns(3)
@@ -89,9 +89,8 @@ def test_refusal_that_ends_a_thread_outside_of_any_run_fails_the_process(tmp_pat
     done, (record, *_) = ends(tmp_path, OTHER.replace("\ntrain(2)\n", "") + BARE_THREAD)
     assert done.returncode == 1, done.stderr
     assert record["refused_after"] == 0
-    said = [line for line in done.stderr.splitlines() if "everstep: refused: StateMismatch: " in line]
-    assert len(said) == 2, done.stderr
-    assert [said[0], said[1]] == [done.stderr.splitlines()[0], done.stderr.splitlines()[-1]]
+    assert done.stderr.count("everstep: refused: StateMismatch: ") == 1, done.stderr
+    assert "Exception in thread" in done.stderr
 
 
 def test_refusal_of_a_thread_beside_a_run_that_is_complete_fails_nothing(tmp_path: Path) -> None:

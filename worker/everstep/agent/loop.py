@@ -187,7 +187,9 @@ class Agent:
             self._post(e.Mismatched(number, why))
         slot = self._state.slots[process.slot]
         if code != 0 and slot.pid == pid and not slot.killed:
-            log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, why)
+            # What refused ranks have printed is long, often the same, and in the agent's last line once more.
+            shown = f"exit code {code}: refused" if fault is e.Fault.REFUSED else why
+            log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, shown)
             self._first_error.note(number, process.files.error, code, why)
         self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
 

@@ -6,12 +6,27 @@ library only.
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from pathlib import Path
+from types import TracebackType
 
 _FOLDERS = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ")
 
 
 def is_library(file: str) -> bool:
     """Whether `file`, as a code object names it, is Python's own or an installed package's."""
     return file.startswith(_FOLDERS) or any(part in file for part in _INSTALLED)
+
+
+def frames_of_the_script(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame that is neither a library's nor ours, the innermost one last."""
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not (code.co_filename.startswith(_OURS) or is_library(code.co_filename)):
+            found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return found

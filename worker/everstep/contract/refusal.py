@@ -12,10 +12,8 @@ import builtins
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
 
 _STEPS = "everstep_refused_after"
-_FRAMED = "__everstep_framed__"
 MAX_ERRORS = 100  # that are looked at
 # What a restart may heal, where a refusal is raised from it: a disk that is full, a machine that is busy.
 _MAY_HEAL = (OSError, MemoryError, KeyboardInterrupt)
@@ -99,26 +97,6 @@ def sentence(error: BaseException) -> str:
 def _is_own(error: BaseException) -> bool:
     """Whether the error says by itself why it was raised, whatever was being handled then."""
     return isinstance(error, _MAY_HEAL) or type(error).__module__.startswith("everstep.")
-
-
-def is_printed(refused: BaseException) -> bool:
-    """Whether `framed` has printed what this refusal says."""
-    return bool(getattr(refused, _FRAMED, False))
-
-
-@contextlib.contextmanager
-def framed(error: BaseException) -> Iterator[None]:
-    """Print what a refusal says before and behind what the block prints of it; nothing for other errors."""
-    refused = find(error)
-    if refused is None or is_printed(refused):
-        yield
-        return
-    with contextlib.suppress(AttributeError):
-        setattr(refused, _FRAMED, True)
-    said = f"everstep: refused: {sentence(refused)}\n"
-    sys.stderr.write(said)
-    yield
-    sys.stderr.write(said)
 
 
 def _steps(error: BaseException) -> int | None:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from everstep.contract import env, redact, refusal
-from everstep.contract.library_files import is_library
+from everstep.contract import env, redact, refusal, refusal_output
+from everstep.contract.library_files import frames_of_the_script
 
 LOG = "/dev/termination-log"
 MAX_ERROR = 1200  # characters: a refusal whole, with the line to write instead
@@ -100,15 +100,9 @@ def write_error(error: BaseException) -> None:
 
 
 def _line_of_the_script(trace: TracebackType | None) -> str:
-    """`train.py:12`, the innermost line that is neither ours nor a library's; empty if there is none."""
-    found = ""
-    ours = str(Path(__file__).parents[1]) + os.sep
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(ours) and not is_library(file):
-            found = f"{Path(file).name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    """`train.py:12`, the innermost line of the script; empty if there is none."""
+    frames = frames_of_the_script(trace)
+    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
 def install() -> None:
@@ -119,7 +113,7 @@ def install() -> None:
         with contextlib.suppress(Exception):
             if not isinstance(error, KeyboardInterrupt):
                 write_error(error)
-        with refusal.framed(error):
+        with refusal_output.in_place_of_traceback(error):
             previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -13,14 +13,13 @@ import atexit
 import contextlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from everstep.checkpoint.save import at_exit
-from everstep.contract import env, error_file, refusal, termination
+from everstep.contract import env, error_file, refusal, refusal_output, termination
 
 _STARTS: Final = "TORCHELASTIC_RESTART_COUNT"
 _FIRST: Final = "attempt_0"  # torchrun's folder of the error files of the first start
@@ -104,7 +103,7 @@ def _watch_threads() -> None:
             previous(args)
             return
         stands(args.exc_value)
-        with refusal.framed(args.exc_value):
+        with refusal_output.in_place_of_traceback(args.exc_value):
             previous(args)
 
     threading.excepthook = hook
@@ -122,7 +121,5 @@ def _tell() -> None:
     with contextlib.suppress(Exception):
         error_file.write(refused)
     termination.write_error(refused)
-    if refusal.is_printed(refused):
-        return
-    with refusal.framed(refused):
-        sys.stderr.write("the script has caught this refusal, and ends although its run is not complete\n")
+    if not refusal_output.is_printed(refused):
+        refusal_output.show(refused, "the script has caught it, and ends although its run is not complete")

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
-from everstep.contract import error_file, exit_codes, refusal, termination
+from everstep.contract import error_file, exit_codes, refusal, refusal_output, termination
 from everstep.contract.script_end import ScriptEnd
 
 # A process ends with these by this library itself.
@@ -75,9 +75,10 @@ def main(command: Mapping[str, Any]) -> None:
     except SystemExit as e:
         ScriptEnd.failed = e.code not in (None, 0)
         ends = type(e) is SystemExit and e.code not in _OWN_CODES
-        if ends and refusal.find(e) is not None:  # the script has caught it
+        if ends and (refused := refusal.find(e)) is not None:
             error_file.write(e)
             termination.write_error(e)
+            refusal_output.show(refused, "the script has caught it, and called sys.exit()")
             raise SystemExit(1) from e
         if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
             termination.write(said, e.code if isinstance(e.code, int) else 1, [])
@@ -175,5 +176,5 @@ def _report_error(hook: Any, kind: type[BaseException], error: BaseException, tr
     with contextlib.suppress(Exception):
         if not isinstance(error, KeyboardInterrupt):
             termination.write_error(error)
-    with refusal.framed(error):
+    with refusal_output.in_place_of_traceback(error):
         hook(kind, error.with_traceback(trace), trace)
