@@ -6,21 +6,42 @@ has no rank yet, has none.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
+from types import TracebackType
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _LABEL = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
-_TORCHS_HOOK = "_distributed_excepthook"  # it labels all that is printed inside of it
+_HOOKS = (
+    "_distributed_excepthook",
+    "_labelled_excepthook",
+)  # torch's and ours label all that is printed inside of them
 
 
-def added(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The text with this process's label before each line."""
-    if environ.get("WORLD_SIZE", "1") == "1" or not environ.get("RANK") or _is_inside_torchs_hook():
-        return text
-    label = f"[rank{environ['RANK']}]: "
-    return "".join(f"{label}{line}" if line.strip() else line for line in text.splitlines(keepends=True))
+def labelled(hook: Hook) -> Hook:
+    """An excepthook that labels what `hook` prints. It takes the place of torch's, whose label is for ever the rank
+    that the process had when its group was made."""
+
+    def _labelled_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                hook(kind, error, trace)
+        finally:
+            sys.stderr.write(_prefixed(printed.getvalue()))
+            sys.stderr.flush()
+
+    return _labelled_excepthook
+
+
+def added(text: str) -> str:
+    """The text with this process's label before each line, unless a hook labels it."""
+    return text if _is_inside_a_hook() else _prefixed(text)
 
 
 def removed(text: str) -> str:
@@ -28,8 +49,16 @@ def removed(text: str) -> str:
     return _LABEL.sub("", text)
 
 
-def _is_inside_torchs_hook() -> bool:
+def _prefixed(text: str) -> str:
+    environ = os.environ
+    if environ.get("WORLD_SIZE", "1") == "1" or not environ.get("RANK"):
+        return text
+    label = f"[rank{environ['RANK']}]: "
+    return "".join(f"{label}{line}" if line.strip() else line for line in text.splitlines(keepends=True))
+
+
+def _is_inside_a_hook() -> bool:
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_name != _TORCHS_HOOK:
+    while frame.f_back is not None and frame.f_code.co_name not in _HOOKS:
         frame = frame.f_back
-    return frame.f_code.co_name == _TORCHS_HOOK
+    return frame.f_code.co_name in _HOOKS

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
+from everstep.contract import rank_label
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group import before_steps, meanings, torch_functions
@@ -66,7 +67,9 @@ class ProgramGroups:
         self._most = most
         self.scope.others = most > 1
         dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
+        hook = sys.excepthook
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
+        sys.excepthook = rank_label.labelled(hook)
         self.main.attach(forming.alone(), 0, 1)
         torch_functions.put_up(most, lambda: self._asked is not None, self._new)
         before_steps.refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
