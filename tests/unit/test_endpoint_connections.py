@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -372,3 +374,50 @@ async def test_metrics_that_anybody_may_ask_for_are_rendered_a_few_times_a_secon
             assert await answer(reader) == 200
         assert rendered <= 1 + (loop.time() - began) / 0.25
         writer.close()
+
+
+async def transport_of(served: Served, pipe: Pipe) -> asyncio.Transport:
+    """The server's side of a connection."""
+    ours = pipe[1].get_extra_info("sockname")
+    while True:
+        for connection in served.server._connections._all if served.server._connections is not None else ():
+            transport = connection._transport
+            if transport is not None and transport.get_extra_info("peername")[1] == ours[1]:
+                return transport
+        await asyncio.sleep(0.01)
+
+
+async def test_connection_that_ended_needs_no_garbage_collection() -> None:
+    """A collection visits all that serve others, so a flood of connections would stop the event loop time and again."""
+
+    kept: list[weakref.ref[asyncio.Transport]] = []
+    bounds = ConnectionBounds(head_seconds=0.5, refused_seconds=0.1)
+    async with serving(bounds) as served:
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(10):
+                pipe = await connect(served.port)
+                kept += [weakref.ref(await transport_of(served, pipe))]
+                match number % 5:
+                    case 0:
+                        assert await post(pipe, served.token()) == 204
+                    case 1:
+                        assert await post(pipe, "forged") == 401
+                    case 2:
+                        pipe[1].write(b"no HTTP\r\n\r\n")
+                        assert await answer(pipe[0]) == 400
+                    case 3:
+                        pipe[1].write(b"P")
+                        assert await answer(pipe[0]) == 0, "its time is over"
+                    case _:
+                        pipe[1].write(head(served.token()))
+                        await pipe[1].drain()
+                pipe[1].transport.abort()
+            with contextlib.suppress(TimeoutError):  # requests that were broken off take their time
+                async with asyncio.timeout(5):
+                    while served.open or any(one() is not None for one in kept):  # noqa: ASYNC110 - no event
+                        await asyncio.sleep(0.01)
+            assert [number % 5 for number, one in enumerate(kept) if one() is not None] == []
+        finally:
+            gc.enable()

@@ -19,6 +19,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from everstep_operator.endpoint.tenant_limits import Tenant
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
@@ -230,6 +231,8 @@ class Connection(asyncio.BufferedProtocol):
     # ---
 
     def _forget(self) -> None:
+        if self._transport is not None:
+            _take_apart(self._transport)
         self._transport, self._held = None, None
         self._set_timer(None)
         self._all.ended(self)
@@ -274,6 +277,13 @@ class Connection(asyncio.BufferedProtocol):
             self._inner = made
             made.connection_made(self._transport)
         self._inner.data_received(data)
+
+
+def _take_apart(transport: Any) -> None:
+    """A transport that is closed for good refers to itself by the method that it read with. Without that it is freed at
+    once, and needs no garbage collection, which would visit all other connections (`garbage_collection`). Where a
+    version of asyncio has another name for it, this has no effect."""
+    transport._read_ready_cb = None
 
 
 def _openable() -> int:

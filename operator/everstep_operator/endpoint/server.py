@@ -25,8 +25,20 @@ from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("everstep.endpoint")
 _http = logging.getLogger("everstep.endpoint.http")
-# Anybody can send what is no HTTP, and each time aiohttp logs an error with a trace: it is the sender's, and answered.
-_http.addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], HttpProcessingError)))
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Anybody can send what is no HTTP, and each time aiohttp logs an error with a trace: it is the sender's, and
+    answered. The error and the frames of its trace refer to each other; without the trace they are freed at once."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return record.levelno > logging.DEBUG
+    error.__traceback__ = None
+    return False
+
+
+_http.setLevel(logging.DEBUG)  # at which aiohttp logs the most frequent of these errors
+_http.addFilter(_is_ours)
 
 SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
 # Connections in one turn of the event loop, 0.1 ms each: open ones are answered in between, and a newcomer does not
