@@ -12,6 +12,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.record import GONE, KILLS
@@ -33,6 +34,7 @@ def main() -> None:
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
     watch = Watch(folder, kills, settings["steps"], settings["every"])
     watch.install()
+    LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()
     path = str(Path(given.script).absolute())
     sys.argv = [path, *given.arguments]

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     TRACKED = "tracked"  # other parameters, or other tracked state
     HELD = "held"  # other values of the script's own, and no other result
     UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
+    SIZE = "size"  # refused with another number of ranks, by a library's loop that has one size
     CHANCE = "chance"  # two calm runs differ
 
 
@@ -86,6 +87,12 @@ def _joined(found: list[Finding]) -> list[Finding]:
 
 def _ended(run: Played) -> Finding | None:
     title = (run.scenario.title,)
+    if run.refused and run.scenario.resized and run.in_library and not _went_on(run):
+        text = (
+            f"refused with another number of ranks: {run.refused}. Where the job has one size (--nnodes=N), that is as "
+            "it should be"
+        )
+        return Finding(Kind.SIZE, title, text)
     if run.refused:
         return Finding(Kind.REFUSED, title, run.refused, run.last)
     if run.hung:
@@ -100,6 +107,11 @@ def _ended(run: Played) -> Finding | None:
     if run.last == 0:
         return Finding(Kind.ENDED, title, "ended before its first step, so there is nothing to compare", 0)
     return None
+
+
+def _went_on(run: Played) -> bool:
+    """Whether a step was made with the last number of ranks."""
+    return any(record.world == run.scenario.sizes[-1] for record in run.steps.values())
 
 
 def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None]:

@@ -6,21 +6,19 @@ how many steps the state had seen: what the script calls a step may be an epoch.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader
 
 from everstep.checkpoint import Checkpointer
-from everstep.rehearse.watch import Watch, replace_all, samples
+from everstep.rehearse.watch import Watch, rank, replace_all, samples
 
-# In these another library has the loop, and recovers in it.
-_NOT_YET = {"everstep.train.adapters.huggingface", "everstep.train.adapters.lightning", "everstep.compat.horovod"}
+# It has steps of its own, and recovers in them.
+_NOT_YET = "everstep.compat.horovod"
 
 
 class OwnLoop:
@@ -36,11 +34,7 @@ class OwnLoop:
 
     @property
     def _is_alone(self) -> bool:
-        return self._watch.run is None
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        return self._watch.run is None and not self._watch.in_library
 
     def install(self) -> None:
         """Wrap the Checkpointer's public methods, and what gives a loop its batches, in this process."""
@@ -56,7 +50,7 @@ class OwnLoop:
         def saved(checkpointer: Checkpointer, step: int, state: Any, **options: Any) -> Any:
             if self._is_alone:
                 self._watch.tracked |= dict(state)
-                (self._marks / f"{step}-{self.rank}").write_text(str(self._done))
+                (self._marks / f"{step}-{rank()}").write_text(str(self._done))
             return save(checkpointer, step, state, **options)
 
         def gives(iterator: Any) -> Any:
@@ -74,7 +68,7 @@ class OwnLoop:
 
     def _seen(self, step: int | None) -> int:
         """How many steps the commit of this step had seen."""
-        mark = self._marks / f"{step}-{self.rank}"
+        mark = self._marks / f"{step}-{rank()}"
         return int(mark.read_text()) if mark.exists() else self._of_another_rank(step)
 
     def _of_another_rank(self, step: int | None) -> int:
@@ -88,7 +82,7 @@ class OwnLoop:
             return
         if self._passes == 0:
             self._watch.samples = []
-            self._watch.enters(self._done, self.rank)
+            self._watch.enters(self._done, rank())
         self._watch.samples += self._batch
         self._batch = []
         self._passes += 1
@@ -96,14 +90,13 @@ class OwnLoop:
     def _moved(self, optimizer: Any, *_: Any) -> None:
         if not self._is_alone or self._passes == 0 or self._counted not in (None, id(optimizer)):
             return
-        if _NOT_YET & sys.modules.keys():
+        if _NOT_YET in sys.modules:
             raise SystemExit(
-                "everstep rehearse: scripts of Trainer, Lightning and Horovod are not rehearsed yet; see "
-                "docs/reference/rehearse.md"
+                "everstep rehearse: scripts of Horovod are not rehearsed yet; see docs/reference/rehearse.md"
             )
         self._counted, self._passes = id(optimizer), 0
         self._done += 1
-        self._watch.note(self._done, self.rank, _script_frame(sys._getframe(1)))
+        self._watch.note(self._done, rank(), _script_frame(sys._getframe(1)))
         self._watch.leaves()
         if self._done >= self._watch.limit:
             raise SystemExit(0)  # all ranks have taken as many steps

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everstep.agent.arguments import MODULES, PRELOAD
+from everstep.agent.preload import preloaded
 from everstep.contract import env
 from everstep.rehearse import record
 from everstep.rehearse.plan import SETTINGS, Scenario
@@ -38,6 +40,7 @@ class Played:
     hung: bool = False
     refused: str = ""
     saved: bool = True  # something was committed
+    in_library: bool = False  # the steps are Trainer's or Lightning's
     files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
 
     @property
@@ -75,7 +78,7 @@ class Player:
         return Played(
             scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
             hung, refusal_in(log) if code else "", any(place.glob("commits*/log/*")),
-            {n: s for n, s in after.items() if before.get(n) != s},
+            (place / record.LIBRARY).exists(), {n: s for n, s in after.items() if before.get(n) != s},
         )  # fmt: skip
 
     def _run(
@@ -87,6 +90,8 @@ class Player:
             SETTINGS: json.dumps(settings),
             env.CHECKPOINT_URL: str(place / "commits"),  # for scripts that leave it to the environment
             env.CHECKPOINT_EVERY_STEPS: str(self._every),
+            # The agent looks for slow imports in the program that it starts, and that is `entry.py`.
+            PRELOAD: ",".join((MODULES, *preloaded(self._command[0]))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
@@ -130,7 +135,7 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 def refusal_in(log: str) -> str:
     """The last sentence by which Everstep refused a script, as it stands in the log."""
     found = re.findall(
-        r"(?:LoopError|NotRecoverable|StateMismatch|RefusedBefore|StepUnusable): "
+        r"(?:LoopError|NotRecoverable|StateMismatch|RefusedBefore|SettingUnusable|StepUnusable): "
         r"(.+(?:\n(?!\[rank\d|[\w.]*Error|\S+:\s|=+|\d\d:\d\d:\d\d).+)*)",
         log,
     )

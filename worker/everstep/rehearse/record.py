@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RECORDS, KILLS = "records-*.jsonl", "killed-*"
+LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 

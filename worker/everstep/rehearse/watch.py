@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,15 +46,16 @@ class Watch:
     """Of one process. `every`: steps between two saves, whatever the script says."""
 
     def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int) -> None:
-        self._folder, self.limit, self._every = folder, limit, every
+        self.folder, self.limit, self._every = folder, limit, every
         # Of several ranks that die at once, a launcher may end some before they come to their own death.
         self._kills = [kill for kill in kills if not any(folder.glob(f"killed-{kill.name}-*"))]
         self.tracked: dict[str, Any] = {}
         self.samples: list[str] = []
         self._points: Counter[str] = Counter()
-        self._step: int | None = None  # the number of the step that runs
+        self.step: int | None = None  # the number of the step that runs
         self._rank = 0
-        self.run: session.Run | None = None  # that steps are taken in; None: the script's loop is its own
+        self.run: session.Run | None = None  # that steps are taken in
+        self.in_library = False  # steps are Trainer's or Lightning's. With neither, the script's loop is its own
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
@@ -157,48 +158,55 @@ class Watch:
 
     def place(self, url: Any) -> str:
         """The folder of the rehearsal that stands for a checkpoint URL of the script."""
-        if url is None or str(url).startswith(str(self._folder)):
-            return str(url or self._folder / "commits")
-        return str(self._folder / f"commits-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}")
+        if url is None or str(url).startswith(str(self.folder)):
+            return str(url or self.folder / "commits")
+        return str(self.folder / f"commits-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}")
 
     def enters(self, step: int, rank: int) -> None:
         """The step after so many begins."""
-        self._step, self._rank = step, rank
+        self.step, self._rank = step, rank
         self._points.clear()
         self.reach("begin")
 
     def leaves(self) -> None:
         """The step has been counted."""
         self.reach("between")
-        self._step = None
+        self.step = None
 
-    def note(self, step: int, rank: int, frame: FrameType | None) -> None:
-        """So many steps are complete: what this process has now."""
+    def note(
+        self, step: int, rank: int, frame: FrameType | None, own: Iterable[tuple[str, Any]] = (),
+        *, closed: Iterable[object] = (),
+    ) -> None:  # fmt: skip
+        """So many steps are complete: what this process has now. `own`, `closed`: see `plain_values`."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         record = Record(
             step, rank, world, os.getpid(), time.time(),
-            {name: digest(value) for name, value in self.tracked.items()}, self._held(frame), sorted(self.samples),
+            {name: digest(value) for name, value in self.tracked.items()}, self._held(frame, own, closed),
+            sorted(self.samples),
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
 
-    def _held(self, frame: FrameType | None) -> dict[str, str]:
+    def _held(
+        self, frame: FrameType | None, own: Iterable[tuple[str, Any]], closed: Iterable[object]
+    ) -> dict[str, str]:
         """The script's own values, but for those of what is tracked."""
-        tracked = {id(value) for value in self.tracked.values()}
+        tracked = {id(value) for value in self.tracked.values()} - {id(value) for value in closed}
         roots = {name for name, value in variables(frame) if id(value) in tracked}
-        return {name: text for name, text in plain_values(frame).items() if _ROOT.match(name)[0] not in roots}  # type: ignore[index]
+        values = plain_values(frame, own, closed=closed)
+        return {name: text for name, text in values.items() if _ROOT.match(name)[0] not in roots}  # type: ignore[index]
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step."""
         self._points[point] += 1
-        if self._step is None or self._points[point] > 1:
+        if self.step is None or self._points[point] > 1:
             return
         for kill in self._kills:
-            if kill.step == self._step and kill.point == point and self._rank in kill.ranks:
+            if kill.step == self.step and kill.point == point and self._rank in kill.ranks:
                 self._die(kill, self._rank)
 
     def _die(self, kill: Kill, rank: int) -> None:
-        marker = self._folder / f"killed-{kill.name}-{rank}"
+        marker = self.folder / f"killed-{kill.name}-{rank}"
         with contextlib.suppress(FileExistsError):
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
             if len(kill.ranks) > 1 and kill.step > self._every:
@@ -211,12 +219,17 @@ class Watch:
         for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
-        while folders := [place for place in self._folder.glob("commits*") if any(place.glob("data/*"))]:
+        while folders := [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]:
             saved = any(Catalog(open_store(str(place))).latest() is not None for place in folders)
             noted = not compared or any(any(place.glob(f"data/*/{NEXT}.bin")) for place in folders)
             if (saved and noted) or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
+
+
+def rank() -> int:
+    """Of this process, in the present world."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def replace_all(*wrapped: tuple[Any, str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import types
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
 
-from everstep.train.guards.script_objects import Held, children, is_open, variables, walk
+from everstep.train.guards.script_objects import Held, children, is_own, variables, walk
 
 log = logging.getLogger("everstep.train")
 
@@ -28,25 +29,28 @@ TRACK = (
 _KINDS = frozenset({bool, int, float, complex, str})  # no subclasses: they have code of their own
 
 
-def plain_values(frame: types.FrameType | None) -> Values:
+def plain_values(
+    frame: types.FrameType | None, own: Iterable[tuple[str, object]] = (), *, closed: Iterable[object] = ()
+) -> Values:
     """The script's numbers, texts, names of functions and sizes of containers, by name. They only make a refusal
-    clearer, so no error is raised."""
+    clearer, so no error is raised. `own`: values beside its variables, by name; `closed`: objects that are not looked
+    into."""
     try:
-        return _values(frame)
+        return _values(frame, own, closed)
     except Exception:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
         return {}
 
 
-def _values(frame: types.FrameType | None) -> Values:
-    roots = [(name, value) for name, value in variables(frame) if name.isidentifier()]
+def _values(frame: types.FrameType | None, own: Iterable[tuple[str, object]], closed: Iterable[object]) -> Values:
+    roots = [*own, *((name, value) for name, value in variables(frame) if name.isidentifier())]
     found: Values = {}
     for name, value in roots:
         _add(found, name, value)
-        if isinstance(value, type) and is_open(value):
+        if isinstance(value, type) and is_own(value):
             for key, part in list(vars(value).items()):
                 _add(found, f"{name}.{key}", part)
-    for held in islice(walk(roots), VISITS):
+    for held in islice(walk(roots, closed), VISITS):
         if isinstance(held.value, torch.nn.Module) and type(held.value).__module__.startswith("torch."):
             continue
         for child in (*children(held), *_elements(held)):

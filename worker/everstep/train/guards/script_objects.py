@@ -72,11 +72,13 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
         yield from _public(scope)
 
 
-def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[Held]:
-    """All objects that `roots` hold, each once, under its shortest name."""
+def walk(roots: Iterable[tuple[str, Any]], closed: Iterable[object] = ()) -> Iterator[Held]:
+    """All objects that `roots` hold, each once, under its shortest name; but for those that are `closed`, and what only
+    these hold."""
     waiting = deque((Held(name, value), 0) for name, value in roots)
-    seen = set[int]()
-    while waiting and len(seen) < VISITS:
+    seen = {id(one) for one in closed}
+    most = VISITS + len(seen)
+    while waiting and len(seen) < most:
         held, depth = waiting.popleft()
         if isinstance(held.value, _PLAIN) or id(held.value) in seen:
             continue
@@ -191,6 +193,12 @@ def is_open(kind: type) -> bool:
     """Whether objects of this class may hold state of the script."""
     module = kind.__module__ or ""
     return module.startswith(_OPEN) or module.partition(".")[0] not in _CLOSED
+
+
+def is_own(kind: type) -> bool:
+    """Whether the class is the user's own."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return is_open(kind) and (file is None or is_script(file))
 
 
 @functools.lru_cache(maxsize=4096)

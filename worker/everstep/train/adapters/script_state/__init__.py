@@ -6,7 +6,7 @@ attributes, such as a factor of the learning rate or a count of bad evaluations,
 average of the model's, are in no commit and in no new process. They are refused: `CallbackWeights`.
 """
 
-from everstep.train.adapters.script_state.attributes import ScriptAttributes
+from everstep.train.adapters.script_state.attributes import ScriptAttributes, attributes_set_by_script
 from everstep.train.adapters.script_state.callback_weights import CallbackWeights
 
-__all__ = ["CallbackWeights", "ScriptAttributes"]
+__all__ = ["CallbackWeights", "ScriptAttributes", "attributes_set_by_script"]

@@ -69,7 +69,7 @@ class ScriptAttributes:
                 name = type(each).__qualname__
                 self._objects[f"{name} {numbers[name]}"] = (
                     each,
-                    frozenset[str]().union(*(m.sets for m in methods)),
+                    attributes_set_by_script(type(each)),
                     methods,
                 )
                 numbers[name] += 1
@@ -230,6 +230,11 @@ class _Method:
     sets: frozenset[str]
     replaces: frozenset[str]
     buffers: bool
+
+
+def attributes_set_by_script(kind: type) -> frozenset[str]:
+    """The attributes to which methods of the script's own classes, among the bases of `kind`, give values."""
+    return frozenset[str]().union(*(method.sets for method in _methods_of_script(kind)))
 
 
 @functools.lru_cache(maxsize=1024)
