@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from everstep.contract import env
+
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _LABEL = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
@@ -51,7 +53,8 @@ def removed(text: str) -> str:
 
 def _prefixed(text: str) -> str:
     environ = os.environ
-    if environ.get("WORLD_SIZE", "1") == "1" or not environ.get("RANK"):
+    alone = environ.get("WORLD_SIZE", "1") == "1" or not environ.get("RANK")
+    if alone or (env.AGENT_SOCKET in environ and env.ROUND not in environ):  # an adapter may set WORLD_SIZE before
         return text
     label = f"[rank{environ['RANK']}]: "
     return "".join(f"{label}{line}" if line.strip() else line for line in text.splitlines(keepends=True))
