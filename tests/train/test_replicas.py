@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +67,47 @@ def test_commit_of_a_script_without_once_is_gone_on_from_by_one_that_has_it() ->
     apply({KEY: onces.results}, {"state": {}}, {}, 0)
     assert onces.results == {}
     assert not onces.done
+
+
+PLATEAU = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import everstep
+
+torch.manual_seed(0)
+with everstep.start(None) as run:
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    run.track(model=model, optimizer=optimizer, plateau=plateau)
+    for step in run.steps(until=8):
+        with step:
+            model(torch.ones(1, 1)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = torch.tensor(float(run.step if run.rank else -run.step))  # one falls, one rises
+            if sys.argv[1] == "reduced":
+                dist.all_reduce(loss)
+                loss /= run.world_size
+            plateau.step(loss)
+"""
+
+
+@pytest.mark.parametrize("fed", ["its own", "reduced"])
+def test_plateau_that_is_given_each_ranks_own_loss_is_refused_by_its_name(fed: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLATEAU)
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.agent.main", "--standalone", "--nproc-per-node=2", str(script), fed],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    if fed == "reduced":
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1, done.stderr
+    said = (
+        r"different parameters, model\.\S+ among them: plateau \(ReduceLROnPlateau\) is in another state on each rank"
+    )
+    assert re.search(said, done.stderr), done.stderr
+    assert "dist.all_reduce(loss); loss /= dist.get_world_size()" in done.stderr

@@ -74,6 +74,7 @@ class Replicas:
             tracked = (m for t in state.values() if isinstance(t, torch.nn.Module) for m in bare(t).modules())
             self._apart += [m for m in tracked if id(m) not in inside]
         self._values = {key: target for key, target in state.items() if kept and is_plain(key, target)}
+        self._schedules = {key: target for key, target in state.items() if isinstance(target, LRScheduler)}
         self._names = _names(state)
         self._is_free = is_free
         self._steps = 0
@@ -112,6 +113,15 @@ class Replicas:
                 "among them: the step was taken inside of `with model.no_sync():`, so no gradients were averaged. "
                 "Accelerate's LocalSGD is such a block. A commit would hold the parameters of one rank. Leave LocalSGD "
                 "out (or pass enabled=False), and call the last backward() of a step outside of no_sync()"
+            )
+        if schedules := self._schedules_apart(same):
+            evaluation = "a function of run.evaluate" if self._frees else "an evaluation"
+            raise LoopError(
+                f"after step {self._steps} of this world its {world_size} ranks hold different parameters, {differing} "
+                f"among them: {schedules} is in another state on each rank, so the ranks learn at different rates. Its "
+                "step() was given a value that differs between ranks, such as a rank's own loss, or was not called on "
+                f"all. Call it on all ranks with the mean of all, in the step or in {evaluation}: "
+                "`loss = loss.detach(); dist.all_reduce(loss); loss /= dist.get_world_size()`, then step(loss)"
             )
         if not self._own or same(_digest(p for _, p in self._own)):
             raise LoopError(
@@ -178,6 +188,15 @@ class Replicas:
             "on all ranks: in the step use dist.all_reduce on what goes into it, or compute it from step.number"
             f"{self._or_lost(*names)}{of_place}"
         )
+
+    def _schedules_apart(self, same: Callable[[int], bool]) -> str:
+        """The schedules whose states differ between ranks, with their classes; empty if there are none, or if ranks
+        have different schedules. Collective."""
+        found = sorted(self._schedules.items())
+        if not same(xxhash.xxh3_64_intdigest(repr([key for key, _ in found]).encode()) >> 1):
+            return ""
+        apart = [(key, target) for key, target in found if not same(_digest_of_values(key, target))]
+        return ", ".join(f"{key} ({type(target).__name__})" for key, target in apart)
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
         """Compare the buffers of DDP with `broadcast_buffers=False`. Buffers that change alike on all ranks pass."""
