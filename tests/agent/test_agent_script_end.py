@@ -28,7 +28,7 @@ for step in run.steps(until=9):
 
 def play(folder: Path, leave: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
-    script.write_text(SCRIPT.replace("LEAVE", leave))
+    script.write_text(leave if "import" in leave else SCRIPT.replace("LEAVE", leave))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     agent = (sys.executable, "-m", "everstep.agent.main", "--nproc-per-node=2", "--max-restarts=0")
     argv: list[str] = [*agent, str(script), str(folder / "run")]
@@ -70,3 +70,19 @@ def test_second_run_of_a_process_is_refused_by_what_it_is(tmp_path: Path) -> Non
     assert "LoopError: everstep.start() came a second time in this process" in done.stderr
     assert "init_process_group" not in done.stderr
     assert everstep.load(str(tmp_path / "run")).step == 3
+
+
+@pytest.mark.parametrize("who", ["True", "run.rank == 1"], ids=["all", "one"])
+def test_process_that_is_ended_in_its_loop_by_exit_code_0_has_failed(who: str, tmp_path: Path) -> None:
+    done = play(tmp_path, f"if {who}: os._exit(0)")
+    assert done.returncode == 1, done.stderr
+    assert "exit code 0, but the process was ended before its run was complete, by os._exit(0)" in done.stderr
+
+
+@pytest.mark.turns(3)
+def test_process_that_is_ended_so_behind_its_run_has_not(tmp_path: Path) -> None:
+    """As scripts do whose libraries hang when the interpreter ends. A child keeps the connection to the agent open."""
+    script = SCRIPT.replace("LEAVE", "pass") + "child = os.fork()\nif not child: time.sleep(30)\nos._exit(0)\n"
+    done = play(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert everstep.load(str(tmp_path / "run")).step == 9

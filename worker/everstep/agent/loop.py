@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0  # to tell the other agents of the end
 LEAVE_SHARE = 0.3  # of the grace period, at most
+LEFT_ITS_RUN = (
+    "exit code 0, but the process was ended before its run was complete, by os._exit(0) or the like: what it had "
+    "trained since the last commit is not saved. Leave the loop on all ranks after the same step, and end the script "
+    "by its last line or by sys.exit()"
+)
 
 
 class Agent:
@@ -167,11 +172,16 @@ class Agent:
         self._tasks.start(self._ended(pid, code))
 
     async def _ended(self, pid: int, code: int) -> None:
+        if code == exit_codes.OK:
+            await self._control_socket.closed(pid)
         process = self._running.pop(pid)
         self._requests.ended(pid)
         await self._output.ended(process.slot)
         kills = memory_kills()
-        fault, why = judge(code, process.files.error, kills > self._memory_kills)
+        if code == exit_codes.OK and process.joined and not process.ended:
+            code, fault, why = 1, e.Fault.PROGRAM, LEFT_ITS_RUN
+        else:
+            fault, why = judge(code, process.files.error, kills > self._memory_kills)
         self._memory_kills = kills
         if code == exit_codes.PREEMPTED and self._membership.another_leaves():
             fault = e.Fault.LEAVER
@@ -200,7 +210,7 @@ class Agent:
                 self._early.append((pid, message))
             return
         slot = process.slot
-        match message["kind"]:
+        match message["kind"]:  # a newer library may send another one
             case "hello":
                 process.speaks = True
                 self._post(e.Hello(slot, pid))
@@ -213,16 +223,17 @@ class Agent:
             case "joined":
                 if (told := self._settling.joined(slot, message, len(self._state.slots))) is not None:
                     log.info("%s", told)
+                process.joined = True
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
+            case "ended":
+                process.ended = True
             case "profiled":
                 self._requests.profiled(pid, message)
-            case "where":
+            case "where" | "broken" as kind:
                 self._watcher.heard(process, message)
-            case "broken":
-                self._watcher.heard(process, message)
-                self._post(e.Hurt(slot, pid, int(message["round"]), f"rank {process.rank}: {message['reason']}"[:180]))
-            case _:
-                pass  # a message of a newer library
+                if kind == "broken":
+                    why = f"rank {process.rank}: {message['reason']}"
+                    self._post(e.Hurt(slot, pid, int(message["round"]), why[:180]))
 
     # --- instructions
 

@@ -7,6 +7,7 @@ JSON lines over a Unix socket whose path is in the environment. Invariant: round
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -131,7 +132,10 @@ class AgentAnnouncements:
         self._gone: Callable[[str], None] | None = None
         self._profile: Profile | None = None
         self._tell(kind="hello" if recovers else "listens", pid=os.getpid())
+        self._pid = os.getpid()
         threading.Thread(target=self._listen, name="everstep-rounds", daemon=True).start()
+        _Process.announcements = self
+        atexit.register(self._ended)
 
     @classmethod
     def find(cls, environ: Mapping[str, str] = os.environ) -> AgentAnnouncements | None:
@@ -172,6 +176,10 @@ class AgentAnnouncements:
 
     def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
         self._tell(kind="joined", round=number, step=step, formed=formed, settled=settled, how=how[:200])
+
+    def _ended(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has the functions of atexit too, and ends by itself
+            self._tell(kind="ended")
 
     def on_step_status(self, call: Callable[[], StepStatus]) -> None:
         self._step_status = call
@@ -251,3 +259,16 @@ class AgentAnnouncements:
 def _fields(status: StepStatus) -> dict[str, Any]:
     calls = {"call": row(status.call), "recent": rows(status.recent)}
     return {"step": status.step, "waits": status.waits, "slowest": status.slowest, **calls}
+
+
+class _Process:
+    """Of this process."""
+
+    announcements: AgentAnnouncements | None = None
+
+
+def run_complete() -> None:
+    """Tell the agent that a run of this process is complete. Without it, exit code 0 of a process that does not end in
+    order, by `os._exit(0)`, is a failure: steps since the last commit would be lost as if they had been saved."""
+    if (announcements := _Process.announcements) is not None:
+        announcements._ended()

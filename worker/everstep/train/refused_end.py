@@ -20,6 +20,7 @@ from typing import Final
 
 from everstep.checkpoint.save import at_exit
 from everstep.contract import env, error_file, refusal, refusal_output, termination
+from everstep.recovery.announcements import run_complete
 
 _STARTS: Final = "TORCHELASTIC_RESTART_COUNT"
 _FIRST: Final = "attempt_0"  # torchrun's folder of the error files of the first start
@@ -62,6 +63,7 @@ def is_refused() -> bool:
 def settled() -> None:
     """A run of this process is complete."""
     _Process.refused, _Process.complete = None, True
+    run_complete()
 
 
 def check_first_start(environ: Mapping[str, str] = os.environ) -> None:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 STORE_SECONDS = 120.0
 SEND_AGAIN_SECONDS = 0.1
+CLOSED_SECONDS = 1.0  # for the connection of a process that has ended; a child of it may keep it open
 BACKLOG = 1024
 KEPT = 3  # stores of the newest rounds: a process that leaves a round late still finds its store
 
@@ -38,6 +39,7 @@ class ControlSocket:
         self._heard = heard
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._closed: dict[int, asyncio.Event] = {}
         self._stores: asyncio.StreamWriter | None = None
         self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._there = asyncio.Event()
@@ -52,6 +54,13 @@ class ControlSocket:
         writer = self._writers.get(pid)
         if writer is not None and not writer.is_closing():
             writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    async def closed(self, pid: int) -> None:
+        """Return when all messages of this process have been read. It has ended; they may come later than that."""
+        if (event := self._closed.get(pid)) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSED_SECONDS):
+                    await event.wait()
 
     def open_store(self) -> int:
         """The port of a new process-group store. The port is bound here, so that it is known at once. A client that
@@ -114,6 +123,7 @@ class ControlSocket:
                 if kind in ("hello", "listens"):
                     pid = int(message["pid"])
                     self._writers[pid] = writer
+                    self._closed[pid] = asyncio.Event()
                 elif kind == "stores":
                     self._stores = writer
                     self._there.set()
@@ -136,4 +146,5 @@ class ControlSocket:
                 self._there.clear()
             if self._writers.get(pid) is writer:
                 del self._writers[pid]
+                self._closed.pop(pid).set()
             writer.close()

@@ -12,8 +12,9 @@ from everstep.agent.processes.output import Files
 
 @dataclass(slots=True)
 class Running:
-    """`speaks`: it hears of rounds, and recovers. `listens`: it hears requests alone. `said`: its answer to the last
-    question where it is. `stall`: the last finding, and its time."""
+    """`speaks`: it hears of rounds, and recovers. `listens`: it hears requests alone. `joined`: it has trained in a
+    round. `ended`: its run is complete, or the interpreter ends in order. `said`: its answer to the last question where
+    it is. `stall`: the last finding, and its time."""
 
     slot: int
     rank: int
@@ -21,6 +22,8 @@ class Running:
     watch: Watch
     speaks: bool = False
     listens: bool = False
+    joined: bool = False
+    ended: bool = False
     said: ProcessState | None = None
     stall: tuple[Found, float] = field(default=(Found.GOES_ON, 0.0))
 

@@ -22,7 +22,7 @@ from everstep.compat.horovod.state import TorchState
 from everstep.compat.horovod.world import Fixed, Rounds, current
 from everstep.contract import exit_codes
 from everstep.contract.refusal import count_step
-from everstep.recovery.announcements import AnnouncedRound, Drained
+from everstep.recovery.announcements import AnnouncedRound, Drained, run_complete
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.state.randomness import STATE, Randomness
@@ -190,6 +190,7 @@ class Training:
             object.__setattr__(self._target, "_finished", True)
             self._take()
         self._collective(lambda: self._coordinator.finish(self._commits))
+        run_complete()
 
     def _collective(self, work: Callable[[], Any]) -> Any:
         try:
