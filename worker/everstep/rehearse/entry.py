@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import json
 import os
 import signal
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
+from everstep.contract.main_script import run_script
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
@@ -36,14 +33,7 @@ def main() -> None:
     watch.install()
     LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()
-    path = str(Path(given.script).absolute())
-    sys.argv = [path, *given.arguments]
-    sys.path[0] = str(Path(path).parent)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=builtins)
-    sys.modules["__main__"] = module
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # noqa: S102 - running the user's script is this module's purpose
+    run_script(given.script, given.arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ message.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import faulthandler
 import io
@@ -17,14 +16,13 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from importlib.machinery import SourceFileLoader
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep.agent.startable import NOT_EXECUTABLE, NOT_FOUND, NOT_READABLE
 from everstep.contract import error_file, exit_codes, refusal, refusal_output, termination
+from everstep.contract.main_script import ScriptUnreadable, main_module, run_script
 from everstep.contract.script_end import ScriptEnd
 
 # A process ends with these by this library itself.
@@ -62,16 +60,13 @@ def main(command: Mapping[str, Any]) -> None:
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=True)
     _draw_others()
-    sys.argv = [target, *arguments]
     hook = sys.excepthook
     sys.excepthook = lambda *error: _report_error(hook, *error)
     try:
         if command["module"]:
-            sys.path[0] = os.getcwd()
-            _run_module(target)
+            _run_module(target, arguments)
         else:
-            sys.path[0] = str(Path(target).resolve().parent)
-            _run(target)
+            _run(target, arguments)
     except SystemExit as e:
         ScriptEnd.failed = e.code not in (None, 0)
         ends = type(e) is SystemExit and e.code not in _OWN_CODES
@@ -105,37 +100,19 @@ def _draw_others() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def _main_module() -> ModuleType:
-    """An empty `__main__`, which stays what it is until the process ends: threads and functions of `atexit` that go on
-    after the program's last line find its classes there."""
-    module = ModuleType("__main__")
-    # In this module the name is a dictionary: the interpreter gives a main module the module.
-    module.__dict__.update(__builtins__=builtins, __annotations__={})
-    sys.modules["__main__"] = module
-    return module
-
-
-def _run_module(name: str) -> None:
+def _run_module(name: str, arguments: Sequence[str]) -> None:
     """As `python -m`. `runpy.run_module` would put the `__main__` of before back after the program's last line."""
-    _main_module()
+    sys.argv, sys.path[0] = [name, *arguments], os.getcwd()
+    main_module()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # not public: the interpreter itself calls it
 
 
-def _run(path: str) -> None:
-    """Run the script as the interpreter does: `__main__` stays in place until the process ends."""
-    main_module = _main_module()
-    path = str(Path(path).absolute())
-    loader = SourceFileLoader("__main__", path)
-    main_module.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+def _run(path: str, arguments: Sequence[str]) -> None:
     try:
-        with io.open_code(path) as file:
-            source = file.read()
-    except OSError as e:
+        run_script(path, arguments)
+    except ScriptUnreadable as e:
         # The agent has seen the file (see `startable`), so it was removed since.
-        cannot_start(f"can't open file {path!r}: {e.strerror}", NOT_READABLE)
-    # Without `dont_inherit`, the script would inherit this file's `from __future__ import annotations`.
-    code = compile(source, path, "exec", dont_inherit=True)
-    exec(code, main_module.__dict__)  # noqa: S102 - running the user's script is this module's purpose
+        cannot_start(f"can't open file {os.path.abspath(path)!r}: {e}", NOT_READABLE)
 
 
 def cannot_start(why: str, code: int) -> NoReturn:
@@ -166,10 +143,8 @@ def _said(end: SystemExit) -> str:
 
 
 def _report_error(hook: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    ours = str(Path(__file__).parent)
-    while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(ours) or trace.tb_frame.f_code.co_filename.startswith("<frozen")
-    ):
+    ours = (str(Path(__file__).parent), run_script.__code__.co_filename, "<frozen")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     with contextlib.suppress(Exception):
         error_file.write(error)
