@@ -72,6 +72,7 @@ def test_writer_commits_again_whichever_record_is_damaged(claims: tuple[Claimed,
     [
         (LogRule.COPY_BEFORE_OPEN, True, "the newer round is fenced"),
         (LogRule.UNKNOWN_OWNER_STOPS, False, "the newer round is fenced"),
+        (LogRule.SPARE_WHAT_IS_UNKNOWN, True, "whose record is damaged"),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
@@ -147,6 +148,7 @@ LOG_NEEDS = {
     LogRule.RECOGNISE_OWN: "was committed twice",
     LogRule.SHARDS_FIRST: "is torn",
     LogRule.UNIQUE_SAVES: "is torn",
+    LogRule.CLEAR_WHAT_IS_IN_NO_RECORD: "is torn",
     LogRule.PROBE_PAST_LISTING: "committed steps are lost",
     LogRule.VERIFY_SHARDS: "trains from the damaged commit",
     LogRule.UNREADABLE_IS_NOT_DAMAGED: "committed steps are lost",
@@ -178,7 +180,9 @@ def test_job_age_switched_off_shuts_a_job_out_of_its_own_log() -> None:
 
 
 def test_every_rule_of_the_log_has_a_test_with_it_switched_off() -> None:
-    others = {LogRule.JOB_AGE, LogRule.COPY_BEFORE_OPEN, LogRule.UNKNOWN_OWNER_STOPS}
+    others = {
+        LogRule.JOB_AGE, LogRule.COPY_BEFORE_OPEN, LogRule.UNKNOWN_OWNER_STOPS, LogRule.SPARE_WHAT_IS_UNKNOWN
+    }  # fmt: skip
     assert set(LogRule) == set(LOG_NEEDS) | others
 
 

@@ -32,8 +32,19 @@ def test_error_of_the_loop_that_the_script_has_caught_is_raised_at_its_end(tmp_p
         train_and_catch(str(tmp_path))
 
 
-LEFT = """
+WAIT = """
+def wait():
+    "Until step 2 is committed: a failing end would break its save off."
+    while True:
+        try:
+            if everstep.load(sys.argv[1]).step >= 2:
+                return
+        except everstep.checkpoint.NoCommit:
+            time.sleep(0.02)
+"""
+LEFT = f"""
 import os, sys, threading, time, torch, everstep
+{WAIT}
 weight = torch.zeros(1)
 run = everstep.start(sys.argv[1], every_steps=2)
 run.track(weight=weight)
@@ -41,6 +52,7 @@ for step in run.steps(until=9):
     with step:
         weight += 1
     if run.step == 3:
+        wait()
         break
 END
 """
@@ -65,7 +77,8 @@ def test_scripts_end_closes_the_run_whose_loop_it_has_left(end: str, code: int, 
 
 
 MODEL = """
-import sys, torch, everstep
+import sys, time, torch, everstep
+{WAIT}
 run = everstep.start(sys.argv[1], every_steps=2)
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,6 +89,7 @@ for step in run.steps(until=9):
         optimizer.step()
         optimizer.zero_grad()
     if run.step == 3:
+        wait()
         break
 left = {name: p.clone() for name, p in model.state_dict().items()}
 BEFORE
@@ -98,7 +112,7 @@ SPARSE = "model.register_buffer('graph', torch.eye(2).to_sparse(), persistent=Fa
 def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(
     end: str, named: str, graph: str, tmp_path: Path
 ) -> None:
-    script = MODEL.replace("{END}", end).replace("optimizer =", f"{graph}optimizer =")
+    script = MODEL.replace("{WAIT}", WAIT).replace("{END}", end).replace("optimizer =", f"{graph}optimizer =")
     done = play(tmp_path, script.replace("BEFORE", ""))
     assert done.returncode == 1
     assert f"LoopError: {named} changed after the loop was left behind step 3" in done.stderr
@@ -111,7 +125,7 @@ def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(
 
 def test_evaluation_behind_a_loop_that_was_left_neither_changes_the_commit_nor_is_changed(tmp_path: Path) -> None:
     end = "model.eval(); model[0].weight.requires_grad_(False); run.close(); assert not model.training"
-    done = play(tmp_path, MODEL.replace("{END}", end).replace("BEFORE", ""))
+    done = play(tmp_path, MODEL.replace("{WAIT}", WAIT).replace("{END}", end).replace("BEFORE", ""))
     assert done.returncode == 0, done.stderr
     commit = everstep.load(str(tmp_path / "run"))
     assert commit.step == 3

@@ -7,17 +7,31 @@ With no rule off this module adds nothing: what is explored is `log.decisions`, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everstep.checkpoint.format import compaction, layout
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
 from everstep.checkpoint.retention import plan as retention
+from everstep.checkpoint.retention.pins import saves_of
+from everstep.checkpoint.retention.survey import survey
 from support.protocol.lineage import Damaged, Deleted, Log
 from support.protocol.rules import LogRule
 
 Found = Record | Unreadable
 Copies = frozenset[OpenRecord] | None  # None: of a release that wrote none
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What `survey` reads of a log."""
+
+    log: Log
+
+    def read(self, n: int) -> Record | None:
+        found = self.log[n]
+        return found if isinstance(found, OpenRecord | CommitRecord) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +118,13 @@ class WriterCode:
             own, newest = layout.MAX_RECORD_NUMBER, 0
         plan = retention.plan_retention(save_ids, commits, keep=keep, damaged=damaged, open_n=own, sequence=newest)
         return {d.save_id for d in plan}
+
+    def void_below(self, save_ids: set[str], records: Log, own: int) -> set[str]:
+        """The saves of earlier opens to delete before the first commit: those that can never become commits."""
+        older = {save for save in save_ids if (owner := layout.owner_of(save)) is not None and owner[0] < own}
+        if LogRule.CLEAR_WHAT_IS_IN_NO_RECORD in self.off:
+            return older
+        reader: Any = Records(records)
+        found = survey(reader, own, older)
+        spared = frozenset() if LogRule.SPARE_WHAT_IS_UNKNOWN in self.off else found.unknown
+        return older - spared - {save for record in found.commits for save in saves_of(record)}

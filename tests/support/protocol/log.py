@@ -147,6 +147,7 @@ class LogModel:
                 if w.saves < self.saves:
                     yield f"{w} begins a save", put(s, w._replace(phase=Phase.WRITE, saves=w.saves + 1, parts=0))
                 yield from self._cleans(s, w)
+                yield from self._makes_room(s, w)
             case Phase.WRITE:
                 yield from self._writes(s, w)
             case Phase.SENT | Phase.STOPPED:
@@ -230,8 +231,7 @@ class LogModel:
         doomed = self.code.left_over({x.save for x in s.shards}, known, KEEP, damaged, w.own.n, w.committed)
         if not doomed:
             return
-        owner = next((r.was if isinstance(r, Damaged) else r for r in s.log[::-1] if _opens(r)), None)
-        fenced = owner != w.own
+        fenced = _owner(s.log) != w.own
         if fenced and Rule.CLEAN_WHILE_OWNER not in self.off:
             return  # it looks before it deletes; how long that counts is a matter of clocks, which are not modelled
         there = [c for c in commits_below(s.log, len(s.log)) if whole(c, s.shards)]
@@ -242,6 +242,18 @@ class LogModel:
         after = s._replace(shards=frozenset(x for x in s.shards if x.save not in doomed), wrong=wrong)
         retired = frozenset(c.save_id for c in there if c.save_id in doomed)
         yield f"{w} deletes the shards of {sorted(doomed)}", after._replace(retired=s.retired | retired)
+
+    def _makes_room(self, s: Store, w: Writer) -> Iterator[tuple[str, Store]]:
+        """Before its first commit a writer deletes what earlier ones left, for a disk that is full."""
+        if w.own is None or w.committed or (_owner(s.log) != w.own and Rule.CLEAN_WHILE_OWNER not in self.off):
+            return
+        doomed = self.code.void_below({x.save for x in s.shards}, s.log, w.own.n)
+        if not doomed:
+            return
+        lost = [r.was.n for r in s.log if isinstance(r, Damaged) and getattr(r.was, "save_id", None) in doomed]
+        wrong = f"{w} deleted the shards of commit {lost[0]}, whose record is damaged" if lost else ""
+        after = s._replace(shards=frozenset(x for x in s.shards if x.save not in doomed), wrong=wrong)
+        yield f"{w} makes room: it deletes the shards of {sorted(doomed)}", after
 
     def _compacts(self, s: Store) -> Iterator[tuple[str, Store]]:
         """Anybody may compact at any time, however old what it has read is: of each commit it needs to know only that
@@ -331,6 +343,12 @@ class LogModel:
 def put(s: Store, w: Writer) -> Store:
     """The state with this writer in its place."""
     return s._replace(writers=(*s.writers[: w.id], w, *s.writers[w.id + 1 :]))
+
+
+def _owner(log: Log) -> OpenRecord | None:
+    """The newest open of the log, whether it can be read or not."""
+    found = next((r.was if isinstance(r, Damaged) else r for r in log[::-1] if _opens(r)), None)
+    return found if isinstance(found, OpenRecord) else None
 
 
 def _opens(found: object) -> bool:

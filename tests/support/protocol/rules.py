@@ -31,6 +31,8 @@ class LogRule(StrEnum):
     KEEP_UNANSWERED = "shards of a commit whose outcome is unknown are kept"
     CLEAN_ONLY_OLDER = "left-over shards of newer opens and of saves that may be in flight are kept"
     CLEAN_WHILE_OWNER = "a writer that another has taken the log from deletes nothing"
+    CLEAR_WHAT_IS_IN_NO_RECORD = "before its first commit a writer deletes only saves of earlier opens in no record"
+    SPARE_WHAT_IS_UNKNOWN = "before its first commit a writer keeps the saves that a damaged record may name"
     COPY_BEFORE_OPEN = "a copy of an open record is written before it, so that a damaged one has an owner"
     UNKNOWN_OWNER_STOPS = "nobody takes the log over a damaged record that might be another's open"
     COMPACT_IN_PLACE = "compaction replaces a record by a short one of the same number; it never deletes one"
