@@ -43,6 +43,7 @@ with everstep.start() as run:
 def test_groups_of_all_ranks_are_made_anew_in_each_round(tmp_path: Path) -> None:
     ended = play(tmp_path, OWN_GROUPS)
     assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("no checkpoint URL") == 1, "rank 0 alone says it"
     told = said(tmp_path)
     steps = [t for t in told if "step" in t]
     assert {t["sum"] for t in steps} == {3.0}

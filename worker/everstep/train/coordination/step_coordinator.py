@@ -92,8 +92,6 @@ class StepCoordinator:
             # The device of this thread: in the reporter's thread another one is the current one.
             device = torch.accelerator.current_device_index()
             self._reporter.memory.device = lambda: torch.accelerator.max_memory_allocated(device)
-        if self._schedule is None and self._rank == 0:
-            log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
     def track(self, state: Mapping[str, Any]) -> None:
         """Set the state to save, in a process that restores nothing because a peer gives it the state."""
@@ -167,8 +165,11 @@ class StepCoordinator:
         requests.listen(self.live_profile, lambda: self.step)
 
     def watch(self) -> None:
-        """Note SIGTERM from here on. Called after the framework has set its own handler, which this one replaces."""
+        """Note SIGTERM from here on. Called after the framework has set its own handler, which this one replaces, and
+        when this process knows its rank."""
         self._stop.__enter__()
+        if self._schedule is None and self._rank == 0:
+            log.warning("no checkpoint URL: nothing is saved. Pass one, or set EVERSTEP_CHECKPOINT_URL")
 
     def check_handler(self, step: int) -> None:
         """Raises `LoopError` if the script has set its own handler of SIGTERM in its loop. Checked at some steps."""
