@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,6 +54,7 @@ def rehearse(
     except PlanError as e:
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
+    signal.signal(signal.SIGTERM, _terminated)
     folder = Path(tempfile.mkdtemp(prefix="everstep-rehearsal-"))
     began = time.monotonic()
     kept = keep
@@ -74,6 +76,11 @@ def rehearse(
         raise typer.Exit(FOUND)
 
 
+def _terminated(number: int, _: object) -> None:
+    """End as an error does, so that the processes and the folder of the rehearsal go."""
+    raise SystemExit(128 + number)
+
+
 def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]) -> list[Played]:
     """The calm run, and `rest` of as many steps as it had; side by side where there are processors for it."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps")
@@ -90,7 +97,11 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
             return [calm_run]
         room = max(1, (os.cpu_count() or 1) // (first.sizes[0] + 1))
         with ThreadPoolExecutor(room) as pool:
-            return [calm_run, *pool.map(play, rest(calm_run.last))]
+            try:
+                return [calm_run, *pool.map(play, rest(calm_run.last))]
+            except BaseException:
+                player.stop()  # else Ctrl-C would wait for the runs in progress
+                raise
 
 
 def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float) -> None:

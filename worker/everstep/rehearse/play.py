@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,17 +50,27 @@ class Played:
         return max((step for _, step in self.steps), default=0)
 
 
+class Stopped(Exception):
+    """The rehearsal ends before its runs have."""
+
+
 class Player:
     """Plays `command`, a script with its arguments, in folders below `folder`."""
 
     def __init__(self, folder: Path, command: list[str], every: int, limit: float) -> None:
         self._folder, self._command, self._every, self._limit = folder, command, every, limit
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End the runs in progress, whichever threads play them, and begin no other one."""
+        self._stopped.set()
 
     def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
-        """Raises `OSError`. `progress` is told how many steps are complete, about four times a second."""
+        """Raises `OSError`, and `Stopped` behind `stop`. `progress` is told how many steps are complete, about four
+        times a second."""
         place = self._folder / scenario.name
         place.mkdir(parents=True)
-        where = _copied(Path.cwd(), place / "folder")
+        where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _sizes(where) if where is not None else {}
         began, code, hung = time.monotonic(), 0, False
         with (place / "log").open("wb") as out:
@@ -97,6 +108,8 @@ class Player:
         flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), *self._command]
         began = time.monotonic()
+        if self._stopped.is_set():
+            raise Stopped
         agent = subprocess.Popen(
             argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ, cwd=where,  # type: ignore[call-overload]
             start_new_session=True,
@@ -107,6 +120,8 @@ class Player:
                     return agent.wait(0.25), False
                 except subprocess.TimeoutExpired:
                     progress(max((step for _, step in record.read(place)), default=0))
+                if self._stopped.is_set():
+                    raise Stopped
                 if not settings["last"] and ((place / record.GONE).exists() or _killed(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False
@@ -142,17 +157,24 @@ def refusal_in(log: str) -> str:
     return str(found[-1]).strip() if found else ""
 
 
-def _copied(source: Path, target: Path) -> Path | None:
+def _copied(source: Path, target: Path, own: Path) -> Path | None:
     """A copy of the folder in which the script is started, so that what it writes there is written beside the user's
-    own files; None if the folder is too large to be copied: then the script runs in it."""
+    own files; None if the folder is too large to be copied: then the script runs in it. `own`: that of the rehearsal,
+    which may lie in the folder, as /tmp does where a script is tried."""
     files, size = 0, 0
+    own = own.resolve()
+    source = source.resolve()
     for path in source.rglob("*"):
-        if _left_out(path.relative_to(source)) or not path.is_file():
+        if _left_out(path.relative_to(source)) or not path.is_file() or path.is_relative_to(own):
             continue
         files, size = files + 1, size + path.stat().st_size
         if files > COPIED_FILES or size > COPIED_BYTES:
             return None
-    shutil.copytree(source, target, ignore=lambda _, names: [n for n in names if _left_out(Path(n))])
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if _left_out(Path(name)) or Path(folder, name) == own]
+
+    shutil.copytree(source, target, ignore=ignored)
     return target
 
 

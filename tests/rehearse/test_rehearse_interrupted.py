@@ -1,0 +1,70 @@
+"""`everstep rehearse` that is told to end leaves no process and no folder behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPT = """
+import os, sys, time, torch, everstep
+weight = torch.zeros(1)
+with everstep.start() as run:
+    run.track(weight=weight)
+    for step in run.steps(until=10_000):
+        with step:
+            weight += 1
+        if os.path.exists(os.environ["SLOW"]):
+            time.sleep(0.5)
+"""
+
+
+def processes_of(script: Path) -> list[int]:
+    """Those whose command line names the script."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if os.fsencode(script) in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.parametrize("runs", [1, 2], ids=["calm", "further"])
+def test_rehearsal_that_is_told_to_end_leaves_nothing_behind(number: int, runs: int, tmp_path: Path) -> None:
+    script, slow, temporary = tmp_path / "train.py", tmp_path / "slow", tmp_path / "tmp"
+    script.write_text(SCRIPT)
+    temporary.mkdir()
+    if runs == 1:
+        slow.touch()
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--ranks", "2", "--steps", "40", str(script)]
+    environ = {**os.environ, "TMPDIR": str(temporary), "SLOW": str(slow), "GLOO_SOCKET_IFNAME": "lo"}
+    rehearsal = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 100
+        while len(list(temporary.glob("everstep-rehearsal-*/*/log"))) < runs and rehearsal.poll() is None:
+            assert time.monotonic() < until, "the run has not begun"
+            time.sleep(0.02)
+        slow.touch()
+        while not [pid for pid in processes_of(script) if pid != rehearsal.pid] and rehearsal.poll() is None:
+            assert time.monotonic() < until, "the run has no process"
+            time.sleep(0.02)
+        assert rehearsal.poll() is None, rehearsal.communicate()
+        rehearsal.send_signal(number)
+        rehearsal.communicate(timeout=60)  # a run in progress would take longer
+        assert rehearsal.returncode == 128 + number
+        assert processes_of(script) == []
+        assert list(temporary.glob("everstep-rehearsal-*")) == []
+    finally:
+        rehearsal.kill()
+        for pid in processes_of(script):
+            os.kill(pid, signal.SIGKILL)
