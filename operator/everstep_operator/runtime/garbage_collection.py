@@ -11,8 +11,8 @@ import gc
 
 # How many more objects there are than after the last collection when the next one starts. Nearly all objects are freed
 # without a collection: what serves a request makes no cycles, and `connections` takes that of asyncio's transports
-# apart. So a flood of requests starts no collection at all, and the few cycles that errors leave wait for one.
-YOUNG = 50_000
+# apart. So a flood on thousands of connections starts no collection, and the few cycles that errors leave wait for one.
+YOUNG = 200_000
 
 
 def freeze_startup_objects() -> None:
