@@ -215,6 +215,6 @@ if __name__ == "__main__":
     except Exception as e:
         if KIND != "caught":
             raise
-        print("the script has caught", type(e).__name__, flush=True)
+        print(f"the script has caught {type(e).__name__}\n", end="", flush=True)  # in one write: ranks share the file
         sys.exit(0)
     print("trained to the end", flush=True)

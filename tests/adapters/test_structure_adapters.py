@@ -50,7 +50,7 @@ def test_trainer_callback_that_prunes_is_refused_and_its_commits_are_gone_on_fro
             if state.global_step == 2:
                 pruned(kwargs["model"])
 
-    with pytest.raises(LoopError, match=r"It changed in step [234]: model\..*weight_orig"):
+    with pytest.raises(LoopError, match=r"It changed (in step [234]|between step 2 and step 4): model\..*weight_orig"):
         trainer_run(tmp_path, Pruning(), steps=8)
     assert set(commits(tmp_path)) <= {2}
     trainer_run(tmp_path, steps=4)

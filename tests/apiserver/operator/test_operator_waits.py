@@ -219,8 +219,13 @@ async def test_worker_that_does_not_start_in_time_is_replaced_uncharged(place: P
         status = await place.status()
         assert status["recoveries"][0]["cause"] == "StartTimeout"
         assert (status["restarts"]["userCode"], status["restarts"]["startTimeouts"]) == (0, 1)
-        notes = [e.note for e in (await place.client.list(EVENTS, place.namespace)).items if e.reason == "WorkerLost"]
-        assert "not started in 10 s (spec.recovery.startTimeoutSeconds): it cannot be scheduled: 0/2 nodes" in notes[0]
+
+        async def told() -> bool:
+            events = (await place.client.list(EVENTS, place.namespace)).items
+            why = "not started in 10 s (spec.recovery.startTimeoutSeconds): it cannot be scheduled: 0/2 nodes"
+            return any(event.reason == "WorkerLost" and why in str(event.note) for event in events)
+
+        await eventually("an event says why", told)  # it is written behind the status
         await place.running("digits-w0-1", "digits-w1-1")
 
 

@@ -137,8 +137,9 @@ def refusal(played: Played) -> str | None:
     """The text by which the loop was refused on all ranks, if it was; what the session says in one error."""
     if not played.codes or not all(played.codes) or played.hung:
         return None
-    found = re.search(r"(?:LoopError|NotRecoverable): (.+(?:\n(?!\[rank\d|[\w.]*Error|---|\d\d:).+)*)", played.log)
-    return found[1] if found is not None else None
+    found = re.findall(r"(?:LoopError|NotRecoverable): (.+(?:\n(?!\[rank\d|[\w.]*Error|---|\d\d:).+)*)", played.log)
+    # One rank prints it; a line of the agent about another one, which cuts it, may come before.
+    return next((text for text in found if not text.endswith("…")), None)
 
 
 def difference(played: Played, reference: Played | None, apart: str, near: float, compare_files: bool = True) -> str:
