@@ -26,12 +26,12 @@ with everstep.start() as run:
 """
 
 
-def processes_of(script: Path) -> list[int]:
-    """Those whose command line names the script."""
+def processes_of(folder: Path) -> list[int]:
+    """Those whose command line names a file in the folder: the script, or its copy."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if os.fsencode(script) in entry.read_bytes():
+            if os.fsencode(folder) in entry.read_bytes():
                 found.append(int(entry.parent.name))
         except OSError:
             continue
@@ -55,16 +55,16 @@ def test_rehearsal_that_is_told_to_end_leaves_nothing_behind(number: int, runs: 
             assert time.monotonic() < until, "the run has not begun"
             time.sleep(0.02)
         slow.touch()
-        while not [pid for pid in processes_of(script) if pid != rehearsal.pid] and rehearsal.poll() is None:
+        while not [pid for pid in processes_of(tmp_path) if pid != rehearsal.pid] and rehearsal.poll() is None:
             assert time.monotonic() < until, "the run has no process"
             time.sleep(0.02)
         assert rehearsal.poll() is None, rehearsal.communicate()
         rehearsal.send_signal(number)
         rehearsal.communicate(timeout=60)  # a run in progress would take longer
         assert rehearsal.returncode == 128 + number
-        assert processes_of(script) == []
+        assert processes_of(tmp_path) == []
         assert list(temporary.glob("everstep-rehearsal-*")) == []
     finally:
         rehearsal.kill()
-        for pid in processes_of(script):
+        for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGKILL)

@@ -131,7 +131,11 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
     ("run", "kind", "says"),
     [
         (replace(played(RANK), code=3, log="a\nValueError: no\n"), Kind.ENDED, "exit code 3: ValueError: no"),
-        (replace(played(RANK), hung=True), Kind.ENDED, "did not come to its end: its last completed step is 16"),
+        (
+            replace(played(RANK), hung=True),
+            Kind.ENDED,
+            "did not come to its end within --limit: its last completed step is 16",
+        ),
         (replace(played(RANK), code=1, refused="track k"), Kind.REFUSED, "track k"),
         (played(RANK, 0), Kind.ENDED, "nobody was killed"),
         (replace(played(RANK), steps=dict(list(CALM.steps.items())[:13])), Kind.ENDED, "ended after step 13"),
@@ -159,3 +163,45 @@ def test_kills_of_the_plan_lie_inside_the_run_one_behind_the_other() -> None:
 def test_kill_is_read_as_it_is_written() -> None:
     kill = Kill.parse("0+1@12:optimizer")
     assert (kill.ranks, kill.step, kill.point, kill.name) == ((0, 1), 12, "optimizer", "0+1@12:optimizer")
+
+
+def test_another_size_may_read_each_sample_another_number_of_times_and_a_larger_batch_is_a_warning() -> None:
+    def reading(run: Played, samples: int, times: int = 1) -> Played:
+        each = [f"{i}" for i in range(samples)] * times
+        return replace(run, steps={key: replace(r, samples=each) for key, r in run.steps.items()})
+
+    assert find([reading(CALM, 6), reading(played(MORE), 6, 2)]) == []
+    finding = only([reading(CALM, 6), reading(change(played(MORE), 9, held={"lr": "0.1"}), 9)])
+    assert (finding.kind, finding.certain) == (Kind.SIZE, False)
+    assert "a step reads 18 samples, and 12 in the calm run" in finding.text
+    assert only([reading(CALM, 6), reading(played(RANK), 9)]).kind == Kind.SAMPLES
+
+
+def test_script_that_keeps_nothing_by_everstep_is_judged_by_no_loss() -> None:
+    finding = only([change(CALM, 0, tracked={}), played(RANK)])
+    assert (finding.kind, finding.certain) == (Kind.ENDED, True)
+    assert "keeps no state by Everstep" in finding.text
+
+
+def test_error_behind_the_last_step_says_that_there_may_be_too_few() -> None:
+    failed = replace(CALM, code=1, log="RuntimeError: val_loss is not available\n")
+    assert "--steps of a whole epoch" in only([failed]).text
+    broken_off = {key: r for key, r in failed.steps.items() if key[1] < STEPS}
+    assert "--steps of a whole epoch" not in only([replace(failed, steps=broken_off)]).text
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"), [({}, "run.track"), ({"own_loop": True}, "`restore`"), ({"in_library": True}, "attribute")]
+)
+def test_advice_is_what_this_kind_of_script_can_write(kind: dict[str, bool], advice: str) -> None:
+    run = change(played(ALL), 9, held={"lr": "0.1", "k.n": "1"}, tracked={"model": "x", "optimizer": "o"})
+    assert advice in only([CALM, replace(run, **kind)]).text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [12, 40, 100])
+def test_one_rank_is_lost_early_and_late_and_is_rank_0_too(steps: int) -> None:
+    (lost,) = (s for s in scenarios(RANKS, steps, ("rank",)) if s.kills)
+    assert {kill.ranks for kill in lost.kills} == {(0,), (RANKS - 1,)}
+    assert [kill.step for kill in lost.kills] == sorted({kill.step for kill in lost.kills})
+    assert (lost.kills[0].step, lost.kills[-1].step) == (2, steps - 2)
+    assert {kill.point for kill in lost.kills} == set(AUTO)

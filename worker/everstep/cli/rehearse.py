@@ -24,7 +24,7 @@ from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scena
 from everstep.rehearse.play import Played, Player
 
 FOUND, USAGE = 1, 2  # exit codes
-EVERY = 5  # steps between two saves
+EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
 
 
 def rehearse(
@@ -51,6 +51,8 @@ def rehearse(
         kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
         kinds = tuple(filter(None, kill.split(",")))
         check(ranks, steps, kinds, kills)
+        if json_ is not None and not json_.parent.is_dir():
+            raise PlanError(f"--json {json_}: there is no folder {json_.parent}")
     except PlanError as e:
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
@@ -59,7 +61,7 @@ def rehearse(
     began = time.monotonic()
     kept = keep
     try:
-        player = Player(folder, [str(script.absolute()), *(arguments or [])], EVERY, limit)
+        player = Player(folder, [str(script.absolute()), *(arguments or [])], min(EVERY, steps // 2 - 1), limit)
         runs = _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills))
         found = compare.find(runs)
         kept = keep or any(f.certain for f in found)

@@ -22,6 +22,16 @@ TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
     "step from run.step"
 )
+SAVE = (
+    "Put what steps change into the state that `restore` and `save` are given (a number inside of a dictionary), or "
+    "compute it anew in each step from the step's number"
+)
+KEEP = (
+    "Keep what steps change as a number, a text, a list or a dictionary in an attribute of the callback or the module: "
+    "an object of a class of your own in it is not kept"
+)
+BATCH = "`run.loader(dataset, global_batch=N)`"
+FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
 class Kind(StrEnum):
@@ -31,7 +41,7 @@ class Kind(StrEnum):
     TRACKED = "tracked"  # other parameters, or other tracked state
     HELD = "held"  # other values of the script's own, and no other result
     UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
-    SIZE = "size"  # refused with another number of ranks, by a library's loop that has one size
+    SIZE = "size"  # another number of ranks is refused, by a library's loop that has one size; or makes another batch
     CHANCE = "chance"  # two calm runs differ
 
 
@@ -58,6 +68,12 @@ def find(runs: list[Played]) -> list[Finding]:
     calm = runs[0]
     if (problem := _ended(calm)) is not None:
         return [problem]
+    if not any(record.tracked for record in calm.steps.values()):
+        text = (
+            "the script keeps no state by Everstep, so no loss can be judged: it neither tracks any in a run "
+            "(everstep.start) nor saves any by an everstep.Checkpointer"
+        )
+        return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
     if calm.last < LEAST_STEPS:
         text = f"ended after {calm.last} steps. At least {LEAST_STEPS} are needed: give it more data, epochs or steps"
         return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
@@ -96,11 +112,17 @@ def _ended(run: Played) -> Finding | None:
     if run.refused:
         return Finding(Kind.REFUSED, title, run.refused, run.last)
     if run.hung:
-        return Finding(Kind.ENDED, title, f"did not come to its end: its last completed step is {run.last}", run.last)
+        text = f"did not come to its end within --limit: its last completed step is {run.last}"
+        return Finding(Kind.ENDED, title, text, run.last)
     if run.code:
         lines = [line for line in run.log.splitlines() if line.strip()]
         last = _STAMP.sub("", lines[-1])[:300] if lines else "no output"
-        return Finding(Kind.ENDED, title, f"exit code {run.code}: {last}", run.last)
+        behind = (
+            f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of a "
+            "whole epoch"
+        )
+        text = f"exit code {run.code}: {last}{behind if run.last >= run.scenario.steps else ''}"
+        return Finding(Kind.ENDED, title, text, run.last)
     if run.scenario.kills and run.killed == 0:
         points = ", ".join(kill.name for kill in run.scenario.kills)
         return Finding(Kind.ENDED, title, f"nobody was killed: the script never came to {points}", run.last)
@@ -140,23 +162,26 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     if run.last != calm.last:
         text = f"ended after step {run.last}, and the calm run after step {calm.last}"
         found.append(Finding(Kind.ENDED, title, text, min(run.last, calm.last)))
-    if (samples := _samples(calm, run)) is not None:
-        found.append(Finding(Kind.SAMPLES, title, samples[1], samples[0]))
-    if not run.saved and len({rank for kill in run.scenario.kills for rank in kill.ranks}) > 1:
+    samples = _samples(calm, run)
+    if samples is not None:
+        found.append(samples)
+    if not run.saved and any(len(kill.ranks) > 1 for kill in run.scenario.kills):
         text = (
-            f"nothing was saved in {run.last} steps, so the start after the kill began from nothing. Let the script "
+            "nothing had been saved when all ranks were killed, so the next start began from nothing. Let the script "
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
     held = _held(calm, run, chance)
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
+    if samples is not None and samples.kind is Kind.SIZE:
+        return found  # trained by another batch, the script's own values may be others
     if first is None:
         carried = _changing(calm)
         if held := {name: value for name, value in held.items() if name in carried}:
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
-                f"by it later would be wrong. {TRACK}"
+                f"by it later would be wrong. {_advice(run)}"
             )
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found
@@ -164,7 +189,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     causes = {name: value for name, value in held.items() if value[0] <= step}
     text = f"{_listed(tracked)} differ{'s' if len(tracked) == 1 else ''} from the calm run's from step {step} on"
     if causes:
-        text += f". Before it, or with it, {_values(causes)}. {TRACK}"
+        text += f". Before it, or with it, {_values(causes)}. {_advice(run)}"
     found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
     return found
 
@@ -226,18 +251,33 @@ def _outermost(names: set[str]) -> set[str]:
     return {name for name in names if not any(name.startswith((f"{other}.", f"{other}[")) for other in names)}
 
 
-def _samples(calm: Played, run: Played) -> tuple[int, str] | None:
-    """The first step for which all ranks together have read other samples."""
+def _samples(calm: Played, run: Played) -> Finding | None:
+    """The first step for which all ranks together have read other samples. With another number of ranks, ranks that
+    each read all of a batch have read each sample another number of times; and a batch of each rank's own makes another
+    global batch, which is a warning."""
     there, here = _read_by_step(calm), _read_by_step(run)
+    title = (run.scenario.title,)
     for step in sorted(there.keys() & here.keys()):
-        if there[step] != here[step]:
-            missing, more = there[step] - here[step], here[step] - there[step]
-            return step, (
-                f"step {step - 1} was computed from other samples than in the calm run: {missing.total()} are missing, "
-                f"{more.total()} are others. Let `run.loader(dataset, …)` choose them, from a dataset that each "
-                "process makes alike"
+        a, b = there[step], here[step]
+        if a == b or (run.scenario.resized and a.keys() == b.keys()):
+            continue
+        if run.scenario.resized and a.total() != b.total():
+            text = (
+                f"from step {step - 1} on a step reads {b.total()} samples, and {a.total()} in the calm run: the batch "
+                f"grows with the number of ranks. {FIT if run.in_library else BATCH} keeps it"
             )
+            return Finding(Kind.SIZE, title, text, step)
+        text = (
+            f"step {step - 1} was computed from other samples than in the calm run: {(a - b).total()} are missing, "
+            f"{(b - a).total()} are others. Let `run.loader(dataset, …)` choose them, from a dataset that each process "
+            "makes alike"
+        )
+        return Finding(Kind.SAMPLES, title, text, step)
     return None
+
+
+def _advice(run: Played) -> str:
+    return KEEP if run.in_library else SAVE if run.own_loop else TRACK
 
 
 def _read_by_step(run: Played) -> dict[int, Counter[str]]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 #   tail        the block has ended             between     the step has been counted
 POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between")
 KINDS = ("rank", "all", "size")
-AUTO = ("begin", "backward", "optimizer", "between")  # one of each sort: nothing has moved, something, all
+# One of each sort: nothing has moved, something, all.
+AUTO = ("begin", "backward", "optimizer", "between", "gradients")
+EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
 SETTINGS = "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every and last
 _KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
@@ -83,15 +85,19 @@ def calm(ranks: int, steps: int) -> Scenario:
 
 def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = ()) -> list[Scenario]:
     """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
-    can be compared with nothing; then what was asked for."""
+    can be compared with nothing; then what was asked for. One rank is the last and rank 0 by turns, because scripts do
+    on rank 0 what others do not; from the first steps to the last, because state may begin late."""
     found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
     everybody, half = tuple(range(ranks)), steps // 2
     if at:
         return [*found, Scenario("at", ", ".join(map(str, at)), (ranks,), steps, at)]
     lost = Kill(everybody, half, "backward")
     if "rank" in kinds:
-        kills = tuple(Kill((ranks - 1,), steps * (i + 1) // (len(AUTO) + 1), point) for i, point in enumerate(AUTO))
-        found.append(Scenario("rank", f"rank {ranks - 1} killed, {len(kills)} times", (ranks,), steps, kills))
+        kills = tuple(
+            Kill(((0 if i % 2 else ranks - 1),), EDGE + i * (steps - 2 * EDGE) // (len(AUTO) - 1), point)
+            for i, point in enumerate(AUTO)
+        )
+        found.append(Scenario("rank", f"one rank killed, {len(kills)} times", (ranks,), steps, kills))
     if "all" in kinds:
         found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))
     if "size" in kinds:

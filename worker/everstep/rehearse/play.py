@@ -40,8 +40,9 @@ class Played:
     log: str
     hung: bool = False
     refused: str = ""
-    saved: bool = True  # something was committed
+    saved: bool = True  # no start behind a loss began from nothing
     in_library: bool = False  # the steps are Trainer's or Lightning's
+    own_loop: bool = False  # the script saves by a Checkpointer of its own
     files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
 
     @property
@@ -88,8 +89,9 @@ class Player:
         after = _sizes(where) if where is not None else {}
         return Played(
             scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
-            hung, refusal_in(log) if code else "", any(place.glob("commits*/log/*")),
-            (place / record.LIBRARY).exists(), {n: s for n, s in after.items() if before.get(n) != s},
+            hung, refusal_in(log) if code else "", not record.begins_twice(place),
+            (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
+            {n: s for n, s in after.items() if before.get(n) != s},
         )  # fmt: skip
 
     def _run(
@@ -106,7 +108,10 @@ class Player:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
         flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-        argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), *self._command]
+        script, *arguments = self._command
+        if where is not None and Path(script).is_relative_to(Path.cwd()):
+            script = str(where / Path(script).relative_to(Path.cwd()))  # what it writes beside itself stays there
+        argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), script, *arguments]
         began = time.monotonic()
         if self._stopped.is_set():
             raise Stopped
@@ -171,10 +176,23 @@ def _copied(source: Path, target: Path, own: Path) -> Path | None:
         if files > COPIED_FILES or size > COPIED_BYTES:
             return None
 
+    links: list[Path] = []
+
     def ignored(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if _left_out(Path(name)) or Path(folder, name) == own]
+        found = []
+        for path in (Path(folder, name) for name in names):
+            if path.is_symlink() and not _left_out(Path(path.name)):
+                links.append(path)
+            is_special = not (path.is_file() or path.is_dir())  # a pipe, a socket
+            if path.is_symlink() or is_special or _left_out(Path(path.name)) or path == own:
+                found.append(path.name)
+        return found
 
     shutil.copytree(source, target, ignore=ignored)
+    for link in links:  # to the copy of what they lead to, or to what is outside of the folder
+        to = link.resolve()
+        to = target / to.relative_to(source) if to.is_relative_to(source) else to
+        (target / link.relative_to(source)).symlink_to(to)
     return target
 
 

@@ -47,6 +47,15 @@ def read(folder: Path) -> Steps:
     return found
 
 
+def begins_twice(folder: Path) -> bool:
+    """Whether two processes of one rank have taken the first step: a start behind a loss then began from nothing."""
+    first: dict[int, set[int]] = {}
+    for record in _records(folder):
+        if record.step == 1:
+            first.setdefault(record.rank, set()).add(record.pid)
+    return any(len(pids) > 1 for pids in first.values())
+
+
 def _records(folder: Path) -> Iterator[Record]:
     for path in sorted(folder.glob(RECORDS)):
         for line in path.read_text().splitlines():

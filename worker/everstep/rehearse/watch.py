@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim import optimizer as optimizers
 
 import everstep
-from everstep.checkpoint import Catalog, Checkpointer
+from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.rehearse.plan import Kill
 from everstep.rehearse.record import Record
 from everstep.storage import open_store
@@ -43,7 +43,7 @@ MOST_BYTES = 64 * 2**20  # of one sample that are read for its digest
 
 
 class Watch:
-    """Of one process. `every`: steps between two saves, whatever the script says."""
+    """Of one process. `every`: steps between two saves, where the script's own number is too large to be rehearsed."""
 
     def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int) -> None:
         self.folder, self.limit, self._every = folder, limit, every
@@ -75,13 +75,13 @@ class Watch:
         def started(checkpoint: Any = None, *, every_steps: int | None = None, **options: Any) -> session.Run:
             ours = checkpoint if isinstance(checkpoint, Checkpointer) else watch.place(checkpoint)
             options.pop("every_seconds", None)
-            return start(ours, every_steps=min(every_steps or watch._every, watch._every), **options)
+            return start(ours, every_steps=watch._cadence(every_steps), **options)
 
         def made(checkpointer: Checkpointer, url: Any = None, **options: Any) -> None:
             if options.get("store") is None:
                 url = watch.place(url)
             options["every_seconds"] = None
-            options["every_steps"] = min(options.get("every_steps") or watch._every, watch._every)
+            options["every_steps"] = watch._cadence(options.get("every_steps"))
             make(checkpointer, url, **options)
 
         def stepping(
@@ -156,6 +156,10 @@ class Watch:
             (torch.Tensor, "backward", differentiated),
         )  # fmt: skip
 
+    def _cadence(self, own: int | None) -> int:
+        """Steps between two saves: the script's own number, if there is a commit before all are killed."""
+        return own if own is not None and own < self.limit // 2 else self._every
+
     def place(self, url: Any) -> str:
         """The folder of the rehearsal that stands for a checkpoint URL of the script."""
         if url is None or str(url).startswith(str(self.folder)):
@@ -181,7 +185,9 @@ class Watch:
         world = dist.get_world_size() if dist.is_initialized() else 1
         record = Record(
             step, rank, world, os.getpid(), time.time(),
-            {name: digest(value) for name, value in self.tracked.items()}, self._held(frame, own, closed),
+            # Generators that nobody seeds and nobody draws from differ in each run; a draw shows in what it is for.
+            {name: digest(value) for name, value in self.tracked.items() if not isinstance(value, RngState)},
+            self._held(frame, own, closed),
             sorted(self.samples),
         )  # fmt: skip
         self._out.write(record.line())
