@@ -1,4 +1,4 @@
-"""An evaluation with running statistics decides the rate: it reads rank 0's on all ranks, as session.md advises."""
+"""An evaluation with running statistics decides the rate: it reads rank 0's on all ranks, as the docs advise."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from everstep_operator.rounds.presence import LEASE
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMED = re.compile(r"`((?:tests|worker|operator|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
+ANCHORED = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 TODAY = re.compile(r"^\| \*\*(.+?)\*\* \|.*In the code: (.*)\|$", re.MULTILINE)
 
@@ -49,6 +53,25 @@ def test_tests_files_and_links_that_a_document_names_exist(path: Path) -> None:
         if not found.exists() or (name and f"def {name}(" not in found.read_text()):
             missing.append(f"{file}::{name}" if name else file)
     missing += [link for link in LINK.findall(CODE.sub("", text)) if not (path.parent / link).exists()]
+    assert not missing
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub and its like make them."""
+    found, seen = set[str](), Counter[str]()
+    for title in HEADING.findall(FENCED.sub("", path.read_text())):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return found
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_headings_that_a_document_links_to_exist(path: Path) -> None:
+    text = CODE.sub("", FENCED.sub("", path.read_text()))
+    links = [(page, anchor) for page, anchor in ANCHORED.findall(text) if not page or page.endswith(".md")]
+    missing = [(page, anchor) for page, anchor in links if anchor not in anchors(path.parent / page if page else path)]
     assert not missing
 
 

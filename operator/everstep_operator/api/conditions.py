@@ -61,7 +61,7 @@ class FailedReason(StrEnum):
 
 
 FAILED_MEANINGS: dict[FailedReason, str] = {
-    FailedReason.SCRIPT_REFUSED: "The script was [refused](session.md#what-a-refusal-costs) (`LoopError`, "
+    FailedReason.SCRIPT_REFUSED: "The script was [refused](session-refusals.md) (`LoopError`, "
     "`StateMismatch` and others) in one of its first four steps, or before, and the job had not trained. The message "
     "says what to write instead, and where. No restart is tried or charged, because the same script would be refused "
     "again. Or the ranks' collectives did not match, the same had happened before the last restart, and no step was "

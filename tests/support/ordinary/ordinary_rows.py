@@ -33,7 +33,7 @@ class Row:
     apart: str = ""  # a regular expression for names of what each rank has for itself, and has again after the kill
     lines: Mapping[str, int] = field(default_factory=dict)  # of files that the script writes
     near: float = 2e-5  # where bits are not compared: what is lost or made twice differs by more
-    exact: bool = True  # to the bit; False where docs/reference/session.md says that last bits may differ
+    exact: bool = True  # to the bit; False where docs/reference/session-determinism.md says that last bits may differ
     long: bool = False  # in `make soak`
     in_process: bool = False  # two of three go on in their processes
     patience: float | None = None  # seconds to wait for ranks that cannot come, in place of what is waited for users

@@ -73,7 +73,7 @@ def start(
 
     `compare_gradients`: under everstep-run, a process that replaces a lost one first computes its step as a rank that
     has already trained (a shadow step). After a restart of all processes, rank 0's first step is compared with the same
-    step before. The run is refused if gradients differ. See docs/reference/session.md.
+    step before. The run is refused if gradients differ. See docs/reference/session-losses.md.
     """
     if "rehearsal" in options:
         text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
@@ -168,7 +168,7 @@ class Run(Loops):
         """The `DeviceMesh` of replicas × shards: `fully_shard(model, mesh=run.mesh(shard=8))` for FSDP2, or
         `parallelize_module(model, run.mesh(tensor=8)["tensor"], plan)` for tensor parallelism. `model=8`: the script
         itself divides its model over 8 neighbours in rank, by stages or by parts of layers, with process groups of its
-        own. Call it once a run, before the model is built. See docs/reference/session.md."""
+        own. Call it once a run, before the model is built. See docs/reference/session-sharding.md."""
         shape = shape_of(shard, tensor, model)
         if self._mesh is None:
             if self._loop:
@@ -243,7 +243,7 @@ class Run(Loops):
         """After each `every`-th step and after the last compare all bytes of the tracked modules' parameters and
         gradients on the ranks that should hold the same. Raises `LoopError` on all ranks, naming the first tensor that
         differs and its rank. Collective, in the scope of an evaluation; before `steps`. Reads the whole model: for a
-        run that is suspected of drifting apart. What is looked at without it: docs/reference/session.md."""
+        run that is suspected of drifting apart. What is looked at without it: docs/reference/session-steps.md."""
         if self._loop:
             raise LoopError("check_sync() after steps() began: call it before the loop")
         self._evaluations.add(SyncCheck(self._state, lambda: self._shape), every)
