@@ -25,7 +25,8 @@ GENERATED := '*.stamp' '*.log' '*.pyc'
 # Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup lock check test unit lint techniques e2e soak bench clean-root cluster-up cluster-down clean
+.PHONY: help demo setup lock check test nightly durations unit lint techniques e2e soak bench clean-root cluster-up \
+  cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -71,10 +72,18 @@ unit: setup  ## tests that need no server
 techniques: setup  ## docs/techniques.md from the recipes and the figures that their tests measured last
 	$(BIN)/python tests/support/recipes/techniques.py
 
+LANES := unit ordinary recipes servers nodes alone
+
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
-test: lint  ## everything: unit, model, worker, API server, S3, and a real cluster with nodes
-	$(BIN)/python tests/lanes/lanes.py unit servers ordinary recipes nodes alone
+test: setup  ## everything: lint, unit, model, worker, API server, S3, and a real cluster with nodes
+	$(BIN)/python tests/lanes/lanes.py --lint $(LANES)
+
+nightly: setup  ## every test there is, on one commit: outcomes and seconds are in results.json
+	$(BIN)/python tests/lanes/lanes.py --lint --whole --results results.json $(LANES) long
+
+durations: setup  ## play the lanes, and keep each test's seconds: by them the longest begin first
+	$(BIN)/python tests/lanes/lanes.py --record $(LANES)
 
 check: lint  ## what one runs while working: lint, unit tests and a local run with a kill, in three minutes
 	$(BIN)/python tests/lanes/lanes.py unit

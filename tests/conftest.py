@@ -16,23 +16,18 @@ import pytest
 
 from support import ROOT, TESTS
 from support.checkpoint.events import Events
+from support.lanes import durations
 from support.lanes.hung import Hung
 from support.lanes.turns import Turns
 from support.processes.forked import Forked
 from support.rendezvous.etcd_server import EtcdCluster
-from testcluster import handle, images, packages, programs, project, stores
+from testcluster import builds, handle, images, packages, programs, project, stores
 from testcluster.controlplane import ControlPlane
 from testcluster.proc import ClusterError
 from testcluster.s3 import S3Server
 
 SERVED = 30.0  # seconds until the API server serves a new kind
 FIXTURE_PROGRAMS = {
-    "control_plane": programs.link_all,
-    "s3_server": programs.versitygw,
-    "careless_s3_server": stores.s3rver,
-    "gcs_server": programs.fake_gcs_server,
-    "azure_server": stores.azurite,
-    "etcd_program": programs.etcd,
     "kube_router_image": images.kube_router,
     "slurm_programs": lambda: packages.ensure(packages.SLURM, "the tests marked slurm"),
 }
@@ -71,11 +66,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--prepare", action="store_true", help="install and build what the chosen tests need, and run none of them"
     )
+    parser.addoption(durations.OPTION, action="store_true", help="the files of tests that took longest begin first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DECLARED] = Declared()
     config.pluginmanager.register(Turns())
+    if config.getoption(durations.OPTION):
+        config.pluginmanager.register(durations.LongestFirst(durations.read()))
     config.pluginmanager.register(Hung(slack=60, limit=float(config.getini("timeout"))))
     if config.option.collectonly or hasattr(config, "workerinput"):  # xdist's workers have what their controller has
         return
@@ -108,6 +106,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         handle.obtain()
     if "project_images" in wanted and not handle.obtain().external:
         handle.obtain().load_project()
+    for name in builds.in_order(name for fixture in wanted for name in builds.OF_FIXTURE.get(fixture, ())):
+        builds.BUILDS[name]()
     for fixture, make in FIXTURE_PROGRAMS.items():
         if fixture in wanted:
             make()

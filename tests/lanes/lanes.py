@@ -1,25 +1,35 @@
 """The lanes of tests: `lanes.py LANE…` runs them one after another, and ends with the tests that had to be repeated.
 
-A lane that fails is the last one that runs. What its tests start is made sure of first (`testcluster/packages.py`). Of
-the tests that take turns (`turns.py`), those of the present commit run.
+A lane that fails is the last one that runs. What the lanes need is built beside the first ones (`background.py`); a
+lane waits for what it needs itself. What its tests start is made sure of first (`testcluster/packages.py`). Of the
+tests that take turns (`turns.py`), those of the present commit run; with `--whole` all of them do, and a lane that
+fails does not end the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from support import ROOT
-from support.lanes.repeats import Repeated, play, report
+from support.lanes import durations, ledger, results
+from support.lanes.background import Background
+from support.lanes.repeats import Outcome, Repeated, play, report
 from support.lanes.turns import TURN, of_commit
-from testcluster import packages
+from testcluster import builds, packages
 from testcluster.proc import ClusterError
 
 STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"
+LEDGER = ROOT / ".everstep" / "repeated.jsonl"
+BUDGET = "EVERSTEP_BUDGET"  # 1: a lane over its budget fails the run
+LIMIT, WHOLE_LIMIT = 3600.0, 6 * 3600.0  # seconds for a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +40,14 @@ class Lane:
     chosen: tuple[str, ...]
     workers: int
     spread: tuple[str, ...]
+    budget: float  # seconds on two cores, without its builds
+    builds: tuple[str, ...] = ()  # of `testcluster/builds.py`
 
     def arguments(self) -> list[str]:
         return [*self.chosen, *(f"tests/{folder}" for folder in self.folders)]
 
     def parallel(self) -> list[str]:
-        return ["-n", str(self.workers), *self.spread, f"--durations={SLOWEST}"]
+        return ["-n", str(self.workers), *self.spread, durations.OPTION, f"--durations={SLOWEST}"]
 
     def programs(self) -> set[str]:
         """Docker is not among them: the cluster asks for it where none answers."""
@@ -45,47 +57,142 @@ class Lane:
 SLOWEST = 15  # tests whose seconds are told at the end of a lane: what has to leave when it takes too long
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_TEST = ("--dist", "worksteal")
-# Fast ones first, so that a mistake shows within a minute; then servers; then nodes.
+SERVERS = ("kubernetes", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "s3rver")
+NODES = ("kubernetes", "etcd", "helm", "versitygw", "node programs", "node file systems")
+OF_SERVERS = (
+    "run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
+    "apiserver", "conformance", "data", "model", "local", "cluster",
+)  # fmt: skip
+# Fast ones first, so that a mistake shows within a minute; then those that need few builds, beside which the others'
+# builds run; then servers; then nodes.
 LANES = {
-    "unit": Lane(("unit",), (), 2, BY_FILE),
-    "servers": Lane(
-        ("run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
-         "apiserver", "conformance", "data", "model", "local", "cluster"),
-        ("-m", "not kind and not long"), 3, BY_FILE,
+    "unit": Lane(("unit",), (), 2, BY_FILE, 180),
+    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 480, ("etcd",)),
+    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 240, ("etcd",)),
+    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 1500, SERVERS),
+    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 720, NODES),
+    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 540, NODES),
+    # `make nightly` alone has it.
+    "long": Lane(
+        ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS, "e2e"), ("-m", "long"), 1, (), WHOLE_LIMIT,
+        (*SERVERS, *NODES),
     ),
-    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST),
-    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST),
-    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST),
-    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, ()),
 }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("lane", nargs="+", choices=sorted(LANES))
-    names = parser.parse_args().lane
-    os.chdir(ROOT)  # the names of tests count from here
-    turn = os.environ.setdefault(TURN, str(of_commit(ROOT)))
-    print(f"##### of tests that take turns, those of {TURN}={turn}\n", flush=True)
-    repeated: list[Repeated] = []
-    problem, began = "", time.monotonic()
-    for name in names:
+@dataclass(slots=True)
+class Run:
+    """What the lanes of one run came to. `commit` is that at its beginning."""
+
+    commit: str
+    repeated: list[Repeated] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
+    results: list[dict[str, object]] = field(default_factory=list)
+
+    def enter(self, name: str, outcome: Outcome, seconds: float) -> None:
+        budget = LANES[name].budget
+        _say(f"lane {name}: {seconds:.0f} s, its budget is {budget:.0f} s\n")
+        if seconds > budget:
+            self.slow.append(f"lane {name} took {seconds:.0f} s, its budget is {budget:.0f} s")
+        self.repeated += outcome.repeated
+        self.problems += [outcome.problem] if outcome.problem else []
+        self.measured |= {test: outcome.record.seconds[test] for test in outcome.record.passed}
+        self.results += results.of_lane(outcome, self.commit)
+        tests = [test for one in outcome.repeated for test in one.failure.tests]
+        often = ledger.enter(LEDGER, name, tests, self.commit)
+        if often:
+            self.problems.append(
+                f"lane {name}: repeated in more than {ledger.MOST} of its last {ledger.RUNS} runs: {', '.join(often)}: "
+                f"mend it, then delete {LEDGER}"
+            )
+
+
+def _say(text: str) -> None:
+    print(f"##### {text}", flush=True)
+
+
+def _play(run: Run, background: Background, arguments: argparse.Namespace) -> None:
+    """The lanes one after another, until one fails; with `--whole` all of them."""
+    whole = arguments.whole
+    for name in arguments.lane:
         lane = LANES[name]
+        problem = background.wait(lane.builds, lambda text: _say(f"waiting: {text}"))
         try:
             packages.ensure(lane.programs(), f"lane {name}")
         except ClusterError as e:
-            problem = str(e)
-            break
-        outcome = play(name, lane.arguments(), lane.parallel(), STATE, before=len(repeated))
-        repeated += outcome.repeated
-        problem = outcome.problem
-        print(f"##### lane {name}: {time.monotonic() - began:.0f} s since the first began\n", flush=True)
+            problem = problem or str(e)
         if problem:
-            break
-    print(report(repeated, REPEATED))
-    if problem:
-        print(f"##### FAILED: {problem}")
-    return 1 if problem else 0
+            run.problems.append(f"lane {name}: {problem}")
+        else:
+            began = time.monotonic()
+            before = 0 if whole else len(run.repeated)
+            limit = WHOLE_LIMIT if whole else LIMIT
+            outcome = play(name, lane.arguments(), lane.parallel(), STATE, before=before, limit=limit)
+            run.enter(name, outcome, time.monotonic() - began)
+            if arguments.results:
+                results.write(run.results, arguments.results)
+        if run.problems and not whole:
+            return
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("lane", nargs="+", choices=sorted(LANES))
+    parser.add_argument("--lint", action="store_true", help="`make lint` first, while the builds begin")
+    parser.add_argument(
+        "--whole", action="store_true", help="all turns at once; a lane that fails does not end the run"
+    )
+    parser.add_argument("--record", action="store_true", help=f"keep the tests' seconds in {durations.FILE.name}")
+    parser.add_argument("--results", type=Path, help="a file for each test's outcome, seconds and commit, as JSON")
+    return parser.parse_args()
+
+
+def _needed(names: Sequence[str]) -> list[str]:
+    """The builds of these lanes, those of the first lane first, and of each lane the longest first."""
+    return list(dict.fromkeys(build for name in names for build in builds.in_order(LANES[name].builds)))
+
+
+def _lint() -> str:
+    return "" if subprocess.run(["make", "-s", "lint"], check=False).returncode == 0 else "lint: its errors are above"
+
+
+def _end(run: Run, arguments: argparse.Namespace) -> int:
+    """Write what is to be kept, and print what a person has to know; the exit status."""
+    if arguments.record:
+        durations.write(durations.merge(durations.read(), run.measured))
+    if arguments.results and ledger.commit_of(ROOT) != run.commit:
+        run.problems.append(f"the tests began on {run.commit}, and {ledger.commit_of(ROOT)} is checked out now")
+    if run.slow and os.environ.get(BUDGET) == "1":
+        run.problems += run.slow
+    print(report(run.repeated, REPEATED))
+    for line in run.slow:
+        _say(f"over budget: {line}")
+    for problem in run.problems:
+        _say(f"FAILED: {problem}")
+    return 1 if run.problems else 0
+
+
+def main() -> int:
+    arguments = _arguments()
+    os.chdir(ROOT)  # the names of tests count from here
+    if arguments.whole:
+        os.environ.pop(TURN, None)
+    else:
+        turn = os.environ.setdefault(TURN, str(of_commit(ROOT)))
+        _say(f"of tests that take turns, those of {TURN}={turn}\n")
+    run = Run(ledger.commit_of(ROOT))
+    background = Background(_needed(arguments.lane), STATE)
+    try:
+        problem = _lint() if arguments.lint else ""
+        if problem:
+            run.problems.append(problem)
+        else:
+            _play(run, background, arguments)
+    finally:
+        background.stop()
+    return _end(run, arguments)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from support import ROOT, TESTS
 from support.lanes import repeats
+from testcluster import builds
 
 PROGRAM = """
 import sys
@@ -159,10 +162,19 @@ def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path) -> None:
     assert repeats.judge(record, 3) == "it ran longer than 3 s"
 
 
+def of_make(variable: str) -> list[str]:
+    """The words of a variable of the Makefile."""
+    (line,) = [x for x in (ROOT / "Makefile").read_text().splitlines() if x.startswith(f"{variable} :=")]
+    return line.partition(":=")[2].split()
+
+
 def test_no_lane_of_make_test_has_a_test_that_is_for_make_soak() -> None:
     """The rows that are restarted as a whole took an hour once, because an expression for marks had left one out."""
     soak = "long"
-    for lane in runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"].values():
+    lanes = runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]
+    played = of_make("LANES")
+    assert set(lanes) == {*played, soak}
+    for lane in (lanes[name] for name in played):
         chosen = lane.arguments()
         expression = chosen[chosen.index("-m") + 1] if "-m" in chosen else ""
         folders = [ROOT / argument for argument in chosen if argument.startswith("tests/")]
@@ -181,34 +193,97 @@ def test_processes_that_make_starts_keep_the_modules_that_they_compile(tmp_path:
     assert "PYTHONDONTWRITEBYTECODE" not in names
 
 
-TWO_LANES = """
+LANES = """
 import runpy, sys
 from pathlib import Path
 program = runpy.run_path(sys.argv[1])
 main, Lane = program["main"], program["Lane"]
-lanes = {name: Lane((), ("-p", "no:cacheprovider", f"test_{name}.py"), 1, ()) for name in ("one", "two", "three")}
-lanes = {name: type("L", (), {
-    "arguments": lambda self, lane=lane: list(lane.chosen), "parallel": lambda self: [], "programs": lambda self: set(),
-})() for name, lane in lanes.items()}
+class Bare(Lane):
+    def parallel(self):
+        return []
+lanes = {
+    name: Bare((), ("-p", "no:cacheprovider", f"test_{name}.py"), 1, (), 0.0 if name == "three" else 100.0)
+    for name in ("one", "two", "three")
+}
 here = Path.cwd()
-main.__globals__.update(LANES=lanes, ROOT=here, STATE=here / "records", REPEATED=here / "repeated.txt")
-sys.argv = ["lanes.py", "one", "two", "three"]
+files = {name: here / name for name in ("STATE", "REPEATED", "LEDGER")}
+main.__globals__.update(LANES=lanes, ROOT=here, **files)
+sys.argv = ["lanes.py", *sys.argv[2:]]
 sys.exit(main())
 """
 
 
+def lanes(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`lanes.py` with three lanes of one file each; the third has no budget."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    return subprocess.run(
+        [sys.executable, "-c", LANES, str(TESTS / "lanes" / "lanes.py"), *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "EVERSTEP_TURN": "0", **environ},
+    )  # fmt: skip
+
+
 def test_failures_of_all_lanes_are_counted_together(tmp_path: Path) -> None:
     """Three in each of two lanes are six, although each of them would pass alone."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     fails = "".join(f"def test_{n}(): assert not first('{{name}}{n}')\n" for n in range(3))
     for name in ("one", "two", "three"):
         (tmp_path / f"test_{name}.py").write_text(ONCE + fails.replace("{name}", name))
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_LANES, str(TESTS / "lanes" / "lanes.py")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "EVERSTEP_TURN": "0"},
-    )  # fmt: skip
+    done = lanes(tmp_path, "one", "two", "three")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED: lane two: more than 5 failures of different causes" in done.stdout
     assert not (tmp_path / "three0.seen").exists()
-    assert (tmp_path / "repeated.txt").read_text().count("passed alone") == 3
+    assert (tmp_path / "REPEATED").read_text().count("passed alone") == 3
+
+
+def test_whole_run_goes_on_after_a_lane_that_failed_and_writes_what_each_test_came_to(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("def test_fails(): assert 1 == 2\n" + GOOD)
+    (tmp_path / "test_two.py").write_text(ONCE + "def test_skips(): pytest.skip('not here')\n" + GOOD)
+    (tmp_path / "test_three.py").write_text(ONCE + "def test_once(): assert not first('once')\n")
+    done = lanes(tmp_path, "--whole", "--results", "results.json", "one", "two", "three")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: lane one: failed twice: test_one.py::test_fails" in done.stdout
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert {one["test"]: one["outcome"] for one in found} == {
+        "test_one.py::test_fails": "failed",
+        "test_one.py::test_good": "passed",
+        "test_two.py::test_skips": "skipped",
+        "test_two.py::test_good": "passed",
+        "test_three.py::test_once": "passed alone",
+    }
+    assert all(set(one) == {"test", "outcome", "seconds", "commit"} and one["seconds"] >= 0 for one in found)
+
+
+@pytest.mark.parametrize(("strict", "code"), [("", 0), ("1", 1)])
+def test_lane_over_its_budget_is_named_at_the_end_and_fails_the_run_where_that_is_wanted(
+    strict: str, code: int, tmp_path: Path
+) -> None:
+    for name in ("one", "three"):
+        (tmp_path / f"test_{name}.py").write_text(GOOD)
+    done = lanes(tmp_path, "one", "three", EVERSTEP_BUDGET=strict)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "##### over budget: lane three took " in done.stdout
+    assert "lane one took" not in done.stdout
+
+
+def test_third_time_that_a_test_is_repeated_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text(ONCE + "def test_once(): assert not first('once')\n")
+    codes = []
+    for _ in range(3):
+        done = lanes(tmp_path, "one")
+        codes.append(done.returncode)
+        (tmp_path / "once.seen").unlink()
+    assert codes == [0, 0, 1], done.stdout + done.stderr
+    assert "FAILED: lane one: repeated in more than 2 of its last 10 runs: test_one.py::test_once" in done.stdout
+
+
+def test_every_build_of_a_lane_is_known_and_each_fixture_of_its_tests_has_its_builds() -> None:
+    """One that the lane does not name would be built before its first test, and not beside the lanes before it."""
+    lanes = runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]
+    by_name = {**builds.OF_FIXTURE, "etcd_endpoint": ("etcd",), "crd": builds.OF_FIXTURE["control_plane"]}
+    asks = re.compile(rf"^(?:async )?def \w+\([^)]*\b({'|'.join(by_name)})\b", re.MULTILINE)
+    for name, lane in lanes.items():
+        assert set(lane.builds) <= set(builds.BUILDS), name
+        files = [path for folder in lane.folders for path in (TESTS / folder).rglob("*.py")]
+        wanted = {build for path in files for fixture in asks.findall(path.read_text()) for build in by_name[fixture]}
+        if name not in ("nodes", "alone"):  # their folders are those of the lane of servers too
+            assert wanted <= set(lane.builds), name

@@ -63,21 +63,29 @@ def _config(image: NodeImage, fast: bool, workers: int) -> str:
     return head + (FAST_PATCHES if fast else "") + "nodes:\n" + nodes
 
 
+def compile_all() -> None:
+    """The programs that nodes and their images are made of."""
+    for make in (programs.node_tools, programs.pause, programs.etcd, programs.coredns, programs.link_all):
+        make()
+
+
+def bootstrap_all() -> None:
+    """The file systems that images are made of, where none can be pulled. Needs no docker that runs."""
+    if not docker.exists(versions.KIND_NODE_IMAGE) and not docker.registry_answers():
+        rootfs.node()
+        rootfs.iptables()
+        rootfs.python()
+
+
 def build() -> NodeImage:
     """Make everything that can be made before a cluster exists; returns the node image.
 
     Compiling and installing packages overlap: one waits for the processor, the other for the network and the disk.
     """
 
-    def compile_all() -> None:
-        for make in (programs.node_tools, programs.pause, programs.etcd, programs.coredns, programs.link_all):
-            make()
-
     def install_all() -> None:
         docker.ensure()
-        if not docker.exists(versions.KIND_NODE_IMAGE) and not docker.registry_answers():
-            rootfs.node()
-            rootfs.iptables()
+        bootstrap_all()
         pybases.operator()
         pybases.worker()
 

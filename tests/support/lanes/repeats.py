@@ -51,6 +51,7 @@ class Outcome:
     """`problem` is why the lane failed, or "" if it passed."""
 
     problem: str
+    record: Record
     repeated: tuple[Repeated, ...] = ()
 
 
@@ -64,6 +65,7 @@ class Record:
     passed: set[str] = field(default_factory=set)
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)  # test → cause, first line
     broken: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # test → set-up, call and tear-down
 
     @classmethod
     def read(cls, path: Path, code: int) -> Record:
@@ -75,6 +77,7 @@ class Record:
             test = line.get("test")
             if test is None:
                 continue
+            record.seconds[test] = record.seconds.get(test, 0.0) + line["seconds"]
             if line["outcome"] == "failed":
                 record.failed.setdefault(test, (line["cause"], line["why"]))
             if line["outcome"] == "passed" and line["when"] == "call":
@@ -154,14 +157,14 @@ def play(
     record = run([*chosen, *parallel], folder / f"{lane}.jsonl", max(0, most - before), limit)
     problem = judge(record, most, before)
     if problem:
-        return Outcome(f"lane {lane}: {problem}")
+        return Outcome(f"lane {lane}: {problem}", record)
     repeated = []
     for number, failure in enumerate(record.failures(), 1):
         print(f"\n##### repeated alone: {failure.tests[0]}\n##### first: {failure.why}", flush=True)
         again = run(failure.tests, folder / f"{lane}-repeat-{number}.jsonl", len(failure.tests), limit)
         repeated.append(Repeated(lane, failure, _twice(failure, again)))
     bad = sorted(one.failure.tests[0] for one in repeated if one.again)
-    return Outcome(f"lane {lane}: failed twice: {', '.join(bad)}" if bad else "", tuple(repeated))
+    return Outcome(f"lane {lane}: failed twice: {', '.join(bad)}" if bad else "", record, tuple(repeated))
 
 
 def _twice(failure: Failure, again: Record) -> str:
