@@ -132,7 +132,7 @@ def _no_children_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def etcd_program() -> Path:
     """Path of etcd. Whoever starts one asks for it, so that it is built before the first test."""
-    return programs.etcd()
+    return programs.server("etcd")
 
 
 @pytest.fixture(scope="session")

@@ -57,8 +57,8 @@ class Lane:
 SLOWEST = 15  # tests whose seconds are told at the end of a lane: what has to leave when it takes too long
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_TEST = ("--dist", "worksteal")
-SERVERS = ("kubernetes", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "s3rver")
-NODES = ("kubernetes", "etcd", "helm", "versitygw", "node programs", "node file systems")
+SERVERS = ("control plane", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "s3rver")
+NODES = ("helm", "versitygw", "node programs", "node file systems")
 OF_SERVERS = (
     "run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
     "apiserver", "conformance", "data", "model", "local", "cluster",

@@ -122,4 +122,4 @@ def test_builder_runs_behind_everything_else(tmp_path: Path) -> None:
 
 
 def test_builds_are_in_the_order_of_their_seconds() -> None:
-    assert builds.in_order(["s3rver", "helm", "kubernetes", "helm"]) == ["kubernetes", "helm", "s3rver"]
+    assert builds.in_order(["s3rver", "helm", "control plane", "helm"]) == ["control plane", "helm", "s3rver"]

@@ -17,11 +17,11 @@ from testcluster import kindcluster, programs, stores
 
 TRIES = 2
 BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come first
-    "kubernetes": programs.kubernetes,
+    "control plane": programs.control_plane,
     "helm": programs.helm,
     "versitygw": programs.versitygw,
     "fake-gcs-server": programs.fake_gcs_server,
-    "etcd": programs.etcd,
+    "etcd": lambda: programs.server("etcd"),
     "azurite": stores.azurite,
     "s3rver": stores.s3rver,
     "node programs": kindcluster.compile_all,
@@ -29,7 +29,7 @@ BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come firs
 }
 # Fixture of `tests/conftest.py` → builds that it starts.
 OF_FIXTURE = {
-    "control_plane": ("kubernetes", "helm", "etcd"),
+    "control_plane": ("control plane", "helm"),
     "s3_server": ("versitygw",),
     "careless_s3_server": ("s3rver",),
     "gcs_server": ("fake-gcs-server",),

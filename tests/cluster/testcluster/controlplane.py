@@ -72,7 +72,7 @@ class ControlPlane:
         self.ca_file = folder / "ca.crt"
         self.token = secrets.token_hex(16)
         self.kubeconfig = folder / "kubeconfig"
-        self._kubernetes = programs.kubernetes()
+        self._programs = programs.control_plane()
         _certificates(folder)
         self._write_files()
         self.etcd = self._make_etcd()
@@ -102,7 +102,7 @@ class ControlPlane:
                 return bool(reply.status == 200)
 
         argv = [
-            str(programs.etcd()), "--data-dir", str(self.folder / "etcd"), "--log-level=warn",
+            str(self._programs["etcd"]), "--data-dir", str(self.folder / "etcd"), "--log-level=warn",
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
             "--unsafe-no-fsync",  # nothing here has to survive a power cut
@@ -112,7 +112,7 @@ class ControlPlane:
     def _make_apiserver(self) -> Daemon:
         folder = self.folder
         argv = [
-            str(self._kubernetes / "kube-apiserver"),
+            str(self._programs["kube-apiserver"]),
             f"--etcd-servers=http://127.0.0.1:{self._etcd_port}",
             "--bind-address=127.0.0.1",
             f"--secure-port={self._port}",
@@ -134,7 +134,7 @@ class ControlPlane:
     def _make_controller_manager(self) -> Daemon:
         folder = self.folder
         argv = [
-            str(self._kubernetes / "kube-controller-manager"),
+            str(self._programs["kube-controller-manager"]),
             f"--kubeconfig={self.kubeconfig}",
             "--bind-address=127.0.0.1",
             f"--secure-port={self._manager_port}",
@@ -207,7 +207,7 @@ class ControlPlane:
 def kubectl(kubeconfig: Path, *arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run kubectl against the cluster of `kubeconfig`, with output as text."""
     return subprocess.run(
-        [str(programs.kubernetes() / "kubectl"), "--kubeconfig", str(kubeconfig), *arguments],
+        [str(programs.server("kubectl")), "--kubeconfig", str(kubeconfig), *arguments],
         input=input or "",
         capture_output=True,
         text=True,

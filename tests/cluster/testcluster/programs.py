@@ -5,10 +5,11 @@ All are static builds of tagged modules, verified against go.sum or Go's checksu
 made of nothing else.
 """
 
+import os
 from pathlib import Path
 
 from testcluster import cache, toolchains, versions
-from testcluster.proc import run
+from testcluster.proc import ClusterError, run
 
 SOURCES = cache.HERE / "go"
 ENVIRONMENT = {"GOFLAGS": "-buildvcs=false", "CGO_ENABLED": "0"}
@@ -24,6 +25,10 @@ KUBERNETES = (
     "kubeadm",
     "kubectl",
 )
+# A folder of programs as envtest has it: what is in it is used by the control plane without nodes, and not built.
+ASSETS = "KUBEBUILDER_ASSETS"
+IN_ASSETS = ("kube-apiserver", "etcd")  # of these it must have both
+SERVERS = (*IN_ASSETS, "kube-controller-manager", "kubectl")
 
 
 def _stamp() -> str:
@@ -92,6 +97,31 @@ def node_tools() -> Path:
 
 def etcd() -> Path:
     return _from_source("etcd", "etcd", SMALL, ("go.etcd.io/etcd/server/v3",)) / "etcd"
+
+
+def server(name: str) -> Path:
+    """One of `SERVERS`, for processes on this machine: of the folder `$KUBEBUILDER_ASSETS` if it is there, else built.
+
+    Raises `ClusterError` where the folder has no kube-apiserver or no etcd.
+    """
+    folder = os.environ.get(ASSETS)
+    if not folder:
+        return etcd() if name == "etcd" else kubernetes() / name
+    missing = [one for one in IN_ASSETS if not os.access(Path(folder) / one, os.X_OK)]
+    if missing:
+        raise ClusterError(
+            f"{ASSETS}={folder}: it has no executable {' and no '.join(missing)}. Name a folder with "
+            f"{' and '.join(IN_ASSETS)} (`setup-envtest use -p path` prints one), or unset it to build them."
+        )
+    program = Path(folder) / name
+    if os.access(program, os.X_OK):
+        return program
+    return _from_source(name, "nodetools", _stamp(), (f"k8s.io/kubernetes/cmd/{name}",), ("go.mod", "go.sum")) / name
+
+
+def control_plane() -> dict[str, Path]:
+    """Where each of `SERVERS` is."""
+    return {name: server(name) for name in SERVERS}
 
 
 def coredns() -> Path:

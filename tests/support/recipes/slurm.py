@@ -112,7 +112,7 @@ class Slurm:
         """Hands in examples/slurm/job.sbatch with `command` and sbatch's `options`, as a user would in `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         variables = {
-            "PATH": f"{BIN}:{programs.etcd().parent}:{os.environ['PATH']}",
+            "PATH": f"{BIN}:{programs.server('etcd').parent}:{os.environ['PATH']}",
             "ADDRESS": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
             "EVERSTEP_CHECKPOINT_URL": str(folder / "commits"),

@@ -35,7 +35,7 @@ class EtcdCluster:
 
     def _member(self, name: str, url: str, peer: str, everyone: str) -> Daemon:
         argv = [
-            str(programs.etcd()), "--name", name, "--data-dir", str(self.folder / name), "--log-level=warn",
+            str(programs.server("etcd")), "--name", name, "--data-dir", str(self.folder / name), "--log-level=warn",
             "--listen-client-urls", url, "--advertise-client-urls", url,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", everyone,
             "--unsafe-no-fsync",
