@@ -100,6 +100,23 @@ def test_script_with_its_own_loops_whose_ranks_are_all_killed_goes_on_from_the_c
         assert differing(found, wanted) == []
 
 
+def test_number_of_processes_is_that_of_the_whole_job_before_a_script_trains(tmp_path: Path) -> None:
+    """A batch of 4 and a schedule of 100 steps, as a script computes them from those of all processes."""
+    reference, text = undisturbed("after.py", tmp_path), (HERE / "loop" / "after.py").read_text()
+    for shown, here in (
+        ('get_dataloaders(config["batch_size"])', "get_dataloaders(12 // accelerator.num_processes)"),
+        ("CosineAnnealingLR(optimizer, 100)", "CosineAnnealingLR(optimizer, 300 // accelerator.num_processes)"),
+    ):
+        assert shown in text
+        text = text.replace(shown, here)
+    (tmp_path / "computed.py").write_text(text)
+    played = play(tmp_path / "killed", tmp_path / "computed.py", "4:backward")
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    for found, wanted in zip(played.found, reference.found, strict=True):
+        assert differing(found, wanted) == []
+
+
 def test_own_loops_cost_a_script_five_lines_which_the_reference_shows() -> None:
     """But for what is indented: the evaluation becomes a function."""
     texts = ((HERE / "loop" / f"{name}.py").read_text().splitlines() for name in ("before", "after"))

@@ -1,9 +1,10 @@
 """Keeps Accelerate's view of the world up to date while an agent announces rounds, and peers leave and join.
 
 Accelerate makes the process group when the script first asks it for the rank, and keeps rank and world size for the
-life of the process. After `follow` Everstep makes the group. Until the first round only this process is in it; `move`
-tells Accelerate the rank and world size of each round. Nothing changes under a launcher that announces no rounds, or
-if the script has made a process group itself: then a lost peer ends the processes, and they resume from a commit.
+life of the process. After `follow` Everstep makes the group. Until the first round only this process is in it, and a
+script that asks for `accelerator.num_processes` gets the most processes that the job may have; `move` tells Accelerate
+the rank and world size of each round. Nothing changes under a launcher that announces no rounds, or if the script has
+made a process group itself: then a lost peer ends the processes, and they resume from a commit.
 
 Invariant: no optimizer steps in a process that was in no round yet. `optimizer.step()` raises an error there; with a
 Trainer, preparing the model does.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
+from everstep.contract.library_files import is_library
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
@@ -52,7 +55,7 @@ def follow(*, loops: bool = False) -> None:
     _Process.following = True
     make, prepare = PartialState.__init__, Accelerator.prepare_model
     wait, step = PartialState.wait_for_everyone, AcceleratedOptimizer.step
-    load = Accelerator.prepare_data_loader
+    load, count = Accelerator.prepare_data_loader, Accelerator.num_processes.fget
 
     @functools.wraps(make)
     def made(state: Any, *arguments: Any, **named: Any) -> None:
@@ -97,6 +100,14 @@ def follow(*, loops: bool = False) -> None:
             )
         return step(optimizer, closure)
 
+    @functools.wraps(count)
+    def counted(accelerator: Any) -> int:
+        """A script computes its batch and its schedule from it, before it trains. Accelerate itself is alone then."""
+        if _alone() and not is_library(sys._getframe(1).f_code.co_filename):
+            return most_processes()
+        return int(count(accelerator))
+
+    Accelerator.num_processes = property(counted)
     PartialState.__init__ = made
     PartialState.wait_for_everyone = waited
     Accelerator.prepare_model = prepared
