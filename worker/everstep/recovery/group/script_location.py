@@ -113,7 +113,8 @@ class ScriptLocation:
                 raise LoopError(
                     f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
                     "something in one process of the job, write run.once(fn); to prepare files on each machine, "
-                    "run.once(fn, each='machine'); what all ranks must agree on belongs inside `with step:`"
+                    "run.once(fn, each='machine'); to evaluate, run.evaluate(fn, every=N). What all ranks must agree "
+                    "on belongs inside `with step:`"
                 )
             case ScriptPhase.BODY if asked.own:
                 raise LoopError(
