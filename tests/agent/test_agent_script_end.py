@@ -35,7 +35,7 @@ def play(folder: Path, leave: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False, env=environ)
 
 
-@pytest.mark.parametrize("leave", ["break", "sys.exit()"])
+@pytest.mark.parametrize("leave", ["break", pytest.param("sys.exit()", marks=pytest.mark.long)])
 def test_run_is_complete_where_all_ranks_have_left_it_and_goes_on_from_there(leave: str, tmp_path: Path) -> None:
     done = play(tmp_path, leave)
     assert done.returncode == 0, done.stderr

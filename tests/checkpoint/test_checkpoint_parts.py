@@ -2,7 +2,8 @@
 
 On every kind of store, with a shard of several parts. The calls are enumerated: a first run counts them, then one real
 process after another gets SIGKILL before each, or, where a store can tear them, in the middle of a write. To die after
-a call is to die before the next. Another store is another class of three lines at the end.
+a call is to die before the next. Another store is another class of three lines at the end: `make test` has files and
+S3, `make nightly` all.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,6 @@ class Dying:
     tears = False  # whether a write can be left half done under its name
 
     @pytest.mark.timeout(600)
-    @pytest.mark.turns(2)
     def test_kill_at_any_call_or_part_of_a_save_leaves_one_whole_checkpoint(
         self, place: Callable[[str], Callable[..., ObjectStore]], in_child: Callable[[Callable[[], None]], int]
     ) -> None:
@@ -102,6 +102,7 @@ class TestS3(Dying):
     server = "s3_server"
 
 
+@pytest.mark.long
 @pytest.mark.s3
 @pytest.mark.usefixtures("careless_s3_server")
 class TestS3ThatIgnoresConditions(Dying):
@@ -110,11 +111,13 @@ class TestS3ThatIgnoresConditions(Dying):
     server = "careless_s3_server"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gcs_server")
 class TestGcs(Dying):
     server = "gcs_server"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("azure_server")
 class TestAzure(Dying):
     server = "azure_server"

@@ -281,12 +281,21 @@ def _replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLANTED = [
     (_swapped, states.states), (_lists_for_tuples, states.states), (_no_conjugate, states.states),
-    (_replaced, states.states), (_ties_without_strides, states.tied_states),
-    (_ties_without_offsets, states.tied_states),
+    (_replaced, states.states), (_ties_without_offsets, states.tied_states),
+    (_ties_without_strides, states.tied_states),
 ]  # fmt: skip
+HALF_A_MINUTE = {_ties_without_strides}
 
 
-@pytest.mark.parametrize(("plant", "drawn"), PLANTED, ids=[plant.__name__.strip("_") for plant, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("plant", "drawn"),
+    [
+        pytest.param(
+            plant, drawn, id=plant.__name__.strip("_"), marks=[pytest.mark.long] if plant in HALF_A_MINUTE else []
+        )
+        for plant, drawn in PLANTED
+    ],
+)
 @pytest.mark.timeout(600)
 @pytest.mark.turns(3)  # thousands of states until one shows it
 def test_planted_defect_is_found(

@@ -10,7 +10,7 @@ from support.local.local_job import LocalJob
 from support.rendezvous.etcd_server import EtcdCluster
 from support.scenarios.rows import HERE, LOCALLY, ROWS, Row
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(

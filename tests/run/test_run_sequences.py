@@ -3,7 +3,8 @@
     EVERSTEP_SEEDS=7 pytest -s tests/run/test_run_sequences.py       one seed; EVERSTEP_SEEDS=100:150 for fifty
     EVERSTEP_SEQUENCE=FILE pytest -s tests/run/test_run_sequences.py       a text, to replay or to shrink
 
-`make test` has time for a few here and for others on the cluster (tests/e2e/test_sequences.py), `make soak` for fifty.
+`make test` has time for one on the cluster (tests/e2e/test_sequences.py), `make nightly` for a few here, and
+`make soak` for fifty.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from support.scenarios.given import play, texts
 from support.scenarios.sequences import EACH_TIME, Place
 from testcluster.s3 import S3Server
 
-pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.turns(3)]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.s3, pytest.mark.long]
 
 
 @pytest.mark.parametrize("text", texts(os.environ, EACH_TIME, Place(NODES, store=True)))

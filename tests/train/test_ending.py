@@ -101,12 +101,17 @@ torch.save(left, sys.argv[1] + ".left")
 SPARSE = "model.register_buffer('graph', torch.eye(2).to_sparse(), persistent=False)\n"  # torch cannot reshape it
 
 
-@pytest.mark.parametrize("graph", ["", SPARSE], ids=["dense", "sparse"])
+WEIGHTS = ("model.load_state_dict({n: v * 0 for n, v in left.items()})", "model")
+RATE = ("optimizer.param_groups[0]['lr'] = 0.0", "optimizer")
+
+
 @pytest.mark.parametrize(
-    ("end", "named"),
+    ("end", "named", "graph"),
     [
-        ("model.load_state_dict({n: v * 0 for n, v in left.items()})", "model"),
-        ("optimizer.param_groups[0]['lr'] = 0.0", "optimizer"),
+        pytest.param(*WEIGHTS, "", id="weights-dense"),
+        pytest.param(*WEIGHTS, SPARSE, id="weights-sparse", marks=pytest.mark.long),
+        pytest.param(*RATE, "", id="rate-dense", marks=pytest.mark.long),
+        pytest.param(*RATE, SPARSE, id="rate-sparse"),
     ],
 )
 def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(

@@ -91,8 +91,6 @@ def test_seeds_of_each_time_have_every_event_and_both_launchers() -> None:
     assert {word for text in texts for word in text[0] if word.startswith("launcher=")} == {
         "launcher=everstep-run", "launcher=torchrun",
     }  # fmt: skip
-    words = {"launcher=torchrun", "backend=everstep"}
-    assert any(words <= set(text[0]) for text in texts), "rows.LOCALLY has none with these"
 
 
 def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
@@ -115,15 +113,8 @@ def test_rows_of_each_time_have_every_launcher_and_fault_with_and_without_a_comm
     assert {row.committed for row in lane} == {True, False}
 
 
-def test_rows_of_each_time_have_every_backend_launcher_and_state_of_the_log_locally() -> None:
-    assert set(rows.LOCALLY) <= set(rows.ROWS)
-    launchers = [rows.LAUNCHERS[row.launcher] for row in rows.LOCALLY]
-    assert {launcher.command for launcher in launchers} == {"everstep-run", "torchrun"}
-    assert {launcher.backend for launcher in launchers} == {"everstep", "etcd", "c10d"}
-    assert {row.committed for row in rows.LOCALLY} == {True, False}
-
-
 def test_no_row_is_played_twice_each_time() -> None:
+    assert set(rows.LOCALLY) <= set(rows.ROWS)
     assert not set(rows.LOCALLY) & set(rows.ON_THE_CLUSTER)
 
 

@@ -15,7 +15,7 @@ MOST = 4  # workers
 EVENTS = (3, 6)
 PAUSE = 0.04  # seconds a step
 STEPS = 120  # that are left over for the recoveries, whatever the moments take
-EACH_TIME = (2, 23, 50)  # the seeds that are played locally each time: together they have every event
+EACH_TIME = (2, 23, 50)  # the seeds that `make nightly` plays locally: together they have every event
 EVERY = (8, 40, 100_000)  # steps between commits; the last: none but those of a stop and of the end
 
 
