@@ -65,12 +65,12 @@ AVERAGED = "torch.distributed.all_reduce(p.grad); p.grad /= run.world_size"
 
 
 def snippet() -> str:
-    """The first Python block of the session's page, for a few steps and a folder."""
+    """The first Python block of the session's page, for a few steps."""
     text = (ROOT / "docs" / "reference" / "session.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert found is not None
     code = found[1]
-    changes = {"s3://bucket/run": "commits", "until=10_000": "until=12", "global_batch=512": "global_batch=8"}
+    changes = {"until=1_000": "until=12", "global_batch=512": "global_batch=8"}
     for said, here in changes.items():
         assert said in code
         code = code.replace(said, here)

@@ -1,5 +1,5 @@
-"""Each Python example of docs/how-to-convert.md, as written but for smaller numbers and another folder, in the three
-processes of one `everstep-run`, of which one is killed."""
+"""Each Python example of docs/how-to-convert.md, and those of the session's contract, as written but for smaller
+numbers and another folder, in the three processes of one `everstep-run`, of which one is killed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ pytestmark = pytest.mark.timeout(360)
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "how-to-convert.md"
+REFERENCE = ROOT / "docs" / "reference"
 KILLS = {
     "Gradient accumulation": ("5:backward2", "7:gradients"),
     "Early stopping": ("5:backward", "8:evaluate", "9:begin"),
     "Random seeds": ("5:backward", "6:optimizer"),
     "Variables that the loop changes": ("5:backward", "6:between"),
 }
+CONTRACT = {"The smallest script": REFERENCE / "session.md", "What the loop carries": REFERENCE / "session-tracking.md"}
 
 
 def test_every_example_of_the_guide_is_run() -> None:
@@ -35,15 +37,15 @@ def test_extras_that_the_guide_installs_are_there() -> None:
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("title", KILLS)
+@pytest.mark.parametrize("title", [*KILLS, *CONTRACT])
 def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    (text,) = blocks(GUIDE, title)
+    (text,) = blocks(CONTRACT.get(title, GUIDE), title)
     script.write_text(text)
     (tmp_path / "undisturbed").mkdir()
     first = under_one_agent(tmp_path / "undisturbed", script)
     assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
-    for kill in KILLS[title]:
+    for kill in KILLS.get(title, ("0@5:backward", "6:optimizer")):
         folder = tmp_path / kill.replace(":", "-")
         folder.mkdir()
         played = under_one_agent(folder, script, kill)

@@ -53,7 +53,8 @@ def rehearse(folder: Path, script: str) -> list[str]:
 def test_every_section_of_the_page_is_run() -> None:
     text = PAGE.read_text()
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [*KILLS, ACCELERATE] == list(FOUND)
-    shown = text + (PAGE.parent / "how-to-convert.md").read_text()
+    others = ("how-to-convert.md", "reference/session.md", "reference/session-tracking.md")
+    shown = text + "".join((PAGE.parent / name).read_text() for name in others)
     assert [change for change in SMALLER if change not in shown] == []
     assert text.count("\nBefore:\n\n```python") == len(FOUND) == text.count("```python") / 2
 

@@ -57,8 +57,8 @@ x = torch.randn(64, 4)
 dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 """
 CHANGES = {
-    "s3://bucket/run": "commits", "until=10_000": "until=4", "global_batch=512": "global_batch=8",
-    "every=500": "every=2", "shard=8": "shard=1",
+    "s3://bucket/run": "commits", "until=10_000": "until=4", "until=1_000": "until=4",
+    "global_batch=512": "global_batch=8", "every=500": "every=2", "shard=8": "shard=1",
     "tensor=8": "tensor=1", "model=8": "model=1", "subgroups(8)": "subgroups(1)",
     "512 * 8 // run.world_size // 16": "8 // run.world_size // 2", "place, 8": "place, 1", "place == 7": "place == 0",
     "Schedule1F1B(stage, 16": "Schedule1F1B(stage, 2",

@@ -23,6 +23,7 @@ x = torch.randn(96, 4)
 dataset = TensorDataset(x, x.sum(1, keepdim=True))
 x_test, y_test = torch.randn(8, 4), torch.randn(8, 1)
 texts = torch.randn(10, 480, 4)
+criterion = loss_function
 
 
 def Net():
@@ -67,6 +68,7 @@ OF_ACCELERATE = "from accelerate import Accelerator\n\nfrom everstep.train.adapt
 SMALLER = {
     "s3://bucket/run": "commits", "every_steps=100": "every_steps=4", "global_batch=96": "global_batch=24",
     "micro_batch=8": "micro_batch=4", "AdamW(model.parameters())": "AdamW(model.parameters(), lr=0.05)",
+    "global_batch=512": "global_batch=24", "until=10_000": "until=12", "until=1_000": "until=12",
     "until=300": "until=12", "run.step < 300": "run.step < 12", "every=50": "every=5", "run.step % 50": "run.step % 5",
 }  # fmt: skip
 
