@@ -33,6 +33,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+COUNTS = """
+import os
+from pathlib import Path
+from everstep.train.adapters.huggingface import EverstepCallback
+from transformers import TrainingArguments
+
+arguments = TrainingArguments("out", use_cpu=True, report_to="none")
+Path(os.environ["LOCAL_RANK"]).write_text(f"{arguments.world_size}")
+"""
+
+
+def test_script_that_asks_for_the_world_size_before_it_trains_hears_that_of_the_whole_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COUNTS)
+    played = play_script(tmp_path / "counted", tmp_path / "train.py", preload=PRELOAD)
+    assert played.code == 0, played.output[-4000:]
+    assert [(tmp_path / "counted" / str(rank)).read_text() for rank in range(SIZE)] == [str(SIZE)] * SIZE
+
+
 def test_profile_of_trainer_measures_each_rank(undisturbed: Played) -> None:
     profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
 

@@ -2,9 +2,9 @@
 
 Accelerate makes the process group when the script first asks it for the rank, and keeps rank and world size for the
 life of the process. After `follow` Everstep makes the group. Until the first round only this process is in it, and a
-script that asks for `accelerator.num_processes` gets the most processes that the job may have; `move` tells Accelerate
-the rank and world size of each round. Nothing changes under a launcher that announces no rounds, or if the script has
-made a process group itself: then a lost peer ends the processes, and they resume from a commit.
+script that asks for their number gets the most that the job may have; `move` tells Accelerate the rank and world size
+of each round. Nothing changes under a launcher that announces no rounds, or if the script has made a process group
+itself: then a lost peer ends the processes, and they resume from a commit.
 
 Invariant: no optimizer steps in a process that was in no round yet. `optimizer.step()` raises an error there; with a
 Trainer, preparing the model does.
@@ -55,7 +55,7 @@ def follow(*, loops: bool = False) -> None:
     _Process.following = True
     make, prepare = PartialState.__init__, Accelerator.prepare_model
     wait, step = PartialState.wait_for_everyone, AcceleratedOptimizer.step
-    load, count = Accelerator.prepare_data_loader, Accelerator.num_processes.fget
+    load = Accelerator.prepare_data_loader
 
     @functools.wraps(make)
     def made(state: Any, *arguments: Any, **named: Any) -> None:
@@ -100,19 +100,26 @@ def follow(*, loops: bool = False) -> None:
             )
         return step(optimizer, closure)
 
-    @functools.wraps(count)
-    def counted(accelerator: Any) -> int:
-        """A script computes its batch and its schedule from it, before it trains. Accelerate itself is alone then."""
-        if _alone() and not is_library(sys._getframe(1).f_code.co_filename):
-            return most_processes()
-        return int(count(accelerator))
-
-    Accelerator.num_processes = property(counted)
+    count_whole_job(Accelerator, "num_processes")
     PartialState.__init__ = made
     PartialState.wait_for_everyone = waited
     Accelerator.prepare_model = prepared
     Accelerator.prepare_data_loader = loaded
     AcceleratedOptimizer.step = stepped
+
+
+def count_whole_job(kind: type, name: str) -> None:
+    """Let `name`, a property of `kind`, tell a script that does not train yet the most processes that the job may have:
+    it computes its batch, its steps and its schedule from them. The library itself gets the number of the present
+    world."""
+    count = getattr(kind, name).fget
+
+    @functools.wraps(count)
+    def counted(owner: Any) -> int:
+        asked_by_script = not is_library(sys._getframe(1).f_code.co_filename)
+        return most_processes() if asked_by_script and _alone() else int(count(owner))
+
+    setattr(kind, name, property(counted))
 
 
 def _alone() -> bool:

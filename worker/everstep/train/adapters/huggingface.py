@@ -42,7 +42,7 @@ from everstep.train.coordination.step_coordinator import StepCoordinator
 
 try:
     from accelerate.data_loader import DataLoaderShard
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
     from transformers.trainer_utils import TrainOutput
 except ImportError as e:
     raise missing("huggingface", "transformers", "'transformers[torch]'") from e
@@ -57,6 +57,7 @@ from everstep.train.guards.common_samples import SAMPLES
 STATE_FILE = "trainer_state.json"  # Trainer's own name
 
 accelerated.follow()
+accelerated.count_whole_job(TrainingArguments, "world_size")
 
 
 class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package has no types
