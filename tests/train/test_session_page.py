@@ -96,7 +96,8 @@ def test_contract_shows_the_arguments_of_a_call(call: Callable[..., object]) -> 
     (shown,) = re.findall(rf"`(?:run\.)?{call.__name__}\((.*?)\)[^`]*` \| ", PAGE.read_text())
     signature = inspect.signature(call)
     taken = [one.replace(annotation=one.empty) for name, one in signature.parameters.items() if name != "self"]
-    assert f"({shown})" == str(signature.replace(parameters=taken, return_annotation=signature.empty))
+    code = str(signature.replace(parameters=taken, return_annotation=signature.empty))[1:-1].split(", ")
+    assert [one for one in shown.split(", ") if one in code] == code
 
 
 @pytest.mark.parametrize("number", range(7))
