@@ -13,10 +13,10 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.script_location import ScriptLocation
-from everstep.recovery.sharding import tensor_parallel
-from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check, is_offloaded, shards_of
+from everstep.recovery.sharding.fsdp import NotRecoverable, ShardedObjects, check, is_offloaded
 from everstep.recovery.sharding.mesh import RecoverableMesh
 from everstep.recovery.state.shape import MODEL, SHARD, TENSOR, Shape
+from everstep.torch_private.sharded import forget_plans, shards_of
 from everstep.train.mesh import likely_rank, make_mesh
 from everstep.train.process_place import ProcessPlace
 from support.recovery.lonely_mesh import mesh_of
@@ -174,7 +174,7 @@ def test_step_that_failed_with_gradients_half_accumulated_leaves_nothing_behind(
 
 
 def cut(mesh: RecoverableMesh) -> Any:
-    tensor_parallel._forget_local_shapes()  # torch keeps an equal mesh of another test: a process has one
+    forget_plans()  # torch keeps an equal mesh of another test: a process has one
     torch.manual_seed(0)
     plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("a", "b")}
     return parallelize_module(Net(), mesh.over, plan)  # type: ignore[arg-type]

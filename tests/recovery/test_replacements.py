@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from everstep.recovery.replacements import Replacements, replace
+from everstep.torch_private.patches import Replacements, replace
 from everstep.train.coordination.messages import Messages
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders

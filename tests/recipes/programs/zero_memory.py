@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import everstep
-from everstep.recovery.sharding.fsdp import shards_of
+from everstep.torch_private.sharded import shards_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "zero"))
 from train import build, build_replicated, divide

@@ -25,6 +25,7 @@ from everstep.data.shards import ShardedDataset
 from everstep.data.sketches import Sketch, differ, sketch
 from everstep.data.stream import Stream
 from everstep.data.workers import WorkerStart, sigterm_held
+from everstep.torch_private.loaders import stop_workers
 
 log = logging.getLogger("everstep.data")
 
@@ -141,7 +142,7 @@ def read_samples(
         log.warning("the ranks' samples are not compared with each other: %s", e)
         return {}
     finally:
-        read._shutdown_workers()  # type: ignore[attr-defined]
+        stop_workers(read)
 
 
 def _taken(read: Iterable[Any]) -> Iterator[tuple[int, Sketch]]:

@@ -33,6 +33,7 @@ from everstep.data.sketches import Sketch
 from everstep.data.stream import Mark, Marks, Stream, mark_of
 from everstep.data.workers import DEFAULT_CONTEXT, WorkerStart, sigterm_held
 from everstep.data.world import world_of
+from everstep.torch_private.loaders import kept_iterator, stop_workers
 
 log = logging.getLogger("everstep.data")
 
@@ -281,13 +282,12 @@ class ElasticLoader:
 
     def close(self) -> None:
         """Stop the workers. Iterating again starts new ones."""
-        kept = getattr(self._torch, "_iterator", None)
+        kept = kept_iterator(self._torch)
         self._torch = None
         for workers in (self._live, kept):
             # torch stops workers when their iterator is collected; one that has raised is in a cycle with its
             # traceback, and its workers would run on until the collector comes.
-            if (stop := getattr(workers, "_shutdown_workers", None)) is not None:
-                stop()
+            stop_workers(workers)
         self._live = None
 
     def _next(self, epoch: int) -> Batch[Any]:

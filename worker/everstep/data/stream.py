@@ -21,13 +21,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 
 from everstep.data.errors import DataError, DatasetUnusable, PositionMismatch
 from everstep.data.fingerprints import digest_of
 from everstep.data.plan.assignment import whole
 from everstep.data.plan.cursor import Cursor
 from everstep.data.randomness.seeding import sample_seed, seed_generators
+from everstep.torch_private.loaders import as_only_reader
 
 log = logging.getLogger("everstep.data")
 
@@ -196,14 +196,13 @@ class Stream:
     def _alone(self) -> Iterator[None]:
         """While the source is read it sees neither that this is one of several workers, of which it would give each a
         part, nor the generators that are set for a rank's samples: it draws from states of its own."""
-        worker, torch_worker._worker_info = torch_worker._worker_info, None
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         if self._generators is not None:
             _put(self._generators)
         try:
-            yield
+            with as_only_reader():
+                yield
         finally:
-            torch_worker._worker_info = worker
             self._generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
             _put(before)
 

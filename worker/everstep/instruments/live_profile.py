@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from everstep.instruments.trace import INPUT, MOVED, STEP, summarize
+from everstep.torch_private.autograd import is_profiled
 
 log = logging.getLogger("everstep.train")
 
@@ -127,7 +128,7 @@ class LiveProfile:
             self._fail(RuntimeError("the process ended before its profile was complete"))
 
     def _begin(self, step: int, rank: int | None, who: str) -> None:
-        if torch._C._autograd._profiler_enabled():  # torch would end that one, and say nothing
+        if is_profiled():  # torch would end that one, and say nothing
             raise RuntimeError("the script has a profiler of its own, which goes on now; ask again when it is over")
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

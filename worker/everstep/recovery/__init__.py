@@ -6,7 +6,7 @@ rounds from the agent. `forming` makes a round's groups. `group` runs the collec
 state.
 """
 
-from everstep.recovery import torch_names
+from everstep.torch_private import names
 
 # Before the modules of this package are imported: they would raise an ImportError that names no version that works.
-torch_names.check()
+names.check()

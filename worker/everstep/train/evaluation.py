@@ -25,6 +25,7 @@ from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers, buffer_syncs, restore_buffer_syncs
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.tracked_objects import Module, Optimizer, TrackedObject, tracked_objects
+from everstep.torch_private.modules import buffers_of
 
 MOST = 64
 _UNKNOWN, _PENDING, _DONE = 2, 0, 1
@@ -119,8 +120,8 @@ def unchanged(state: Mapping[str, Any], seed: Callable[[], None]) -> Iterator[No
     the buffers. `seed` sets the generators for the evaluation."""
     modules = {id(m): m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules()}.values()
     modes = [(module, module.training) for module in modules]
-    buffers = [(owner._buffers, name, b, b.detach().clone()) for owner in modules
-               for name, b in owner._buffers.items() if b is not None]  # fmt: skip
+    buffers = [(own, name, b, b.detach().clone()) for own in map(buffers_of, modules)
+               for name, b in own.items() if b is not None]  # fmt: skip
     generators = RngState().state_dict()
     # This holds for an evaluation through DDP too: on each rank the next step begins as it would without it, also on a
     # rank that comes later and has not evaluated.

@@ -20,6 +20,8 @@ import torch
 
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.torch_functions import MadeStage, making_schedule
+from everstep.torch_private.patches import replace
+from everstep.torch_private.pipelines import microbatches_of
 
 
 class PipelineSchedule:
@@ -80,7 +82,7 @@ class PipelineSchedule:
 
 def _check_target(schedule: Any, target: Any) -> None:
     """A schedule's loss is the mean over its micro-batches, so a smaller one's rows would count more than others."""
-    parts = getattr(schedule, "_n_microbatches", 1)  # what torch divides the target into
+    parts = microbatches_of(schedule)
     if isinstance(target, torch.Tensor) and target.dim() and target.shape[0] % parts:
         raise LoopError(
             f"run.pipeline: its target has {len(target)} rows, which {parts} micro-batches do not divide. {_ONE_SHAPE}"
@@ -89,22 +91,25 @@ def _check_target(schedule: Any, target: Any) -> None:
 
 def _check_outputs(made: MadeStage) -> None:
     """Let a stage compare each tensor that it sends on with its output_args=, before it is sent."""
-    stage, torchs = made.stage, made.stage.forward_one_chunk
-    told = made.outputs if isinstance(made.outputs, (tuple, list)) else (made.outputs,)
+    stage = made.stage
+    expected = made.outputs if isinstance(made.outputs, (tuple, list)) else (made.outputs,)
 
-    @functools.wraps(torchs)
-    def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
-        output = torchs(*args, **kwargs)
-        given = output if isinstance(output, (tuple, list)) else (output,)
-        if not stage.is_last and _kinds(given) != _kinds(told):
-            raise LoopError(
-                f"run.pipeline: stage {stage.stage_index} returned {_kinds(given)}, and its output_args= are "
-                f"{_kinds(told)}. {_ONE_SHAPE}. If the type differs (autocast), give output_args= and the next stage's "
-                "input_args= the type that the stage returns"
-            )
-        return output
+    def checking(torchs: Any) -> Any:
+        @functools.wraps(torchs)
+        def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
+            output = torchs(*args, **kwargs)
+            given = output if isinstance(output, (tuple, list)) else (output,)
+            if not stage.is_last and _kinds(given) != _kinds(expected):
+                raise LoopError(
+                    f"run.pipeline: stage {stage.stage_index} returned {_kinds(given)}, and its output_args= are "
+                    f"{_kinds(expected)}. {_ONE_SHAPE}. If the type differs (autocast), give output_args= and the next "
+                    "stage's input_args= the type that the stage returns"
+                )
+            return output
 
-    stage.forward_one_chunk = forward_one_chunk
+        return forward_one_chunk
+
+    replace("forward_one_chunk", checking, stage)
 
 
 def _kinds(tensors: Any) -> str:

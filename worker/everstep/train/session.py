@@ -31,7 +31,6 @@ import torch.distributed as dist
 from everstep.checkpoint import Checkpointer, Union
 from everstep.checkpoint.save import at_exit
 from everstep.data import ElasticLoader
-from everstep.recovery import torch_names
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp import static_graphs, uneven_inputs
 from everstep.recovery.engine import Recovery
@@ -39,6 +38,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import UNKNOWN
 from everstep.recovery.state.randomness import Rng, source_of
 from everstep.recovery.state.shape import MODEL, SHARD, shape_of
+from everstep.torch_private import names
 from everstep.train import early_exit, evaluation, once, refused_end
 from everstep.train.averaging import average
 from everstep.train.coordination.group_shutdown import leave_group
@@ -79,7 +79,7 @@ def start(
         text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         compare_gradients = options.pop("rehearsal")
-    torch_names.check_once()
+    names.check_once()
     refused_end.check_first_start()
     rounds = AgentAnnouncements.find()
     recovery = Recovery(rounds) if rounds is not None else None

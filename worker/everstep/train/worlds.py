@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from everstep.checkpoint.ranks import Alone, Ranks, join
 from everstep.recovery.ddp import checks, uneven_inputs
@@ -26,6 +25,7 @@ from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES
 from everstep.recovery.transfer import replicated
+from everstep.torch_private import groups
 from everstep.train import early_exit, once
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.messages import Messages
@@ -208,7 +208,7 @@ class FixedWorld:
     def _numbered(self) -> int:
         group: Any = dist.group.WORLD if self._size > 1 and self._shape.places == 1 else None
         with contextlib.suppress(RuntimeError):
-            return int(group._get_sequence_number_for_group()) if group is not None else 0
+            return groups.collectives_begun(group) if group is not None else 0
         return 0
 
     def all_leave(self) -> None:
@@ -216,7 +216,7 @@ class FixedWorld:
 
     def _all_meet(self, meet: Callable[..., None]) -> None:
         if self._size > 1:
-            store = distributed_c10d._get_default_store()
+            store = groups.default_store()
             meet(store, dist.get_rank(), self._size, self._coordinator.step, self._slowest)
 
     def _completed(self, *, last: bool = False) -> None:

@@ -18,10 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from everstep.agent.processes.control_socket import KEPT
 from everstep.contract import env
+from everstep.torch_private import launcher
 
 TIMEOUT = timedelta(minutes=5)  # of a call; torch's default
 BOARD_TIMEOUT = timedelta(seconds=5)
@@ -72,17 +73,14 @@ def _devices() -> dict[str, int]:
         "accelerators": torch.accelerator.device_count() if accelerated else 0,
         "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "xpus": torch.xpu.device_count() if torch.xpu.is_available() else 0,
-        "cpus": torch._utils.cpu_count() or 1,
+        "cpus": launcher.cpus(),
     }
 
 
 def _cpus(mode: str, processes: int) -> dict[str, Any]:
     """The CPUs to which torchrun would bind each local rank. It asks the GPUs, so the fork server may not do it."""
-    from torch.numa import binding  # noqa: PLC0415 - for few
-
-    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     try:
-        found = [binding._get_logical_cpus_to_bind_to(gpu_index=i, numa_options=options) for i in range(processes)]
+        found = launcher.bound_cpus(mode, processes)
     except (RuntimeError, AssertionError, OSError, ValueError) as e:
         return {"error": f"{type(e).__name__}: {e}".split("\n", 1)[0]}
     if not all(found):

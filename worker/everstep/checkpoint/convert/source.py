@@ -15,6 +15,7 @@ import torch
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state.tree import DTYPES, MAX_PATH, Flattener
+from everstep.torch_private.optimizers import is_schedule_state
 
 MODEL: Final = "model"
 
@@ -91,7 +92,7 @@ def _is_state_dict(value: object) -> bool:
 
 
 def _kind(name: str, value: object, stateful: frozenset[str]) -> str:
-    if name in stateful or is_optimizer(value) or _is_scheduler(value):
+    if name in stateful or is_optimizer(value) or is_schedule_state(value):
         return "stateful"
     return "module" if _is_state_dict(value) else "value"
 
@@ -121,10 +122,6 @@ def _by_name(value: Any, keys: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] 
     }
     state = {f"{model}.{name}": found for name, found in value["state"].items()}
     return "optimizer", {"state": state, "param_groups": options}
-
-
-def _is_scheduler(value: object) -> bool:
-    return isinstance(value, Mapping) and {"last_epoch", "_step_count"} <= set(value)
 
 
 def _called(value: object) -> str:

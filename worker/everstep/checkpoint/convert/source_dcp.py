@@ -25,6 +25,7 @@ from everstep.checkpoint.convert.source import Form, Source, checked, is_optimiz
 from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
 from everstep.checkpoint.format.manifest import Piece
 from everstep.checkpoint.format.tiling import check_tiling
+from everstep.torch_private.files import PRIVATE_OF_DCP, PRIVATE_OF_SAVE
 
 _AT_ONCE: Final = 64 * 2**20  # bytes of tensors that are read by one call
 _PATHS: Final = {
@@ -35,14 +36,13 @@ _CLASSES: Final = {
     ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
     for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "TensorProperties", "StorageMeta",
     )
-} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo}  # fmt: skip
+} | PRIVATE_OF_DCP  # fmt: skip
 _OTHERS: Final = {
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): dict,
-}
+} | PRIVATE_OF_SAVE
 
 
 def open_dcp(folder: Path, key: str, stateful: Iterable[str] = ()) -> Source:

@@ -19,6 +19,7 @@ from everstep.checkpoint.state.holders import Teams
 from everstep.checkpoint.state.sharding import is_sharded, local_of
 from everstep.checkpoint.state.tree import references
 from everstep.checkpoint.state.union import canonical, inside
+from everstep.torch_private.modules import is_state_dict
 
 BUDGET: Final = 2**26  # bytes that are looked at; of a larger state an equal part of each tensor
 LEAST: Final = 2**12  # bytes of each tensor
@@ -77,7 +78,7 @@ def _is_known(target: Any) -> bool:
     """Whether it is known which of its tensors are buffers, or that none is."""
     if isinstance(target, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return True
-    if hasattr(target, "state_dict") or hasattr(target, "_metadata"):  # as a module's state_dict has
+    if hasattr(target, "state_dict") or is_state_dict(target):  # as a module's state_dict has
         return False
     parts = target.values() if isinstance(target, Mapping) else target if isinstance(target, list | tuple) else ()
     return all(_is_known(part) for part in parts)

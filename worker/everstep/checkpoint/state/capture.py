@@ -37,6 +37,7 @@ from everstep.checkpoint.state.union import (
     pruned_to_numbers,
     pruned_to_parameters,
 )
+from everstep.torch_private.modules import set_versions, versions_in
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -257,7 +258,7 @@ def _encode(flattener: Flattener, state: Mapping[str, Any], key: str, path: str 
     body: dict[str, Json] = {"kind": kind, "tree": flattener.flatten(tree, path)}
     if kind == "optimizer":
         body["class"] = type(target).__name__
-    metadata = getattr(tree, "_metadata", None)
+    metadata = versions_in(tree)
     if kind == "module" and metadata:
         # Versions of the modules' own formats: load_state_dict migrates old ones by them.
         body["metadata"] = Flattener().flatten(dict(metadata), f"{path} (metadata)")
@@ -278,7 +279,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
     if kind == "module":
         if metadata:
             tree = _WithMetadata(tree)
-            tree._metadata = unflatten(metadata, {}, key)
+            set_versions(tree, unflatten(metadata, {}, key))
         return fill(bare(target), tree, partial=partial)
     if kind == "stateful":
         if partial:

@@ -15,6 +15,7 @@ import torch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.state.union import Union
+from everstep.torch_private import optimizers
 
 NAME: Final = "ZeroRedundancyOptimizer"
 
@@ -32,7 +33,7 @@ def stepped(optimizer: Any) -> torch.optim.Optimizer:
 
 def undividable(key: str, optimizer: Any) -> str:
     """Why this optimizer's state cannot be saved by parts; empty if it can."""
-    if optimizer._overlap_with_ddp:
+    if optimizers.overlaps(optimizer):
         return (
             f"{key}: {NAME}(overlap_with_ddp=True) leaves its first steps out, and steps in the backward pass, which "
             "cannot be repeated when a peer is lost. Leave overlap_with_ddp out, and call optimizer.step() in the step"
@@ -89,7 +90,7 @@ class DividedOptimizer:
             raise ValueError(f"groups of {sizes} parameters, and others in the optimizer passed in")
         for group, saved in zip(groups, tree["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
-        self.optimizer._sync_param_groups(groups, inner.param_groups)
+        optimizers.sync_groups(self.optimizer, groups, inner.param_groups)
         on_device = {id(p) for group in inner.param_groups for p in group["params"] if _steps_on_device(group)}
         mine = self.numbers()
         for number, p in enumerate(self.parameters):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from everstep.checkpoint.state.sharding import local_of
+from everstep.torch_private.tensors import below_subclasses
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -55,7 +56,7 @@ def crossed(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), below_subclasses():
         return torch.equal(row_of(one), row_of(other))
 
 

@@ -13,6 +13,14 @@ import torch
 
 from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.sharding import placed_as
+from everstep.torch_private.modules import (
+    buffers_of,
+    compiled,
+    load_hooks,
+    reads_as_normalization,
+    reads_in_own_way,
+    unsaved_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +56,12 @@ def make_writable(module: torch.nn.Module) -> None:
     """Give buffers memory of their own that `load_state_dict` cannot write to: expanded ones, in which one number shows
     many times, and those that were made in inference mode."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        own = buffers_of(part)
+        for name, buffer in own.items():
             if buffer is not None and layouts.is_dense(buffer) and 0 in buffer.stride():
-                part._buffers[name] = buffer.contiguous()
+                own[name] = buffer.contiguous()
             elif buffer is not None and buffer.is_inference():
-                part._buffers[name] = buffer.clone()
+                own[name] = buffer.clone()
 
 
 def buffer_names(module: torch.nn.Module) -> tuple[str, ...]:
@@ -64,12 +73,12 @@ def unset_buffers(module: torch.nn.Module) -> frozenset[str]:
     """The names of buffers that are None."""
     parts = module.named_modules()
     return frozenset(
-        f"{path}." * bool(path) + name for path, part in parts for name in _kept(part) if part._buffers[name] is None
+        f"{path}." * bool(path) + name for path, part in parts for name in _kept(part) if buffers_of(part)[name] is None
     )
 
 
 def _kept(part: torch.nn.Module) -> list[str]:
-    return [name for name in part._buffers if name not in part._non_persistent_buffers_set]
+    return [name for name in buffers_of(part) if name not in unsaved_of(part)]
 
 
 def is_free(name: str, free: tuple[str, ...]) -> bool:
@@ -85,17 +94,15 @@ def migrated(module: torch.nn.Module) -> tuple[str, ...]:
     found = []
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
-        reads = type(part)._load_from_state_dict
-        if reads is torch.nn.modules.batchnorm._NormBase._load_from_state_dict:
+        if reads_as_normalization(part):
             found.append(f"{prefix}num_batches_tracked")  # absent in old ones
-        elif reads is not torch.nn.Module._load_from_state_dict:
+        elif reads_in_own_way(part):
             found.append(prefix)
         extra = (type(part).get_extra_state, type(part).set_extra_state)
         if extra != (torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state):
             found.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
-        hooks = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
         # FSDP2's only sees to it that the parameters are sharded.
-        if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in hooks):
+        if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in load_hooks(part)):
             found.append(prefix)
     return tuple(found)
 
@@ -105,8 +112,8 @@ def bare(target: Any) -> Any:
     while isinstance(target, torch.nn.Module):
         if isinstance(target, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             target = target.module
-        elif hasattr(target, "_orig_mod"):
-            target = target._orig_mod
+        elif (inner := compiled(target)) is not None:
+            target = inner
         else:
             break
     return target

@@ -19,6 +19,7 @@ import torch
 from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.memory import same_bits, shows_twice, span
 from everstep.checkpoint.state.sharding import is_sharded, placed_as
+from everstep.torch_private.tensors import below_subclasses
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast:
         return tree
     if taken.meets(*span(live)):
         return live if same_bits(live, tree) else tree
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), below_subclasses():
         live.copy_(tree)
     return live
 

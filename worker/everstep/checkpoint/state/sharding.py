@@ -19,6 +19,7 @@ import torch.distributed as dist
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.boxes import Box, whole
 from everstep.checkpoint.format.manifest import Entry
+from everstep.torch_private.meshes import root_of
 
 REPLICATE: Final = "replicate"  # that of `Run.mesh`
 _RECUT: Final = "redistribute() it to Shard or Replicate, or take a length that the mesh divides"
@@ -143,7 +144,7 @@ def box_at(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[An
 def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
     """With tensor parallelism a tensor's mesh is one replica's part of a larger one, whose dimension `REPLICATE` has
     the others: the ranks of all of them that hold what these do. Other dimensions, a pipeline's, hold other tensors."""
-    root = mesh._get_root_mesh()
+    root = root_of(mesh)
     names = root.mesh_dim_names or ()
     if REPLICATE not in names or REPLICATE in (mesh.mesh_dim_names or ()):
         return ranks

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-import torch.utils._python_dispatch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state import layouts
 from everstep.checkpoint.state.sharding import check_placements, is_sharded, local_of
+from everstep.torch_private.tensors import is_wrapper, storage_of
 
 DTYPES: Final[dict[torch.dtype, str]] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -217,7 +217,7 @@ def place(tensor: torch.Tensor) -> tuple[object, ...]:
     if not is_sharded(tensor):
         return (tensor.data_ptr(),)
     local = tensor.to_local()  # type: ignore[attr-defined]
-    return (local.untyped_storage()._cdata, local.storage_offset(), tensor.placements)  # type: ignore[attr-defined]
+    return (storage_of(local), local.storage_offset(), tensor.placements)  # type: ignore[attr-defined]
 
 
 def _check_memory(tensor: torch.Tensor, path: str) -> None:
@@ -225,7 +225,7 @@ def _check_memory(tensor: torch.Tensor, path: str) -> None:
     whole = local_of(tensor)
     if not whole.numel():
         return
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(whole) or _address(whole) == 0:
+    if is_wrapper(whole) or _address(whole) == 0:
         kind = type(whole)
         if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
             raise StateMismatch(f"{path}: the tensor's memory was freed (its storage was resized); it cannot be saved")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from everstep.compat.horovod.script import uses_elastic
 from everstep.contract import env

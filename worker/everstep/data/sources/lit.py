@@ -15,6 +15,7 @@ from everstep.data.cache import Cache
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
 from everstep.data.sources.files import Files, Opened, Opener, library, sharded
+from everstep.torch_private import libraries
 
 INDEX = "index.json"
 
@@ -108,14 +109,11 @@ class _OpenChunk(Opener):
         return Opened(held, chunk["chunk_size"], read, lambda: loader.close(0))
 
     def _loader(self, chunk: dict[str, Any]) -> Any:
-        from litdata.streaming.serializers import _get_serializers  # noqa: PLC0415  the library is optional
-        from litdata.utilities._pytree import treespec_loads  # noqa: PLC0415
-
         config = dict(self._config)
         if config.get("data_spec") is not None:
-            config["data_spec"] = treespec_loads(config["data_spec"])
+            config["data_spec"] = libraries.litdata_spec(config["data_spec"])
         loader = _library().PyTreeLoader()
-        loader.setup(config, [chunk], _get_serializers(None))
+        loader.setup(config, [chunk], libraries.litdata_serializers())
         return loader
 
 
@@ -139,7 +137,7 @@ def _is_packed_whole(config: Mapping[str, Any]) -> bool:
 
 
 def _codecs() -> Any:
-    return library("litdata.streaming.compression", "litdata() reads with litdata", "litdata")._COMPRESSORS
+    return libraries.litdata_codecs(library("litdata.streaming.compression", "litdata() reads with litdata", "litdata"))
 
 
 def _library() -> Any:

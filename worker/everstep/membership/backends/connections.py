@@ -18,6 +18,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from everstep.membership.peers.probe import connect
+from everstep.torch_private.libraries import OpensItself
 
 SILENT = 1.5  # seconds in which sent data must be acknowledged; otherwise the connection ends
 ALIVE = 1  # seconds of silence before a keepalive probe; a whole number
@@ -49,13 +50,13 @@ def open_connection(host: str, port: int, seconds: float) -> socket.socket:
     raise TimeoutError(errno.ETIMEDOUT, f"no answer in {seconds:g} s")
 
 
-class _Opening:
+class _Opening(OpensItself):
     """Overrides how urllib3 opens a connection."""
 
-    def _new_conn(self) -> socket.socket:
+    def opened(self, host: str) -> socket.socket:
         mine: Any = self
         try:
-            made = open_connection(mine._dns_host, mine.port, mine.timeout)
+            made = open_connection(host, mine.port, mine.timeout)
         except socket.gaierror as e:
             raise NameResolutionError(mine.host, mine, e) from e
         except TimeoutError as e:

@@ -12,24 +12,26 @@ from typing import Any
 
 import torch
 
+from everstep.torch_private import reducers
+
 
 def parameters_of(ddp: Any) -> list[torch.nn.Parameter]:
     """The parameters of the DDP object's present reducer, in the order of the module. If the script has frozen or
     unfrozen parameters since, finding them allocates memory for gradients for a moment."""
     if not hasattr(ddp, "reducer"):
         return []  # other hooks average all of them
-    now, _ = ddp._build_params_for_reducer()
-    told = ddp._get_ddp_logging_data()
-    count, size = told.get("num_parameter_tensors"), told.get("total_parameter_size_bytes")
+    now, _ = reducers.parameters_for_reducer(ddp)
+    logged = reducers.logged(ddp)
+    count, size = logged.get("num_parameter_tensors"), logged.get("total_parameter_size_bytes")
     if (count, size) == (len(now), sum(p.numel() * p.element_size() for p in now)):
-        return list(now)
+        return now
     every = [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
     if count == len(every):
         return every
     try:
-        made = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+        made = {id(p) for bucket in reducers.zero_buckets(ddp) for p in bucket.parameters()}
     except RuntimeError:
-        return list(now)  # the reducer does not give sparse gradients
+        return now  # the reducer does not give sparse gradients
     return [p for p in every if id(p) in made]
 
 
@@ -37,7 +39,7 @@ def lists_for_reducer(ddp: Any, reduced: Sequence[torch.nn.Parameter]) -> tuple[
     """The arguments that DDP's constructor gives its reducer: these parameters, and whether each has a sparse gradient.
     The parameters must require gradients during the call."""
     wanted = set(map(id, reduced))
-    parameters, sparse = ddp._build_params_for_reducer()
+    parameters, sparse = reducers.parameters_for_reducer(ddp)
     listed = [(p, is_sparse) for p, is_sparse in zip(parameters, sparse, strict=True) if id(p) in wanted]
     return [p for p, _ in listed], [is_sparse for _, is_sparse in listed]
 

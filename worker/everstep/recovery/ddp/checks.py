@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -14,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.torch_private import modules, reducers
+from everstep.torch_private.sharded import is_taken_apart
 
 # Types of a hook's settings, which do not change.
 _WITHOUT = (dist.ProcessGroup, bool, int, float, str, torch.dtype, torch.device)
@@ -29,8 +29,7 @@ def check(
     """Raises `LoopError` for the first of these that would be wrong, or fail, in another round. `places`, `is_across`:
     see `check_places`; `tracked`: objects that commits and new processes have."""
     check_places(parallel, places, is_across)
-    optimized = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else None
-    compiled = [o._orig_mod for o in gc.get_objects() if type(o) is optimized]
+    compiled = list(modules.all_compiled())
     for ddp in parallel:
         name = type(ddp.module).__name__
         if not isinstance(ddp.process_group, RecoverableGroup):
@@ -74,7 +73,7 @@ def check_hooks(
 
 
 def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None, tracked: Collection[object]) -> None:
-    for hook, state in ddp._comm_hooks:
+    for hook, state in reducers.comm_hooks(ddp):
         if state is None or isinstance(state, _WITHOUT) or type(state).__module__ == _HARMLESS:
             continue
         if any(state is one for one in tracked):
@@ -94,7 +93,7 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None, tracked: Colle
 def _check_cut(ddp: Any) -> None:
     """Refuse `device_mesh=`. With it, torch 2.13 replaces a sharded module's parameters by local tensors, and in the
     first forward pass by plain attributes. So neither `state_dict` nor `parameters` has them."""
-    found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or hasattr(p, "_st_info")), None)
+    found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or is_taken_apart(p)), None)
     if found is not None:
         raise LoopError(
             f"DistributedDataParallel({type(ddp.module).__name__}): {found} is cut by tensor parallelism, and torch "
@@ -105,7 +104,7 @@ def _check_cut(ddp: Any) -> None:
 
 
 def _check_builtin(ddp: Any, name: str) -> None:
-    if not ddp._comm_hooks and (found := ddp._get_ddp_logging_data().get("comm_hook")):
+    if not reducers.comm_hooks(ddp) and (found := reducers.logged(ddp).get("comm_hook")):
         raise LoopError(
             f"{found} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
             "Python: `register_comm_hook(None, default_hooks.fp16_compress_hook)`"

@@ -9,8 +9,7 @@ With three ranks or more, the buckets decide in which order the ranks' values ar
 sum. So the order of arrival is part of the training state. `Reducers` learns it once, after the first step with ordered
 buckets. It is saved in commits and sent to peers, and later reducers begin with it.
 
-Invariant: all members of a round make their reducers with the same order. The module uses private names of torch;
-`tests/recovery/test_recovery_reducers.py` watches them.
+Invariant: all members of a round make their reducers with the same order.
 """
 
 from __future__ import annotations
@@ -27,19 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.torch_private import reducers
 
 log = logging.getLogger("everstep.train")
 
 BUCKETS = "ddp_buckets"  # the name of a `Reducers` in the state of a run
-BUILTIN = "BuiltinCommHookType."
-SAMPLE_RATE = 100  # torch's default, of passes
 
 
 @dataclass(eq=False, slots=True)
@@ -144,16 +141,16 @@ class Reducers:
     def can_renew(self) -> bool:
         """Whether `renew` can follow the next backward pass."""
         known = {o.reference() for o in self._orderly if o.made is not None}
-        self._had = [ddp for ddp in self.alive() if ddp._has_rebuilt_buckets]
+        self._had = [ddp for ddp in self.alive() if reducers.has_rebuilt_buckets(ddp)]
         self._syncs = buffer_syncs(self.alive())
-        return all(not ddp._has_rebuilt_buckets or (ddp in known and not ddp.static_graph) for ddp in self.alive())
+        return all(ddp in known and not ddp.static_graph for ddp in self._had)
 
     def renew(self) -> None:
         """Make reducers anew in this process alone, after a backward pass that the other ranks have not made. They
         behave as the others' reducers do at the beginning of a pass. Collectives must be stood in for meanwhile."""
         self.rebuild()
         for ddp in self._had:  # their first forward pass of this world has done so, too
-            ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
+            reducers.rebuild_buckets(ddp)
         restore_buffer_syncs(self._syncs)
         self._had, self._syncs = [], []
 
@@ -232,8 +229,8 @@ def rebuild(
 
 
 def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.Parameter]) -> tuple[int, ...] | None:
-    hooks, builtin = list(ddp._comm_hooks), _builtin_hook(ddp)
-    ddp.reducer._remove_autograd_hooks()
+    hooks, builtin = reducers.comm_hooks(ddp), reducers.builtin_hook(ddp)
+    reducers.drop_reducer(ddp)
     parameters, expect_sparse = lists_for_reducer(ddp, reduced)
     if ddp.static_graph and hooks:
         order = None  # in the first pass of a static graph, torch gives each bucket the number 0, so there must be one
@@ -243,23 +240,10 @@ def _rebuild(ddp: Any, order: Sequence[int] | None, reduced: Sequence[torch.nn.P
         # The reducer then numbers parameters by arrival. Old numbers are used nowhere: everything that uses numbers is
         # made below from these lists.
         parameters, expect_sparse = [parameters[i] for i in order], [expect_sparse[i] for i in order]
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    ddp._ddp_init_helper(parameters, expect_sparse, names, ddp.static_graph)
-    if ddp.mixed_precision is not None:
-        ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
-    ddp._has_rebuilt_buckets = False
-    ddp.require_forward_param_sync = True
-    if ddp.static_graph:
-        ddp.static_graph = False  # otherwise the next call would return early
-        ddp._set_static_graph()
-    ddp._comm_hooks.clear()
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-    if builtin is not None:
-        ddp._register_builtin_comm_hook(builtin)
+    reducers.make_reducer(ddp, parameters, expect_sparse, hooks, builtin)
     if order is None:
         return None
-    ddp.reducer._push_all_rebuilt_params()
+    reducers.keep_order(ddp)
     return tuple(order)
 
 
@@ -283,7 +267,7 @@ def _orders(ddp: Any) -> bool:
     return (
         hasattr(ddp, "reducer")
         and (ddp.static_graph or not ddp.find_unused_parameters)
-        and not ddp._use_python_reducer
+        and not reducers.uses_python_reducer(ddp)
         and ddp.process_group is dist.group.WORLD
     )
 
@@ -297,27 +281,15 @@ def _orderly(ddp: Any, name: str, parameters: Sequence[torch.nn.Parameter]) -> _
 
 def _learn(ddp: Any, count: int) -> tuple[int, ...] | None:
     """The order of its buckets, made now if its first backward pass is over."""
-    if ddp.reducer._rebuild_buckets():
-        ddp._has_rebuilt_buckets = True
-    told = _told(ddp)
-    if not told and ddp._has_rebuilt_buckets:
-        told = _told(ddp, each=True)
+    reducers.rebuild_buckets(ddp)
+    order = reducers.bucket_order(ddp)
+    if not order and reducers.has_rebuilt_buckets(ddp):
+        order = reducers.bucket_order(ddp, each=True)
     try:
-        return _order(told, count)
+        return _order(order, count)
     except ValueError as e:
         log.warning("the last bits may differ after a recovery: torch says of its buckets %s", e)
         return None
-
-
-def _told(ddp: Any, *, each: bool = False) -> str:
-    """torch's log of the buckets that a reducer has ordered. torch writes it in the first ten passes and in each 100th.
-    `each`: also in this one."""
-    if each:
-        ddp._set_ddp_runtime_logging_sample_rate(1)
-    ddp.logger.set_runtime_stats_and_log()
-    if each:
-        ddp._set_ddp_runtime_logging_sample_rate(SAMPLE_RATE)
-    return str(ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")).replace(",", " ")
 
 
 def _said(state: Mapping[str, Any]) -> dict[tuple[str, str], str]:
@@ -332,11 +304,3 @@ def _order(text: str | None, count: int) -> tuple[int, ...] | None:
     if sorted(words) != sorted(map(str, range(count))):
         raise ValueError(f"{text[:100]!r} is no order of {count} parameters")
     return tuple(map(int, words))
-
-
-def _builtin_hook(ddp: Any) -> Any:
-    """The C++ communication hook that was registered with the DDP object, if any."""
-    name = ddp._get_ddp_logging_data().get("comm_hook", "")
-    return (
-        getattr(_distributed_c10d.BuiltinCommHookType, name.removeprefix(BUILTIN)) if name.startswith(BUILTIN) else None
-    )

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import script_call_site
-from everstep.recovery.replacements import replace
+from everstep.torch_private import reducers
+from everstep.torch_private.patches import replace
 
 _FAILS = (
     "torch learns a static graph in a reducer's first pass, and fails if that pass is in no_sync(); after each loss of "
@@ -37,7 +38,7 @@ def _checked(no_sync: Any) -> Any:
     def checked(ddp: Any) -> Any:
         # A DDP object has the second attribute only with a static graph.
         if ddp.static_graph and (
-            isinstance(ddp.process_group, RecoverableGroup) or not ddp._static_graph_delay_allreduce_enqueued
+            isinstance(ddp.process_group, RecoverableGroup) or not reducers.delays_static_pass(ddp)
         ):
             asked = script_call_site(sys._getframe(1))
             raise LoopError(

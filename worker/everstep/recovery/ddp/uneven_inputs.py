@@ -13,8 +13,7 @@ before the training does:
 - Passes that only some ranks synchronize are refused. torch would average them with other passes, or wait for ever.
 
 A join around the session's loop has nothing to do, because all ranks take the same number of steps, so it is switched
-off. Invariant: all ranks decide alike, by values that they have reduced. The module uses private names of torch;
-`tests/recovery/test_uneven_inputs.py` watches them.
+off. Invariant: all ranks decide alike, by values that they have reduced.
 """
 
 from __future__ import annotations
@@ -27,17 +26,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.algorithms import join as joins
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _DDPJoinHook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import script_call_site
-from everstep.recovery.replacements import replace
+from everstep.torch_private import joins, reducers, tensors
+from everstep.torch_private.patches import replace
 
 _NOT_ALIKE = (
     "some ranks average their gradients in this pass, and others accumulate them in no_sync(). Inside `join` all ranks "
@@ -65,7 +62,7 @@ _SOME_RANKS = (
     "optimizer.step() behind it"
 )
 
-_entered: list[joins.Join] = []  # those that are not left yet
+_entered: list[Join] = []  # those that are not left yet
 _hooks: dict[int, JoinHook] = {}  # of the DDP objects in them, by identity
 # The gradients of each DDP object that was in a join, as they were last used: when the present step began, or by an
 # optimizer since then; None before either.
@@ -79,11 +76,11 @@ _give: list[Callable[[int], None]] = []
 def put_up() -> None:
     """Put the replacements in place. Called when a run begins; does nothing the second time, whatever other libraries
     have put around them since."""
-    replace("__init__", _asked, joins.Join)
-    replace("__enter__", lambda _: _enter, joins.Join)
-    replace("__exit__", _leave, joins.Join)
+    replace("__init__", _asked, Join)
+    replace("__enter__", lambda _: _enter, Join)
+    replace("__exit__", _leave, Join)
     replace("join_hook", lambda _: _join_hook, DistributedDataParallel)
-    replace("_check_global_requires_backward_grad_sync", lambda _: _tell, DistributedDataParallel)
+    joins.replace_pass_check(_tell)
     register_optimizer_step_post_hook(_stepped)
 
 
@@ -95,7 +92,7 @@ def gives(give: Callable[[int], None]) -> None:
 def step_begins() -> None:
     """A step of the session begins: a join that was entered before has nothing to do in it."""
     for one in _entered:
-        _switch(one, on=False)
+        joins.enable(one, on=False)
     for ddp in list(_there):
         _there[ddp] = _marks(ddp)
 
@@ -105,7 +102,7 @@ def is_entered() -> bool:
     return bool(_entered)
 
 
-class JoinHook(_DDPJoinHook):
+class JoinHook(joins.DDPJoinHook):
     """What a rank without inputs does for one DDP object."""
 
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
@@ -130,8 +127,7 @@ class JoinHook(_DDPJoinHook):
         return self._changes() - self._before
 
     def _changes(self) -> int:
-        versions: int = sum(p._version for p in self._parameters)
-        return versions + _steps.get(self.ddp, 0)
+        return tensors.sum_of_versions(self._parameters) + _steps.get(self.ddp, 0)
 
     def passes(self, *, synchronized: bool) -> None:
         """A forward pass of this rank begins, whose backward pass may follow."""
@@ -146,9 +142,8 @@ class JoinHook(_DDPJoinHook):
         """Answer the collectives of one pass of the others."""
         ddp: Any = self.ddp
         ddp.reducer.prepare_for_forward()
-        if ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True
-        ddp._check_and_sync_module_buffers()
+        reducers.rebuild_buckets(ddp)
+        joins.sync_buffers(ddp)
         synchronized, moved, _, cleared = _agree(ddp, self, joined=True)
         ddp.require_forward_param_sync = synchronized
         # The others begin with new gradients: their optimizer has made its step, or they have left it out.
@@ -156,13 +151,13 @@ class JoinHook(_DDPJoinHook):
             self._own, self._known = False, moved
         if synchronized:
             self._average()
-            ddp.reducer._push_all_rebuilt_params()
+            reducers.keep_order(ddp)
             self._own = self._same = True
 
     def _average(self) -> None:
         ddp: Any = self.ddp
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
-        hooked = bool(ddp._comm_hooks) or bool(ddp._get_ddp_logging_data().get("comm_hook"))
+        buckets = reducers.zero_buckets(ddp)
+        hooked = bool(reducers.comm_hooks(ddp)) or bool(reducers.logged(ddp).get("comm_hook"))
         share = 1.0 if hooked else 1.0 / dist.get_world_size(ddp.process_group)
         with torch.no_grad():
             works = []
@@ -170,7 +165,7 @@ class JoinHook(_DDPJoinHook):
                 for p, part in _parts(bucket) if self._own and self.initial else ():
                     if p.grad is not None:
                         part.copy_(p.grad * share)
-                works.append(ddp.reducer._run_comm_hook(bucket))
+                works.append(joins.run_hook(ddp, bucket))
             for bucket, work in zip(buckets, works, strict=True):
                 found = work.wait()
                 found = found[0] if isinstance(found, list | tuple) else found
@@ -190,8 +185,7 @@ class JoinHook(_DDPJoinHook):
         ddp: Any = self.ddp
         if not ddp.find_unused_parameters:
             return None
-        # Zeros in place of the reducer's own map, which would keep the answer until its next pass.
-        used = torch.zeros_like(ddp.reducer._get_local_used_map())
+        used = joins.used_map(ddp)
         dist.all_reduce(used, group=ddp.process_group)
         listed = parameters_of(ddp)
         return {id(p) for p, count in zip(listed, used.tolist(), strict=True) if count}
@@ -200,7 +194,7 @@ class JoinHook(_DDPJoinHook):
         """All ranks have joined: bring them to one state."""
         ddp: Any = self.ddp
         told = torch.tensor(
-            [ddp._distributed_rank if is_last_joiner else -1, not is_last_joiner, self.moved],
+            [joins.rank_of(ddp) if is_last_joiner else -1, not is_last_joiner, self.moved],
             dtype=torch.int64, device=ddp.device,
         )  # fmt: skip
         dist.all_reduce(told, dist.ReduceOp.MAX, group=ddp.process_group)
@@ -213,11 +207,9 @@ class JoinHook(_DDPJoinHook):
             if _give:
                 _give[0](source)
             else:
-                ddp._sync_final_model(is_last_joiner)
+                joins.sync_parameters(ddp, is_last_joiner)
         elif ddp.forward_sync_buffers and ddp.modules_buffers:
-            ddp._assign_modules_buffers()
-            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):
-                ddp._sync_module_buffers(source)
+            joins.send_buffers(ddp, source)
 
 
 def _agree(ddp: Any, hook: JoinHook, *, joined: bool, synchronized: bool = False) -> tuple[bool, int, int, bool]:
@@ -245,7 +237,10 @@ def _tell(ddp: Any, is_joined_rank: bool) -> None:
         hook.passes(synchronized=synchronized)
     _, _, active, _ = _agree(ddp, hook, joined=is_joined_rank, synchronized=synchronized)
     if not hook.initial:
-        _divide_by(ddp, active)  # torch's own wait for this number never ends with a group that is made in Python
+        # torch's own wait for this number never ends with a group that is made in Python.
+        reducers.divide_by(
+            ddp, active
+        )  # torch's own wait for this number never ends with a group that is made in Python
 
 
 def _join_hook(ddp: Any, **options: Any) -> JoinHook:
@@ -263,16 +258,16 @@ def _asked(init: Any) -> Any:
     @functools.wraps(init)
     def asked(one: Any, *arguments: Any, **options: Any) -> None:
         init(one, *arguments, **options)
-        one._everstep_enable = one._enable
-        _switch(one, on=False)  # until it is entered
+        one._everstep_enable = joins.is_enabled(one)
+        joins.enable(one, on=False)  # until it is entered
 
     return asked
 
 
 def _enter(one: Any) -> None:
-    _switch(one, on=one._everstep_enable)
+    joins.enable(one, on=one._everstep_enable)
     _entered.append(one)
-    for hook in one._join_hooks:
+    for hook in joins.hooks_of(one):
         if isinstance(hook, JoinHook):
             _hooks[id(hook.ddp)] = hook
             hook.begin()
@@ -285,34 +280,21 @@ def _leave(leave: Any) -> Any:
             return leave(one, *error)
         finally:
             _entered[:] = [other for other in _entered if other is not one]
-            for joinable in one._joinables:
+            for joinable in joins.joined_by(one):
                 _hooks.pop(id(joinable), None)
-            if one._enable:
-                _switch(one, on=False)
+            if joins.is_enabled(one):
+                joins.enable(one, on=False)
                 _forget_divisor(one)
 
     return left
 
 
-def _switch(one: Any, *, on: bool) -> None:
-    one._enable = on
-    one._set_joinable_configs()
-
-
 def _forget_divisor(one: Any) -> None:
     """Let DDP divide by the number of all ranks again. Its reducer would divide by the ranks of its last pass in the
     join."""
-    for joinable in one._joinables:
+    for joinable in joins.joined_by(one):
         if isinstance(joinable, DistributedDataParallel) and hasattr(joinable, "reducer"):
-            _divide_by(joinable, None)
-
-
-def _divide_by(ddp: Any, count: int | None) -> None:
-    """Let the reducer divide the sums of gradients by this number; None: by that of all ranks."""
-    told: torch.futures.Future[Any] = torch.futures.Future()
-    told.set_result([torch.tensor([count or 0])])
-    c10d: Any = _distributed_c10d
-    ddp.reducer._set_forward_pass_work_handle(c10d._create_work_from_future(told), count is None)
+            reducers.divide_by(joinable, None)
 
 
 def _parts(bucket: Any) -> Any:
@@ -344,8 +326,7 @@ def _is_cleared(ddp: Any) -> bool:
 
 def _marks(ddp: Any) -> list[Any]:
     """Values that differ when gradients have changed."""
-    gradients = [p.grad for p in ddp.module.parameters()]
-    return [None if g is None else (id(g), g._version) for g in gradients]
+    return tensors.marks(p.grad for p in ddp.module.parameters())
 
 
 def _at() -> str:

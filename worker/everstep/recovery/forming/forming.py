@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import gloo_sockets, same_calls
+from everstep.torch_private import groups
 
 # torch's default, and how long a rank may lag behind the others. None of our waits depends on it. But if gloo lost a
 # transfer, its thread lives for this long.
@@ -67,7 +68,7 @@ class Subgroup:
 def alone() -> Any:
     """The group of a world of one, in which a script builds its objects before it joins its first round."""
     store = HashStore()
-    main, _ = _with_devices(_gloo(store, 0, 1, ProcessGroupGloo.create_default_device()), 0, 1, store)
+    main, _ = _with_devices(_gloo(store, 0, 1, groups.gloo_device()), 0, 1, store)
     return main
 
 
@@ -179,32 +180,25 @@ def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Cal
         return gloo, None
     # 2: clean up after an error, but keep the process. torchrun sets 1, which ends it; here it recovers.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=LOST_SECONDS)
-    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
-    both = dist.ProcessGroup(store, rank, size)
-    both._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    both._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-    return both, nccl.abort
+    nccl = groups.nccl(PrefixStore("nccl", store), rank, size, timedelta(seconds=LOST_SECONDS))
+    kinds = dist.ProcessGroup.BackendType
+    backends = {"cpu": (kinds.GLOO, gloo), "cuda": (kinds.NCCL, nccl)}
+    return groups.of_backends(store, rank, size, backends), nccl.abort
 
 
 def _gloo(store: Any, rank: int, size: int, device: Any) -> Any:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
-    options._threads = 2
-    options._timeout = timedelta(seconds=LOST_SECONDS)
-    return ProcessGroupGloo(store, rank, size, options)
+    return groups.gloo(store, rank, size, device, threads=2, timeout=timedelta(seconds=LOST_SECONDS))
 
 
 def gloo_device(host: str, port: int) -> Any:
     """A gloo device that listens on GLOO_SOCKET_IFNAME, or else at this machine's address on its route to the round's
     store. torch's default is the address of the host name, which on many machines is a local one."""
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ProcessGroupGloo.create_device(interface=names.split(",")[0])
+        return groups.gloo_device(interface=names.split(",")[0])
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
-            return ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])
+            return groups.gloo_device(hostname=probe.getsockname()[0])
     except OSError:
-        return ProcessGroupGloo.create_default_device()
+        return groups.gloo_device()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 
 
 def reduce_into(values: torch.Tensor, operation: Any, group: Any) -> Any:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Calls, line_of_script
 

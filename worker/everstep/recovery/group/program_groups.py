@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from everstep.contract import rank_label
 from everstep.recovery.errors import LoopError
@@ -27,6 +26,7 @@ from everstep.recovery.group.meanings import AcrossReplicas, AllRanks, GroupMean
 from everstep.recovery.group.recoverable import BACKEND, RecoverableGroup
 from everstep.recovery.group.script_location import NO_SUBGROUPS, ScriptLocation, ScriptPhase, script_call_site
 from everstep.recovery.state.shape import MODEL
+from everstep.torch_private.groups import set_ranks
 
 MOST = 16  # each has connections of its own in each round
 
@@ -148,14 +148,14 @@ class ProgramGroups:
 
     def place(self, rank: int, world_size: int) -> None:
         """Tell the groups, and c10d, of the world that has begun."""
-        distributed_c10d._world.pg_group_ranks[self.main] = {i: i for i in range(world_size)}
+        set_ranks(self.main, {i: i for i in range(world_size)})
         for one in self._own:
             self._seat(one.group, one.what, rank, world_size)
 
     def _seat(self, group: RecoverableGroup, what: GroupMeaning, rank: int, world_size: int) -> None:
         ranks = meanings.ranks_of(what, rank, world_size, self.places)
         group.place(ranks.index(rank), len(ranks))
-        distributed_c10d._world.pg_group_ranks[group] = {one: i for i, one in enumerate(ranks)}
+        set_ranks(group, {one: i for i, one in enumerate(ranks)})
 
     def _check_peer(self, name: str, rank: int) -> None:
         """Check the rank to which the script sends, or from which it receives. Raises `LoopError` if the world has no

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 
 from everstep.contract.calls import Call, Page
 from everstep.recovery.group.in_flight import CollectiveWork, CombinedWork, InFlightCollectives, PeerLost, WaitingTime
 from everstep.recovery.group.script_location import ScriptLocation
+from everstep.torch_private.groups import allgather_options
 
 BACKEND = "everstep"
 # Point-to-point operations: how messages describe them.
@@ -267,19 +268,19 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._run("reduce", tensors, tensors, tensors, opts or c10d.ReduceOptions())
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._run("allgather", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+        return self._run("allgather", outputs, inputs, outputs, inputs, opts or allgather_options())
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._run("_allgather_base", output, [input], output, input, opts or c10d.AllgatherOptions())
+        return self._run("_allgather_base", output, [input], output, input, opts or allgather_options())
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         return self._allgather_base(output, input, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self._run("allgather_coalesced", outputs, inputs, outputs, inputs, opts or c10d.AllgatherOptions())
+        return self._run("allgather_coalesced", outputs, inputs, outputs, inputs, opts or allgather_options())
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = opts or c10d.AllgatherOptions()
+        opts = opts or allgather_options()
         if _on_device(inputs):
             return self._run("allgather_into_tensor_coalesced", outputs, inputs, outputs, inputs, opts)
         return self._in_turn(self._allgather_base, outputs, inputs, opts)

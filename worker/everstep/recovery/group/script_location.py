@@ -27,7 +27,7 @@ _OWN = (
     "torch.distributed._functional_collectives",
 )
 # Our modules whose frames are skipped in search of the script's call. A call by another module of ours is our own.
-_BETWEEN = ("everstep.recovery.", "everstep.train.guards.comparison.")
+_BETWEEN = ("everstep.recovery.", "everstep.torch_private.", "everstep.train.guards.comparison.")
 _OF_STATE = "everstep.recovery.state."
 
 

@@ -1,9 +1,8 @@
 """Replaces the functions of torch.distributed by which a script would make its own groups and meshes.
 
 Before its first round a process is alone, so torch's own functions would silently give it groups and meshes of one
-rank. Each such function is refused here, or replaced by one that follows the world. The module uses private names of
-torch; `tests/agent/test_agent_scope.py` watches them. A replacement first checks that the default group is ours, so it
-changes nothing in other programs.
+rank. Each such function is refused here, or replaced by one that follows the world. A replacement first checks that
+the default group is ours, so it changes nothing in other programs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ from torch.distributed import distributed_c10d
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import NO_PIPELINE, NO_SUBGROUPS, script_call_site
-from everstep.recovery.replacements import replace
+from everstep.torch_private import groups
+from everstep.torch_private.meshes import is_slice
+from everstep.torch_private.patches import replace
 
 _NO_MESH = (
     "a mesh that the script makes has the world in which it was made: this process alone. For replicas × shards write "
@@ -102,7 +103,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         return making
 
     both = distributed_c10d, dist
-    replace("_new_group_with_tag", new_group_with_tag, distributed_c10d)
+    groups.replace_new_group(new_group_with_tag)
     replace("get_rank", partial(_get_rank, here), *both)
     replace("new_subgroups", partial(_new_subgroups, here, most), *both)
     replace("new_subgroups_by_enumeration", partial(_by_enumeration, here), *both)
@@ -115,7 +116,7 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
         (RecoverableGroup, "split_group", "split_group()", NO_SUBGROUPS),
         (RecoverableGroup, "merge_remote_group", "merge_remote_group()", NO_SUBGROUPS),
         (distributed_c10d, "init_process_group", "dist.init_process_group()", _NO_INIT),
-        *((holder, name, "rpc.init_rpc()", _NO_RPC) for holder, name in _of_rpc()),
+        *((holder, name, "rpc.init_rpc()", _NO_RPC) for holder, name in groups.rpc_entries()),
     ):
         replace(name, partial(_refusing, here, what, why), *(both if holder is distributed_c10d else (holder,)))
     for kind in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC"):
@@ -211,22 +212,13 @@ def _meshes(here: Callable[[], bool]) -> None:
     def making(make: Any) -> Any:
         @functools.wraps(make)
         def init(mesh: Any, *arguments: Any, **named: Any) -> None:
-            if here() and named.get("_root_mesh") is None and (asked := script_call_site(sys._getframe(1))) is not None:
+            if here() and not is_slice(named) and (asked := script_call_site(sys._getframe(1))) is not None:
                 raise LoopError(f"{asked.function or 'DeviceMesh'}{asked.at}: {_NO_MESH}")
             make(mesh, *arguments, **named)
 
         return init
 
     replace("__init__", making, DeviceMesh)
-
-
-def _of_rpc() -> list[tuple[Any, str]]:
-    """The functions of torch's RPC that a script calls, and the inner function: a script may have imported them
-    before."""
-    if not dist.rpc.is_available():
-        return []
-    return [(dist.rpc, "init_rpc"), (dist.rpc.backend_registry, "construct_rpc_backend_options"),
-            (dist.rpc, "_init_rpc_backend")]  # fmt: skip
 
 
 def _not_by_hand(kind: str, here: Callable[[], bool], make: Any) -> Any:

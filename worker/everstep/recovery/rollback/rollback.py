@@ -15,7 +15,7 @@ import torch
 
 from everstep.recovery import digests
 from everstep.recovery.errors import LoopError
-from everstep.recovery.rollback.snapshots import TensorSnapshot, address, version
+from everstep.recovery.rollback.snapshots import TensorSnapshot, address
 from everstep.recovery.rollback.tracked_objects import Optimizer, tracked_objects
 from everstep.recovery.rollback.undo_copy import UndoCopy
 from everstep.recovery.state.gradients import Gradients
@@ -23,6 +23,7 @@ from everstep.recovery.state.optimizers import before_step, has_closure
 from everstep.recovery.state.randomness import generators_to_put_back
 from everstep.recovery.state.scalers import hear_skips
 from everstep.recovery.validity import Validity
+from everstep.torch_private.tensors import version
 
 EARLY = 4  # in the first steps of a world, the parts of tracked objects are found anew; later only in watched steps
 

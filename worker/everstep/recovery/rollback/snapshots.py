@@ -1,7 +1,7 @@
 """Snapshots of tracked objects' nested values at a step's beginning: small tensors are copied, large ones watched.
 
 The snapshot of a tensor without a copy is valid as long as the tensor has not changed. torch counts in-place changes
-(`_version`), and another storage shows in its address. This module knows nothing of steps.
+and another storage shows in its address. This module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from everstep.checkpoint.state import layouts
+from everstep.torch_private.tensors import raw, version
 
 SMALL = 2**16  # bytes; the tensors of an object are copied in each step if they are together no larger
 _PLAIN = (int, float, str, bytes, bool, type(None))
@@ -44,16 +45,6 @@ class TensorSnapshot:
                     raw(self.tensor).data = self.origin  # its present memory may be shared with another tensor
                 write(raw(self.tensor), raw(self.copy))
         return self.tensor
-
-
-def raw(tensor: Any) -> Any:
-    """The tensor that counts changes: for a sharded one, this process's part."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def version(tensor: Any) -> int:
-    found = raw(tensor)
-    return 0 if found.is_inference() else found._version
 
 
 def address(tensor: Any) -> int:

@@ -22,12 +22,15 @@ from everstep.checkpoint.state.divided import stepped
 from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.rollback import snapshots
-from everstep.recovery.rollback.snapshots import TensorSnapshot, address, version
-from everstep.recovery.sharding import fsdp
+from everstep.recovery.rollback.snapshots import TensorSnapshot, address
 from everstep.recovery.state.optimizers import places
 from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.scalers import scalers
 from everstep.recovery.state.switches import SWITCHES
+from everstep.torch_private.modules import buffers_of, parameters_of
+from everstep.torch_private.optimizers import is_of_one_step, steps_of
+from everstep.torch_private.sharded import shards_of
+from everstep.torch_private.tensors import copy_each, raw, sum_of_versions, version
 
 ELSEWHERE = ("data", "rng", STATE, SWITCHES, BUCKETS)  # the session's own entries, which it restores itself
 LARGE = 2**20  # bytes of a buffer that is copied again only if torch has counted a change
@@ -88,10 +91,11 @@ class Module(TrackedObject):
 
     def look(self) -> None:
         modules = self._modules = list(self._module.modules())
-        self._shards = [p.sharded_param for m in modules for p in fsdp.shards_of(m)]
+        self._shards = [p.sharded_param for m in modules for p in shards_of(m)]
         # Parameters of modules that FSDP2 shards are left out, because forward replaces them.
-        self._of_parameters = [m._parameters for m in modules if m._parameters and not self._shards]
-        self._of_buffers: list[dict[str, Any]] = [m._buffers for m in modules if m._buffers]
+        parameters: list[dict[str, Any]] = [] if self._shards else [parameters_of(m) for m in modules]
+        buffers: list[dict[str, Any]] = [buffers_of(m) for m in modules]
+        self._of_parameters, self._of_buffers = [own for own in parameters if own], [own for own in buffers if own]
         plain = torch.nn.Module.get_extra_state
         self._with_extra = [m for m in modules if type(m).get_extra_state is not plain]
         found = {id(p): address(p) for p in self._present()}
@@ -106,7 +110,7 @@ class Module(TrackedObject):
     def begin(self) -> None:
         self._places = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
         self._parameters = self._present()
-        self._version = _versions(self._parameters)
+        self._version = sum_of_versions(self._parameters)
         self._training, self._required = self._switches()
         # An evaluation between two steps may have moved all parameters (`module.to`).
         ends = self._parameters[:: max(1, len(self._parameters) - 1)]
@@ -124,7 +128,7 @@ class Module(TrackedObject):
         if self._held and all(h.copy is not None for h in self._held):
             return None
         known = self._addresses
-        if _versions(self._parameters) == self._version and all(
+        if sum_of_versions(self._parameters) == self._version and all(
             known.get(id(p)) == address(p) for p in self._parameters
         ):
             return None
@@ -158,7 +162,7 @@ class Module(TrackedObject):
 
     def _present(self) -> list[torch.Tensor]:
         if self._shards:
-            return [snapshots.raw(p) for p in self._shards]
+            return [raw(p) for p in self._shards]
         return [p for d in self._of_parameters for p in d.values() if p is not None]
 
     def _switchable(self) -> list[torch.Tensor]:
@@ -190,7 +194,7 @@ class Module(TrackedObject):
             source.append(buffer)
         if to:
             with torch.no_grad():
-                torch._foreach_copy_(to, source)
+                copy_each(to, source)
 
 
 class Optimizer(TrackedObject):
@@ -217,7 +221,7 @@ class Optimizer(TrackedObject):
         if self._looked == self._loaded:  # otherwise a load has replaced its tensors
             self._replaces |= any(self._known.get(key, tensor) is not tensor for key, tensor in known.items())
         self._looked = self._loaded
-        self._tensors = [snapshots.raw(v) for v in self._known.values()]
+        self._tensors = [raw(v) for v in self._known.values()]
 
     def _present(self) -> dict[tuple[Any, Any], torch.Tensor]:
         states = [(id(p), s) for p, s in list(self._optimizer.state.items()) if isinstance(s, dict)]
@@ -226,7 +230,7 @@ class Optimizer(TrackedObject):
     def begin(self) -> None:
         if self._replaces:
             self._known = self._present()
-            self._tensors = [snapshots.raw(v) for v in self._known.values()]
+            self._tensors = [raw(v) for v in self._known.values()]
         self._before = self._mark()
         self._kept, self._held = [], []
 
@@ -269,7 +273,7 @@ class Optimizer(TrackedObject):
                 )
 
     def _mark(self) -> tuple[int, int]:
-        return self._loaded, _versions(self._tensors)
+        return self._loaded, sum_of_versions(self._tensors)
 
 
 class Tree(TrackedObject):
@@ -345,7 +349,7 @@ class Scaler(Tree):
     def _read(self) -> Any:
         held = vars(self._scaler).items()
         # Objects that are not values, such as the process group of torch's ShardedGradScaler, do not change in a step.
-        return {k: v for k, v in held if k != "_per_optimizer_states" and snapshots.is_known(v)}
+        return {k: v for k, v in held if not is_of_one_step(k) and snapshots.is_known(v)}
 
     def _write(self, kept: Any) -> None:
         for key, value in kept.items():
@@ -354,7 +358,7 @@ class Scaler(Tree):
     def put_back(self) -> None:
         super().put_back()
         # Otherwise the scaler would treat the optimizer's new gradients as unscaled already, until its next `update`.
-        self._scaler._per_optimizer_states.clear()
+        steps_of(self._scaler).clear()
 
 
 def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
@@ -385,10 +389,3 @@ def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
 
 def _is_large(buffer: torch.Tensor) -> bool:
     return layouts.is_dense(buffer) and layouts.size_of(buffer) > LARGE
-
-
-def _versions(tensors: list[torch.Tensor]) -> int:
-    try:
-        return sum([t._version for t in tensors])  # a list is faster
-    except RuntimeError:  # tensors made in inference mode have no version
-        return sum(map(version, tensors))

@@ -15,7 +15,8 @@ import torch
 
 from everstep.checkpoint.save.host_memory import free_host_memory
 from everstep.recovery.group.script_location import script_call_site
-from everstep.recovery.rollback.snapshots import TensorSnapshot, raw
+from everstep.recovery.rollback.snapshots import TensorSnapshot
+from everstep.torch_private.tensors import copy_each, raw
 
 log = logging.getLogger("everstep.train")
 
@@ -89,7 +90,7 @@ class UndoCopy:
         del kept[len(tensors) :]
         if tensors:
             with torch.no_grad():
-                torch._foreach_copy_(kept, tensors)
+                copy_each(kept, tensors)
         copies = {id(tensor): copy for tensor, copy in zip(tensors, kept, strict=True)}
         for h in held:
             h.copy, h.origin = copies[id(raw(h.tensor))], raw(h.tensor).detach()

@@ -1,24 +1,22 @@
 """Repairs what FSDP2 (`fully_shard`) keeps from step to step, after a failed step or for another shard.
 
-A sharded module stays as it is: its groups are ours, and it asks them for their sizes at each collective. This uses
-private names of torch, which `tests/recovery/test_recovery_mesh.py` watches. Invariant: after `reset` nothing of the
-failed step is left in the modules, neither gathered parameters nor gradients.
+A sharded module stays as it is: its groups are ours, and it asks them for their sizes at each collective. Invariant:
+after `reset` nothing of the failed step is left in the modules, neither gathered parameters nor gradients.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.errors import LoopError
 from everstep.recovery.sharding.tensor_parallel import Cut
 from everstep.recovery.state import places
 from everstep.recovery.state.shape import MODEL, TENSOR
+from everstep.torch_private import sharded
 
 # Classes that shard without DTensors. A script builds its objects in a world of one: there they take their state for
 # whole, and later they reduce nothing.
@@ -102,7 +100,7 @@ def _check_tracked(state: Mapping[str, Any], call: str) -> None:
 def is_offloaded(state: Mapping[str, Any]) -> bool:
     """Whether shards rest in the memory of the CPU (`CPUOffloadPolicy`), and the optimizer's state with them."""
     modules = (m for t in state.values() if isinstance(t, torch.nn.Module) for m in t.modules())
-    return any(parameter.offload_to_cpu for module in modules for parameter in shards_of(module))
+    return any(parameter.offload_to_cpu for module in modules for parameter in sharded.shards_of(module))
 
 
 class ShardedObjects:
@@ -120,53 +118,31 @@ class ShardedObjects:
     def reset(self) -> None:
         """Clean up after the present step failed."""
         for module in self._roots():
-            for state in module._get_fsdp_state()._state_ctx.all_states:
-                for group in state._fsdp_param_groups:
-                    group._all_gather_result = None  # its work has failed or ended, and nothing waits for it
+            sharded.forget_gathers(module)
             module.reset_iter_state()
         for parameter in self._parameters():
             # Torch's reset leaves gradients that were not reduced yet. With them the repeated step would be wrong.
-            parameter.unsharded_accumulated_grad = None
-            with contextlib.suppress(AttributeError):  # before the first forward pass there is none
-                parameter._unsharded_param.grad = None
-            parameter.sharded_param.grad = None
-            parameter.grad_offload_event = None  # of a gradient's copy to the CPU, which nobody waits for
+            sharded.forget_gradients(parameter)
 
     @torch.no_grad()
     def hold(self, shard: int) -> None:
         """Hold another shard from now on. Its contents are invalid until it is filled."""
         for parameter in self._parameters():
-            parameter.reset_sharded_param()  # the module may have been moved since, or made on `meta`
-            axis, size = parameter.fsdp_placement.dim, list(parameter._orig_size)
-            info = parameter.mesh_info
-            each = -(-size[axis] // info.shard_mesh_size)
-            size[axis] = max(0, min(each, size[axis] - shard * each))
-            info.shard_mesh_rank = shard
-            parameter.sharded_size = torch.Size(size)
-            parameter.contiguous_sharded_stride = make_contiguous_strides_for(size)
-            padded = parameter._sharded_param_data.zero_().view(parameter.padded_sharded_param_size)
-            parameter.sharded_param._local_tensor = padded.narrow(axis, 0, size[axis])
+            sharded.hold(parameter, shard)
         self._cut.hold(shard)
         for optimizer in self._optimizers:
             optimizer.state.clear()  # its shapes may differ
 
     def _roots(self) -> Iterator[Any]:
-        return (m for m in self._sharded() if m._get_fsdp_state()._is_root is not False)
+        return (m for m in self._sharded() if sharded.is_root(m))
 
     def _sharded(self) -> Iterator[Any]:
         for module in self._modules:
-            yield from (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
+            yield from (m for m in module.modules() if sharded.is_fully_sharded(m))
 
     def _parameters(self) -> Iterator[Any]:
         for module in self._sharded():
-            yield from shards_of(module)
-
-
-def shards_of(module: Any) -> Iterator[Any]:
-    """FSDP2's own records of a module's parameters; none for other modules."""
-    if hasattr(module, "_get_fsdp_state"):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            yield from group.fsdp_params
+            yield from sharded.shards_of(module)
 
 
 def _tensors(key: str, target: Any) -> Iterable[tuple[str, Any]]:

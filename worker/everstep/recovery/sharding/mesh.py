@@ -3,8 +3,7 @@ script's own. A script keeps the same `DeviceMesh`, and so do FSDP2 and all DTen
 process groups change.
 
 The shards of a replica are neighbours in rank: rank r holds shard r % shards, in replica r // shards. Before its first
-round a process has no rank, so it builds its objects with a shard number that may change. This uses private names of
-torch, which `tests/recovery/test_recovery_mesh.py` watches.
+round a process has no rank, so it builds its objects with a shard number that may change.
 
 Invariant: after each `move` the coordinates, the ranks of both groups and the mesh's layout agree.
 """
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.distributed import distributed_c10d
 
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
@@ -27,6 +25,8 @@ from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import script_call_site
 from everstep.recovery.sharding import tensor_parallel, unmoved
 from everstep.recovery.state.shape import MODEL, REPLICATE, SHARD, TENSOR
+from everstep.torch_private import meshes
+from everstep.torch_private.groups import set_ranks
 
 log = logging.getLogger("everstep.train")
 
@@ -64,22 +64,18 @@ class RecoverableMesh:
         self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=names))
         # The meshes of one dimension that the script and FSDP2 have sliced from this one.
         self._parts: list[weakref.ref[Any]] = []  # no set: they are equal to each other, and their hash changes
-        cut = self.device_mesh._create_sub_mesh
-
-        def cut_and_noted(*arguments: Any) -> Any:
-            part = cut(*arguments)
-            self._parts.append(weakref.ref(part))
-            if not self._moved:
-                unmoved.begin(part, self.shard_group, kind)
-            return part
-
-        self.device_mesh._create_sub_mesh = cut_and_noted
         self._moved = False
+        meshes.on_slice(self.device_mesh, self._sliced)
         unmoved.begin(self.device_mesh, self.shard_group, kind)
         # The mesh over which parameters are sharded. FSDP2 knows of the replicas; tensor parallelism does not.
         self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
         if kind == TENSOR:
             tensor_parallel.cut_alone(lambda group: group is self.shard_group and not self._moved)
+
+    def _sliced(self, part: Any) -> None:
+        self._parts.append(weakref.ref(part))
+        if not self._moved:
+            unmoved.begin(part, self.shard_group, self.kind)
 
     @property
     def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
@@ -129,15 +125,15 @@ class RecoverableMesh:
         row = {replica * self.shards + i: i for i in range(self.shards)}
         column = {i * self.shards + self.shard: i for i in range(replicas)}
         self._place((replica, replicas), (self.shard, self.shards), column, row)
-        _world().pg_group_ranks[self._everyone] = {i: i for i in range(world_size)}
+        set_ranks(self._everyone, {i: i for i in range(world_size)})
         ranks = torch.arange(world_size, dtype=torch.int).view(replicas, self.shards)
         self._parts = [reference for reference in self._parts if reference() is not None]
         parts = [part for reference in self._parts if (part := reference()) is not None]
         for mesh in (self.device_mesh, *parts):
             unmoved.end(mesh)
-        _relayout(self.device_mesh, ranks, rank)
+        meshes.relayout(self.device_mesh, ranks, rank)
         for part in parts:
-            _relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
+            meshes.relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
 
     def _place(
         self, replicate: tuple[int, int], shard: tuple[int, int], column: dict[int, int], row: dict[int, int]
@@ -147,7 +143,7 @@ class RecoverableMesh:
             (self.shard_group, shard, row),
         ):
             group.place(rank, size)
-            _world().pg_group_ranks[group] = ranks
+            set_ranks(group, ranks)
 
 
 def _refuse(name: str, _: Any) -> None:
@@ -159,16 +155,3 @@ def _refuse(name: str, _: Any) -> None:
         "run.average_gradients(model) behind the last backward() of a step for one that is cut over "
         "run.mesh(tensor=N); fully_shard averages by itself. What else is to be reduced belongs inside `with step:`"
     )
-
-
-def _world() -> Any:
-    return distributed_c10d._world
-
-
-def _relayout(mesh: Any, ranks: torch.Tensor, rank: int) -> None:
-    """Give a mesh another layout, as its constructor would."""
-    fresh = type(mesh)(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=rank)
-    mesh._layout, mesh._rank_map = fresh._layout, fresh._rank_map
-    mesh._flatten_rank_map = fresh._flatten_rank_map
-    mesh._rank, mesh._coordinate_on_dim = rank, fresh._coordinate_on_dim
-    mesh._hash = None

@@ -2,8 +2,7 @@
 process is alone, and again for another shard.
 
 The parameters are DTensors over `run.mesh(tensor=N)["tensor"]`, whose group is ours. A DTensor asks its mesh for its
-place in each operation. This uses private names of torch, which `tests/recovery/test_recovery_mesh.py` watches.
-Invariant: before its first round a process takes shards of its own values only.
+place in each operation. Invariant: before its first round a process takes shards of its own values only.
 """
 
 from __future__ import annotations
@@ -15,28 +14,35 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state.sharding import is_sharded
+from everstep.torch_private import sharded
+from everstep.torch_private.patches import replace
 
 
 def cut_alone(alone: Callable[[Any], bool]) -> None:
     """Let each process take its shard of its own values while `alone(group)`, as with `src_data_rank=None`. Otherwise
     torch sends the shards from the first rank of the mesh, which does not exist yet."""
     placement_types: Any = import_module("torch.distributed.tensor.placement_types")  # few scripts shard
-    scatter, broadcast = placement_types.mesh_scatter, placement_types.mesh_broadcast
 
-    def mesh_scatter(output: Any, scatter_list: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
-        if not alone(mesh.get_group(mesh_dim)):
-            return scatter(output, scatter_list, mesh, mesh_dim, *given, **named)
-        if not output.is_meta:
-            output.copy_(scatter_list[mesh.get_coordinate()[mesh_dim]])
-        return None
+    def scattering(scatter: Any) -> Any:
+        def mesh_scatter(output: Any, parts: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
+            if not alone(mesh.get_group(mesh_dim)):
+                return scatter(output, parts, mesh, mesh_dim, *given, **named)
+            if not output.is_meta:
+                output.copy_(parts[mesh.get_coordinate()[mesh_dim]])
+            return None
 
-    def mesh_broadcast(tensor: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
-        if not alone(mesh.get_group(mesh_dim)):
-            return broadcast(tensor, mesh, mesh_dim, *given, **named)
-        return None
+        return mesh_scatter
 
-    placement_types.mesh_scatter = mesh_scatter
-    placement_types.mesh_broadcast = mesh_broadcast
+    def broadcasting(broadcast: Any) -> Any:
+        def mesh_broadcast(tensor: Any, mesh: Any, mesh_dim: int = 0, *given: Any, **named: Any) -> Any:
+            if not alone(mesh.get_group(mesh_dim)):
+                return broadcast(tensor, mesh, mesh_dim, *given, **named)
+            return None
+
+        return mesh_broadcast
+
+    replace("mesh_scatter", scattering, placement_types)
+    replace("mesh_broadcast", broadcasting, placement_types)
 
 
 class Cut:
@@ -50,11 +56,11 @@ class Cut:
     def hold(self, shard: int) -> None:
         """This process has another shard from now on. What it holds is of no use until it is filled."""
         for tensor in self.tensors():
-            local = tensor._local_tensor
+            local = sharded.local(tensor)
             shape = part_of(tensor, shard, self._mesh.size())
             if local.shape != shape:
-                tensor._local_tensor = local.new_zeros(shape).requires_grad_(local.requires_grad)
-                _forget_local_shapes()
+                sharded.set_local(tensor, local.new_zeros(shape).requires_grad_(local.requires_grad))
+                sharded.forget_plans()
 
     def arrived(self) -> None:
         """Wait for the sums that are gradients, or from which gradients were computed. Raises `PeerLost`."""
@@ -62,8 +68,8 @@ class Cut:
             grad: Any = parameter.grad
             if hasattr(grad, "trigger_wait"):
                 parameter.grad = grad.trigger_wait()
-            elif is_sharded(grad) and hasattr(grad._local_tensor, "trigger_wait"):
-                grad._local_tensor = grad._local_tensor.trigger_wait()
+            elif is_sharded(grad) and hasattr(part := sharded.local(grad), "trigger_wait"):
+                sharded.set_local(grad, part.trigger_wait())
 
     def tensors(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -73,11 +79,6 @@ class Cut:
                 if id(tensor) not in seen and is_sharded(tensor) and tensor.device_mesh == self._mesh:
                     seen.add(id(tensor))
                     yield tensor
-
-
-def _forget_local_shapes() -> None:
-    """Clear torch's cache of how it computed operations: it contains the old shapes of this process's shards."""
-    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 def part_of(tensor: Any, shard: int, shards: int) -> torch.Size:

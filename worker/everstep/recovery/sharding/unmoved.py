@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from everstep.recovery.group.recoverable import RecoverableGroup
+from everstep.torch_private import meshes
 
 
 def begin(mesh: Any, inside: RecoverableGroup, kind: str) -> None:
@@ -58,7 +59,7 @@ def _asking() -> Any:
         def __repr__(self) -> str:
             # torch's own text would show one replica. Printing a mesh is no reason to refuse a script.
             _, kind = self._everstep
-            sizes = zip(self.mesh_dim_names or (), self._layout.top_level_sizes, strict=False)
+            sizes = zip(self.mesh_dim_names or (), meshes.sizes_of(self), strict=False)
             shown = ", ".join(f"{name}={size if name == kind else '?'}" for name, size in sizes)
             return f"DeviceMesh(({shown}), '{self.device_type}', its ranks are known from run.steps() on)"
 

@@ -17,6 +17,8 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.recovery.state.scalers import scalers
+from everstep.torch_private.optimizers import scale_of, steps_of
+from everstep.torch_private.tensors import marks, version, versions
 
 _NOTHING = frozenset({type(None)})
 SAMPLE = 16  # parameters that are checked to see whether a backward pass has run
@@ -154,11 +156,10 @@ class Gradients:
         self.updates += 1
 
     def _marks(self) -> list[tuple[Any, int]]:
-        return [(None if (g := p.grad) is None else (id(g), g._version), p._version) for p in self._sample]
+        return list(zip(marks(p.grad for p in self._sample), versions(self._sample), strict=True))
 
     def _updates(self) -> list[int]:
-        scales = [getattr(scaler, "_scale", None) for scaler in self._scalers]
-        return [0 if scale is None else scale._version for scale in scales]
+        return [0 if (scale := scale_of(scaler)) is None else version(scale) for scaler in self._scalers]
 
     def _watch(self) -> None:
         self._found = []
@@ -192,5 +193,5 @@ def zero_gradient(parameter: torch.Tensor, *, sparse: bool) -> torch.Tensor:
 
 def _skipped(scaler: Any) -> bool:
     """Whether the scaler was asked for an optimizer's step and did not make it."""
-    states = list(getattr(scaler, "_per_optimizer_states", {}).values())
+    states = list(steps_of(scaler).values())
     return any(getattr(state.get("stage"), "name", "") == "STEPPED" for state in states)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,28 +10,18 @@ from typing import Any
 
 import torch
 
-TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+from everstep.torch_private.optimizers import make_hook_tables
 
 
 def before_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> Any:
     """Call `call(optimizer, args, kwargs)` before each step, until `remove()` of the returned handle."""
-    _make_tables(optimizer)
+    make_hook_tables(optimizer)
     return optimizer.register_step_pre_hook(call)
 
 
 def has_closure(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
     """Whether a step is given a closure, by the arguments of its hooks. The first argument is the optimizer itself."""
     return any(given is not None for given in arguments[1:]) or options.get("closure") is not None
-
-
-def _make_tables(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer its tables of hooks. A wrapper around another optimizer (Lookahead, torch's own
-    PostLocalSGDOptimizer) may be an `Optimizer` that did not call its `__init__`. Then torch calls no hooks for its
-    steps, but those of the inner one."""
-    for name in TABLES:
-        table = getattr(optimizer, name, None)
-        if not isinstance(table, OrderedDict):
-            setattr(optimizer, name, OrderedDict(table or {}))
 
 
 _OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attributes that each optimizer has

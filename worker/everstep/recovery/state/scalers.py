@@ -21,6 +21,7 @@ import xxhash
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.recovery.state.randomness import Gather
+from everstep.torch_private.optimizers import growth_in
 
 
 def scalers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.amp.GradScaler]]:
@@ -105,7 +106,7 @@ class Scales:
     def _tell(self) -> tuple[int, int, int, int]:
         """The number of scalers, and in 63 bits each: their names, all their counts, and the smallest scale."""
         states = [(name, scaler.state_dict()) for name, scaler in self._scalers]
-        scales = [(name, float(state["scale"]), int(state["_growth_tracker"])) for name, state in states]
+        scales = [(name, float(state["scale"]), growth_in(state)) for name, state in states]
         # Positive floats have the same order as their bits.
         smallest = min((struct.unpack("<q", struct.pack("<d", scale))[0] for _, scale, _ in scales), default=0)
         return len(scales), _digest([name for name, *_ in scales]), _digest(scales), smallest

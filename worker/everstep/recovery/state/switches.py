@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.state.gradients import zero_gradient
+from everstep.torch_private.modules import buffers_of, compiled, parameters_of, unsaved_of
 
 log = logging.getLogger("everstep.train")
 
@@ -93,7 +94,7 @@ class Switches:
         for began in self._modules:
             began.module.training = wanted.get(f"training of {began.name}", began.training)
             for k, required in began.required.items():
-                p, to = began.module._parameters.get(k), wanted.get(f"{began.name}.{k}", required)
+                p, to = parameters_of(began.module).get(k), wanted.get(f"{began.name}.{k}", required)
                 if p is not None and p.requires_grad is not to:
                     p.requires_grad_(to)
             for k, kind in began.buffers.items():
@@ -111,14 +112,14 @@ class Switches:
         held = self.state_dict()
         for began in self._modules:
             for k, required in began.required.items():
-                if (p := began.module._parameters.get(k)) is not None:
+                if (p := parameters_of(began.module).get(k)) is not None:
                     p.requires_grad_(required)
         return held
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for began in self._modules:
             for key in began.required:
-                if (p := began.module._parameters.get(key)) is not None and not is_lazy(p):
+                if (p := parameters_of(began.module).get(key)) is not None and not is_lazy(p):
                     yield f"{began.name}.{key}", p
 
     def _gradients(self) -> dict[str, list[str]]:
@@ -134,15 +135,13 @@ class Switches:
 
 
 def _required(module: torch.nn.Module) -> dict[str, bool]:
-    return {k: p.requires_grad for k, p in module._parameters.items() if p is not None}
+    return {k: p.requires_grad for k, p in parameters_of(module).items() if p is not None}
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, list[Any] | None]:
     """The buffers' types and shapes; None for buffers that do not exist yet."""
-    if not module._buffers:
-        return {}
-    left_out = module._non_persistent_buffers_set
-    return {k: _kind(b) for k, b in module._buffers.items() if k not in left_out and not (b is not None and is_lazy(b))}
+    own, left_out = buffers_of(module), unsaved_of(module)
+    return {k: _kind(b) for k, b in own.items() if k not in left_out and not (b is not None and is_lazy(b))}
 
 
 def _kind(buffer: torch.Tensor | None) -> list[Any] | None:
@@ -152,15 +151,16 @@ def _kind(buffer: torch.Tensor | None) -> list[Any] | None:
 def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None, root: torch.nn.Module) -> None:
     """Make room for a value that is about to be loaded into a buffer; or None, for one that was None then. `root`: its
     parameters are where the buffer is to be, if the module has none itself."""
-    live = module._buffers.get(name)
+    own = buffers_of(module)
+    live = own.get(name)
     if _kind(live) == kind or (live is not None and is_lazy(live)):
         return
     if kind is None:
-        module._buffers[name] = None
+        own[name] = None
         return
     like = live if live is not None else next((p for m in (module, root) for p in m.parameters()), None)
     device = like.device if like is not None else None
-    module._buffers[name] = torch.zeros(kind[1:], dtype=getattr(torch, kind[0]), device=device)
+    own[name] = torch.zeros(kind[1:], dtype=getattr(torch, kind[0]), device=device)
 
 
 def _align(target: Any) -> None:
@@ -168,4 +168,4 @@ def _align(target: Any) -> None:
     inner = bare(target)
     while isinstance(target, torch.nn.Module) and target is not inner:
         target.training = inner.training
-        target = target._orig_mod if hasattr(target, "_orig_mod") else target.module
+        target = target.module if (wrapped := compiled(target)) is None else wrapped

@@ -20,6 +20,7 @@ from everstep.recovery.group.members import Members
 from everstep.recovery.sharding.fsdp import NotRecoverable
 from everstep.recovery.transfer import broadcast
 from everstep.recovery.transfer.agreement import NoState
+from everstep.torch_private.optimizers import divide
 
 # A step that is repeated needs the parts of all ranks, and a lost peer has taken its own with it.
 NO_UNDO: Final = f"{NAME} has a part of its state on each rank"
@@ -103,7 +104,7 @@ class DividedOptimizers:
 
     def _divide(self, new: Partition) -> None:
         for optimizer in self._optimizers.values():
-            _divide(optimizer, new)
+            divide(optimizer, new.part, new.parts)
 
     @contextmanager
     def divided(self, new: Partition) -> Iterator[Held]:
@@ -138,15 +139,3 @@ class _Arriving(DividedOptimizer):
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         self.add(tree)
-
-
-def _divide(optimizer: Any, new: Partition) -> None:
-    """Give a `ZeroRedundancyOptimizer` the parameters of another part, as its constructor would."""
-    optimizer.world_size, optimizer.rank, optimizer.global_rank = new.parts, new.part, new.part
-    optimizer._clear_cache()
-    optimizer._all_state_dicts = []  # what the script has consolidated is of another partition
-    inner = optimizer.optim
-    for group, mine in zip(inner.param_groups, optimizer._partition_parameters()[new.part], strict=True):
-        group["params"][:] = mine["params"]  # in place: schedules and hooks refer to the groups
-    inner.state.clear()
-    optimizer._build_param_buckets()

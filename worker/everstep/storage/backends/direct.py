@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from everstep.storage.upload import Data
+from everstep.torch_private.libraries import innermost
 
 CONNECTIONS: Final = 16
 _ERROR_BYTES: Final = 64 * 2**10
@@ -87,11 +88,8 @@ class Wire:
 
 
 def _into(raw: Any, views: Sequence[memoryview]) -> int:
-    """Read a body into the views; how many bytes there were.
-
-    From the response that urllib3 wraps: urllib3's own `readinto` makes bytes and copies them.
-    """
-    source, done = getattr(raw, "_fp", raw), 0
+    """Read a body into the views; how many bytes there were."""
+    source, done = innermost(raw), 0
     for view in views:
         at = 0
         while at < len(view):

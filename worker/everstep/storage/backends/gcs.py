@@ -8,13 +8,14 @@ made by the last request of the session.
 
 from __future__ import annotations
 
-import types
 from typing import Any, Final
 
 from everstep.storage.backends.fsspec_store import FsspecStore, bucket_missing
 from everstep.storage.base import Capabilities, check_name, part_size_for
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.upload import Data
+from everstep.torch_private import names
+from everstep.torch_private.libraries import endpoint_of, path_of, request_once
 
 SCHEMES: Final = frozenset({"gs", "gcs"})
 _UNIT: Final = 256 * 2**10  # parts must be multiples of it
@@ -35,14 +36,12 @@ class GcsStore(FsspecStore):
     def _open(self) -> tuple[Any, str]:
         from gcsfs.core import GCSFileSystem  # noqa: PLC0415  an extra
 
+        names.check("gcsfs")
         arguments = self.arguments()
         arguments.setdefault("requests_timeout", _SECONDS)
         fs = GCSFileSystem(**arguments)
-        # Its own retries: six, up to half a minute, and not at the pace that this package keeps.
-        once = getattr(GCSFileSystem._request, "__wrapped__", None)
-        if once is not None:
-            fs._request = types.MethodType(once, fs)
-        return fs, str(fs._strip_protocol(self.url))
+        request_once(fs)  # its own retries are not at the pace that this package keeps
+        return fs, path_of(fs, self.url)
 
 
 class GcsUpload:
@@ -62,7 +61,7 @@ class GcsUpload:
             with store.translated("starting the upload of", name):
                 headers, _ = fs.call(
                     "POST",
-                    f"{fs._location}/upload/storage/v1/b/{bucket}/o",
+                    f"{endpoint_of(fs)}/upload/storage/v1/b/{bucket}/o",
                     uploadType="resumable",
                     json={"name": key},
                     headers={"X-Upload-Content-Type": "application/octet-stream"},

@@ -31,6 +31,7 @@ from everstep.storage.base import (
 from everstep.storage.errors import NotFound, RetryableError, TerminalError
 from everstep.storage.locks import ForkLock
 from everstep.storage.upload import Data
+from everstep.torch_private.libraries import call_s3
 
 log = logging.getLogger("everstep.storage")
 
@@ -240,7 +241,7 @@ class S3Store(FsspecStore):
 
     async def _read(self, fs: Any, name: str, limits: dict[str, str]) -> bytes:
         bucket, key = self.at(name)
-        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, **limits)
+        answer = await call_s3(fs, "get_object", Bucket=bucket, Key=key, **limits)
         async with answer["Body"] as body:
             return bytes(await body.read())
 

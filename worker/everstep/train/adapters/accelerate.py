@@ -54,6 +54,7 @@ except ImportError as e:
 
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 
+from everstep.torch_private.accelerate import models_of, optimizers_of
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
 from everstep.train.adapters.own_loop import held, trained_loader
@@ -278,12 +279,12 @@ def _check_own(accelerator: Any) -> None:
             "Accelerate shards the model by FSDP, which start() cannot recover: leave that plugin out for "
             "DistributedDataParallel, or shard by fully_shard over everstep.start(…).mesh(shard=N)"
         )
-    if not accelerator._optimizers or not accelerator._models:
+    if not optimizers_of(accelerator) or not models_of(accelerator):
         raise SettingUnusable(
             "start(accelerator, …): the accelerator has prepared no model and optimizer yet: call it after "
             "accelerator.prepare(model, optimizer, loader)"
         )
-    if any(isinstance(part, SyncBatchNorm) for model in accelerator._models for part in model.modules()):
+    if any(isinstance(part, SyncBatchNorm) for model in models_of(accelerator) for part in model.modules()):
         raise SettingUnusable(
             "SyncBatchNorm runs collectives in the forward pass, where a script's own loop cannot catch the loss of a "
             "peer: pass model=, optimizer=, loader= to start, make the loop's body a function, `def learn(batch): …`, "

@@ -30,6 +30,9 @@ from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
+from everstep.torch_private import names
+from everstep.torch_private.accelerate import shared_state
+from everstep.torch_private.patches import replace
 from everstep.train.process_place import most_processes
 
 
@@ -53,16 +56,26 @@ def follow(*, loops: bool = False) -> None:
     if _Process.following:
         return
     _Process.following = True
-    make, prepare = PartialState.__init__, Accelerator.prepare_model
-    wait, step = PartialState.wait_for_everyone, AcceleratedOptimizer.step
-    load = Accelerator.prepare_data_loader
+    names.check("accelerate")
+    replace("__init__", _making, PartialState)
+    replace("wait_for_everyone", _waiting, PartialState)
+    replace("prepare_model", _preparing, Accelerator)
+    replace("prepare_data_loader", _loading, Accelerator)
+    replace("step", _stepping, AcceleratedOptimizer)
+    count_whole_job(Accelerator, "num_processes")
 
+
+def _making(make: Any) -> Any:
     @functools.wraps(make)
     def made(state: Any, *arguments: Any, **named: Any) -> None:
-        if not PartialState._shared_state:
+        if not shared_state(PartialState):
             recovery()
         make(state, *arguments, **named)
 
+    return made
+
+
+def _preparing(prepare: Any) -> Any:
     @functools.wraps(prepare)
     def prepared(
         accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -76,6 +89,10 @@ def follow(*, loops: bool = False) -> None:
             )
         return prepare(accelerator, model, device_placement, evaluation_mode)
 
+    return prepared
+
+
+def _loading(load: Any) -> Any:
     @functools.wraps(load)
     def loaded(accelerator: Any, data_loader: Any, *arguments: Any, **named: Any) -> Any:
         made = load(accelerator, data_loader, *arguments, **named)
@@ -84,11 +101,19 @@ def follow(*, loops: bool = False) -> None:
             _loaders[made] = accelerator, data_loader, {**given, **named}
         return made
 
+    return loaded
+
+
+def _waiting(wait: Any) -> Any:
     @functools.wraps(wait)
     def waited(state: Any) -> None:
         if not _alone():  # otherwise each process would prepare its data alone
             wait(state)
 
+    return waited
+
+
+def _stepping(step: Any) -> Any:
     @functools.wraps(step)
     def stepped(optimizer: Any, closure: Any = None) -> Any:
         if _alone():
@@ -100,26 +125,23 @@ def follow(*, loops: bool = False) -> None:
             )
         return step(optimizer, closure)
 
-    count_whole_job(Accelerator, "num_processes")
-    PartialState.__init__ = made
-    PartialState.wait_for_everyone = waited
-    Accelerator.prepare_model = prepared
-    Accelerator.prepare_data_loader = loaded
-    AcceleratedOptimizer.step = stepped
+    return stepped
 
 
 def count_whole_job(kind: type, name: str) -> None:
     """Let `name`, a property of `kind`, tell a script that does not train yet the most processes that the job may have:
     it computes its batch, its steps and its schedule from them. The library itself gets the number of the present
     world."""
-    count = getattr(kind, name).fget
 
-    @functools.wraps(count)
-    def counted(owner: Any) -> int:
-        asked_by_script = not is_library(sys._getframe(1).f_code.co_filename)
-        return most_processes() if asked_by_script and _alone() else int(count(owner))
+    def counting(count: Any) -> property:
+        @functools.wraps(count.fget)
+        def counted(owner: Any) -> int:
+            asked_by_script = not is_library(sys._getframe(1).f_code.co_filename)
+            return most_processes() if asked_by_script and _alone() else int(count.fget(owner))
 
-    setattr(kind, name, property(counted))
+        return property(counted)
+
+    replace(name, counting, kind)
 
 
 def _alone() -> bool:
@@ -157,7 +179,7 @@ def move(rank: int, world_size: int) -> None:
 
     Raises `LoopError` if Accelerate does not train over several processes.
     """
-    if world_size > 1 and PartialState._shared_state.get("distributed_type") is DistributedType.NO:
+    if world_size > 1 and shared_state(PartialState).get("distributed_type") is DistributedType.NO:
         raise LoopError(
             "Accelerate has not found a device for each process, and would train each rank alone: on machines without "
             "a GPU write TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
@@ -167,12 +189,12 @@ def move(rank: int, world_size: int) -> None:
         "process_index": rank,
         "local_process_index": int(os.environ.get("LOCAL_RANK", "0")),
     }
-    for state in (PartialState, AcceleratorState):
-        if state._shared_state:
-            state._shared_state.update(place)
+    for kind in (PartialState, AcceleratorState):
+        if state := shared_state(kind):
+            state.update(place)
 
 
 def forget_loaders() -> None:
     """Forget the loaders that an interrupted loop has left open."""
-    if GradientState._shared_state:
+    if shared_state(GradientState):
         GradientState().dataloader_references = [None]

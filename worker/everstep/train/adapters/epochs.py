@@ -10,7 +10,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from everstep.recovery.replacements import Replacements
+from everstep.torch_private.lightning import not_restarting
+from everstep.torch_private.patches import Replacements
 
 _CUT = "everstep cut"
 
@@ -27,7 +28,7 @@ def begin_with_a_batch(loop: Any) -> None:
             on_run_start(data_fetcher)
             # Not by the property, which would change the loops in them too. While the outer one restarts, Lightning
             # leaves out the epoch's step of ReduceLROnPlateau.
-            epoch_loop._restarting = loop._restarting = False
+            not_restarting(epoch_loop, loop)
 
         return started
 
@@ -63,7 +64,8 @@ def reopen(trainer: Any, loops: dict[str, Any]) -> bool:
 def begin_an_epoch(loop: Any) -> None:
     """Let Lightning's fit loop, whose loaded progress is between two epochs, begin the next one with its first batch.
     With `max_steps` Lightning would go on in the ended one, and train on a batch of it."""
-    loop.epoch_loop.restarting = loop._restarting = False
+    loop.epoch_loop.restarting = False
+    not_restarting(loop)
 
 
 class LoopProgress:

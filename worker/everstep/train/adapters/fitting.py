@@ -13,7 +13,6 @@ Invariant: the tracked progress is that of the newest boundary between steps, be
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import os
@@ -23,12 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import distributed
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
@@ -38,9 +35,10 @@ from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
-from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.validity import Validity
+from everstep.torch_private import lightning
+from everstep.torch_private.patches import Replacements, replace
 from everstep.train.adapters.epochs import begin_an_epoch, begin_with_a_batch, reopen
 from everstep.train.adapters.logged import Logged
 from everstep.train.adapters.script_state import ScriptAttributes
@@ -87,15 +85,17 @@ def recovery() -> Recovery | None:
 def _means_as_sums() -> None:
     """Make Lightning divide sums itself for our group's tensors of the CPU. Gloo has no means of integers, so Lightning
     does that for gloo, but it does not know that our group uses gloo for them."""
-    sync = distributed._sync_ddp
 
-    def synced(result: Any, group: Any = None, reduce_op: Any = None) -> Any:
-        if not isinstance(reduce_op, str) or reduce_op.lower() not in ("mean", "avg"):
-            return sync(result, group, reduce_op)
-        sync(result, group, "sum")
-        return result.copy_(result / dist.get_world_size(group))
+    def means(sync: Callable[..., Any]) -> Callable[..., Any]:
+        def synced(result: Any, group: Any = None, reduce_op: Any = None) -> Any:
+            if not isinstance(reduce_op, str) or reduce_op.lower() not in ("mean", "avg"):
+                return sync(result, group, reduce_op)
+            sync(result, group, "sum")
+            return result.copy_(result / dist.get_world_size(group))
 
-    distributed._sync_ddp = synced
+        return synced
+
+    lightning.replace_sync(means)
 
 
 def attributes_of(trainer: Any) -> ScriptAttributes:
@@ -151,14 +151,10 @@ class Progress:
     def put_back(self) -> int:
         """Set the loops to this progress. Return how many batches of its epoch are trained on."""
         trainer, loop = self._trainer, self._trainer.fit_loop
-        loop.epoch_loop.val_loop._module_mode.restore(trainer.lightning_module)  # a validation may be half done
-        trainer.lightning_module._current_fx_name = None
-        trainer._logger_connector.reset_results()
-        trainer._logger_connector.reset_metrics()
-        with contextlib.suppress(AttributeError):  # there may be no fetcher
-            loop._data_fetcher.teardown()
-        loop._data_fetcher = loop._combined_loader = None  # made for another world
-        loop.epoch_loop.val_loop._combined_loader = None
+        lightning.restore_modes(loop, trainer.lightning_module)  # a validation may be half done
+        lightning.forget_hook(trainer.lightning_module)
+        lightning.reset_results(trainer)
+        lightning.forget_loaders(loop)
         trainer.training = True
         trainer.should_stop = bool(self.kept and self.kept["stop"])
         loops = copy.deepcopy(self.kept["loops"] if self.kept else self.first)
@@ -233,10 +229,10 @@ class Fitting:
             self._recovery, self._coordinator, state, reducers, None, Resharding(None), between, Uncounted()
         )
         self._world.place = self._place
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it takes no notice of lost peers
+        lightning.ignore_sigterm(self._replaced, trainer.fit_loop)
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
             self._replaced.put("optimizer_step", lambda _: self._optimizer_step, trainer.precision_plugin)
-        self._replaced.put("_run_stage", lambda _: self._passes, trainer)
+        lightning.replace_stage(self._replaced, self._passes, trainer)
 
     # The fit loop's events, in order.
 
@@ -289,7 +285,7 @@ class Fitting:
                 trainer.lightning_module.zero_grad()
                 self.skip = self._progress.put_back()
                 try:
-                    with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
+                    with torch.autograd.set_detect_anomaly(lightning.detects_anomalies(trainer)):
                         trainer.fit_loop.run()
                     self._behind = False
                     self._progress.keep()
@@ -326,9 +322,9 @@ class Fitting:
     def _place(self, rank: int, world_size: int) -> None:
         trainer = self._trainer
         environment = trainer.strategy.cluster_environment
-        environment.global_rank = lambda: rank
-        environment.world_size = lambda: world_size
-        rank_zero_only.rank = rank
+        replace("global_rank", lambda _: lambda: rank, environment)
+        replace("world_size", lambda _: lambda: world_size, environment)
+        lightning.set_rank(rank)
         self._size = self._size or world_size
         if world_size != trainer.num_nodes * trainer.num_devices:
             raise StateMismatch(
@@ -348,7 +344,7 @@ class Fitting:
         plugin = self._trainer.precision_plugin
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
             return Precision.optimizer_step(plugin, optimizer, model, closure, **named)
-        found = plugin._wrap_closure(model, optimizer, closure)
+        found = lightning.run_closure(plugin, model, optimizer, closure)
         return optimizer.step(closure=lambda: found, **named)
 
 

@@ -32,8 +32,8 @@ from torch.utils.data import IterableDataset
 
 from everstep.checkpoint import Checkpointer, SettingUnusable
 from everstep.contract import refusal
-from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.torch_private.patches import Replacements
 from everstep.train import refused_end
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
@@ -47,6 +47,8 @@ try:
 except ImportError as e:
     raise missing("huggingface", "transformers", "'transformers[torch]'") from e
 
+from everstep.torch_private import names
+from everstep.torch_private.transformers import loading_weights_by
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
 from everstep.train.adapters.script_state import CallbackWeights
@@ -106,6 +108,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         return result
 
     def _train(self, trainer: Any, arguments: dict[str, Any]) -> Any:
+        names.check("transformers")
         _check(trainer, arguments)
         arguments.pop("resume_from_checkpoint", None)  # scripts pass None, and a folder of ours takes its place
         if self not in trainer.callback_handler.callbacks:
@@ -268,9 +271,5 @@ def _weights_kept(trainer: Any) -> Iterator[None]:
         if trainer.model is not restored:  # model_init has made another
             trainer.model.load_state_dict(restored.state_dict())
 
-    replaced = Replacements()
-    replaced.put("_load_from_checkpoint", lambda _: load, trainer)
-    try:
+    with loading_weights_by(load, trainer):
         yield
-    finally:
-        replaced.end()

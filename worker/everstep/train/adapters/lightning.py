@@ -45,7 +45,11 @@ except ImportError as e:
 
 from torch.utils.data import DistributedSampler
 
+from everstep.torch_private import lightning as private
+from everstep.torch_private import names
 from everstep.train.adapters import epochs, fitting
+
+names.check("lightning")
 
 
 class ElasticBatch(NamedTuple):
@@ -172,7 +176,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
             raise SettingUnusable(
                 "fit(ckpt_path=…) under everstep-run: leave ckpt_path out, the newest commit is loaded"
             )
-        if isinstance(trainer.fit_loop._data_source.instance, Elastic):
+        if isinstance(private.data_given_to(trainer.fit_loop), Elastic):
             raise LoopError(
                 "trainer.fit(module, Elastic(…)) under everstep-run: pass an ordinary DataLoader, " + fitting.INSTEAD
             )
@@ -275,13 +279,10 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
 def _read_by(trainer: Any) -> list[Any]:
     """The loaders that `fit` trains on, without those whose ranks read by an order of their own."""
-    found = trainer.fit_loop._combined_loader.flattened
+    found = private.loaders_of(trainer.fit_loop)
     return [one.inner if isinstance(one, Elastic) else one for one in found if isinstance(one, Elastic) or divides(one)]
 
 
-# Values of `ModelCheckpoint` about its newest save that are not in its `state_dict`. By them each rank decides whether
-# to save now, and a save is collective.
-_NEWEST_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 _ATTRIBUTES = "everstep attributes"
 _OF_SCRIPT = "everstep script attributes"
 _METRICS = "everstep metrics"
@@ -319,13 +320,12 @@ class _Others:
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}
         found = {key: state for key, state in states.items() if state}
-        newest = {c.state_key: {n: getattr(c, n) for n in _NEWEST_SAVE if hasattr(c, n)} for c in self._callbacks}
+        newest = {c.state_key: private.newest_save(c) for c in self._callbacks}
         if newest := {key: values for key, values in newest.items() if values}:
             found[_ATTRIBUTES] = newest
         if self._of_script is not None:
             found[_OF_SCRIPT] = self._of_script.now()
-        # As the trainer was last asked for them: to ask it now may be a collective.
-        if metrics := self._trainer._logger_connector._callback_metrics:
+        if metrics := private.logged_metrics(self._trainer):
             found[_METRICS] = {name: float(value) for name, value in metrics.items()}
         return found
 
@@ -337,13 +337,11 @@ class _Others:
                 if callback in self._chosen and _FOLDER in found:
                     setattr(callback, _FOLDER, found[_FOLDER])
                 callback.load_state_dict(found)
-            for name, value in states.get(_ATTRIBUTES, {}).get(callback.state_key, {}).items():
-                if name in _NEWEST_SAVE:
-                    setattr(callback, name, value)
+            private.set_newest_save(callback, states.get(_ATTRIBUTES, {}).get(callback.state_key, {}))
 
     def fit_ended(self) -> None:
         """Scripts read `trainer.callback_metrics` behind `fit`, also in a process that had nothing left to train."""
-        kept = self._trainer._logger_connector._callback_metrics
+        kept = private.logged_metrics(self._trainer)
         for name, value in self._metrics.items():
             kept.setdefault(name, torch.tensor(value))
 
@@ -368,9 +366,9 @@ class _Worlds:
 def _drop(trainer: Any, batches: int) -> None:
     """Read and drop the batches that were trained on before. Only the fetcher owns the iterator that the loop will
     use."""
-    loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
+    loop, fetcher = trainer.fit_loop, private.fetcher_of(trainer.fit_loop)
     epoch = loop.epoch_progress.current.processed
-    samplers = [getattr(loader, "sampler", None) for loader in loop._combined_loader.flattened]
+    samplers = [getattr(loader, "sampler", None) for loader in private.loaders_of(loop)]
     if epoch and (by_epoch := [s for s in samplers if isinstance(s, DistributedSampler)]):
         for sampler in by_epoch:
             sampler.set_epoch(epoch)  # Lightning does it when the epoch begins, which is too late

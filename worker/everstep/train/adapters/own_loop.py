@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch.nn.parallel import DistributedDataParallel
 
 from everstep.data import Batch
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase, script_call_site
-from everstep.recovery.replacements import Replacements
+from everstep.torch_private import accelerate as prepared
+from everstep.torch_private.patches import Replacements
+from everstep.torch_private.reducers import replace_pre_forward
+from everstep.torch_private.tensors import versions
 from everstep.train.adapters.counted import BY_HAND, check_counters
 from everstep.train.session import Run
 
@@ -57,9 +59,9 @@ class OwnLoop:
         self._replaced.put("accumulate", lambda call: partial(self._accumulating, call), accelerator)
         for name in _COLLECTIVES:
             self._replaced.put(name, partial(self._only_in_scope, name), accelerator)
-        for optimizer in accelerator._optimizers:
+        for optimizer in prepared.optimizers_of(accelerator):
             self._replaced.put("step", self._counting, optimizer)
-        self._replaced.put("_pre_forward", self._guarding, DistributedDataParallel)
+        replace_pre_forward(self._replaced, self._guarding)
         self._give_back = _take_over(loader, self)
 
     def end(self) -> None:
@@ -99,7 +101,7 @@ class OwnLoop:
     def _begin(self, batch: Batch[Any]) -> None:
         accelerator = self._accelerator
         accelerator.step = self._micros - 1 if batch.last else 0  # `accumulate` counts from there
-        accelerator.gradient_state._set_sync_gradients(True)
+        prepared.set_sync(accelerator, on=True)
         self._batch, self._error = batch, None
         self._weighted = self._entered = self._stepped = 0
         self._scope.where = ScriptPhase.BODY
@@ -108,7 +110,7 @@ class OwnLoop:
         """Finish the batch, when the script asks for the next one. Raises the error that was kept from the body."""
         error, self._error = self._error, None
         if error is not None:
-            self._accelerator.gradient_state._set_sync_gradients(True)
+            prepared.set_sync(self._accelerator, on=True)
             self._spoilt = self._check_state()
             raise error
         if not self._weighted:
@@ -127,7 +129,7 @@ class OwnLoop:
     def _note_state(self) -> None:
         """Note the state that the rest of the body may change although the step is lost: registered objects and
         parameters."""
-        registered = [(one, copy.deepcopy(one.state_dict())) for one in self._accelerator._custom_objects]
+        registered = [(one, copy.deepcopy(one.state_dict())) for one in prepared.registered_of(self._accelerator)]
         self._as_lost = registered, self._marks()
 
     def _check_state(self) -> LoopError | None:
@@ -145,10 +147,11 @@ class OwnLoop:
 
     def _marks(self) -> list[tuple[str, int, str]]:
         """A mark for each parameter, which differs after any change, even one through `.data`."""
-        named = [pair for model in self._accelerator._models for pair in model.named_parameters()]
+        named = [pair for model in prepared.models_of(self._accelerator) for pair in model.named_parameters()]
         with torch.no_grad():
             norms = [float(p.detach().norm()) for _, p in named]
-        return [(name, p._version, repr(norm)) for (name, p), norm in zip(named, norms, strict=True)]
+        counts = versions(p for _, p in named)
+        return [(name, count, repr(norm)) for (name, _), count, norm in zip(named, counts, norms, strict=True)]
 
     def _counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(*arguments: Any, **named: Any) -> Any:
@@ -164,7 +167,7 @@ class OwnLoop:
         if self._error is None:
             self._error = error
             self._note_state()
-        self._accelerator.gradient_state._set_sync_gradients(False)
+        prepared.set_sync(self._accelerator, on=False)
         return True
 
     def _weighting(self, backward: Callable[..., Any], loss: Any, **named: Any) -> None:
@@ -203,7 +206,7 @@ class OwnLoop:
             self._accumulates = False
             self._scope.where = where
             if self._error is not None:
-                self._accelerator.gradient_state._set_sync_gradients(False)
+                prepared.set_sync(self._accelerator, on=False)
 
     def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
@@ -256,12 +259,12 @@ def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
 
 def trained_loader(accelerator: Any) -> Any:
     """The prepared loader that a script trains on: the only one, or the only one that shuffles. Raises `LoopError`."""
-    found = list(accelerator._dataloaders)
+    found = every = list(prepared.loaders_of(accelerator))
     if len(found) > 1:
         found = [one for one in found if "Random" in type(one.get_sampler()).__name__]
     if len(found) != 1:
         raise LoopError(
-            f"start(accelerator, …): {len(accelerator._dataloaders)} loaders are prepared, and {len(found)} of them "
+            f"start(accelerator, …): {len(every)} loaders are prepared, and {len(found)} of them "
             "shuffle, so which one is trained on is not known: say start(accelerator, …, loader=train_dataloader)"
         )
     return found[0]
@@ -270,9 +273,9 @@ def trained_loader(accelerator: Any) -> Any:
 def held(accelerator: Any) -> dict[str, Any]:
     """The objects that the accelerator has prepared, by names for a commit."""
     kinds = {
-        "model": accelerator._models,
-        "optimizer": accelerator._optimizers,
-        "scheduler": accelerator._schedulers,
-        "registered": accelerator._custom_objects,
+        "model": prepared.models_of(accelerator),
+        "optimizer": prepared.optimizers_of(accelerator),
+        "scheduler": prepared.schedules_of(accelerator),
+        "registered": prepared.registered_of(accelerator),
     }
     return {f"{name}{number or ''}": value for name, values in kinds.items() for number, value in enumerate(values)}

@@ -26,6 +26,8 @@ from everstep.data.plan.assignment import World
 from everstep.data.takeover import TakenOver
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
+from everstep.torch_private import patches
+from everstep.torch_private.accelerate import loaders_of, shared_state
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
 from everstep.train.adapters.own_loop import OwnLoop
@@ -246,24 +248,27 @@ def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
 
 def _full_size(schedule: Any, most: int) -> None:
     """Let a schedule that moves once for each process move `most` times, because a step has the samples of so many."""
-    step, shared = schedule.step, AcceleratorState._shared_state
+    shared = shared_state(AcceleratorState)
 
-    def stepped(*arguments: Any, **named: Any) -> None:
-        held = shared["num_processes"]
-        shared["num_processes"] = most
-        try:
-            step(*arguments, **named)
-        finally:
-            shared["num_processes"] = held
+    def at_full_size(step: Callable[..., None]) -> Callable[..., None]:
+        def stepped(*arguments: Any, **named: Any) -> None:
+            held = shared["num_processes"]
+            shared["num_processes"] = most
+            try:
+                step(*arguments, **named)
+            finally:
+                shared["num_processes"] = held
 
-    schedule.step = stepped
+        return stepped
+
+    patches.replace("step", at_full_size, schedule)
 
 
 def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str, Any]) -> None:
     """Divide the loader as if it had been prepared in the present world."""
     sampler = made.get_sampler()  # before: it is prepared in place, in the script's own loader
     fresh = accelerator.prepare_data_loader(original, **arguments)
-    accelerator._dataloaders.remove(fresh)
+    loaders_of(accelerator).remove(fresh)
     if isinstance(sampler, SeedableRandomSampler):
         fresh.set_sampler(sampler)  # its seed; and the session, which has taken the loader over, finds it unchanged
     for name in ("base_dataloader", "rng_types", "synchronized_generator"):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,9 +32,10 @@ from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
-from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.state.switches import SWITCHES, Switches
+from everstep.torch_private import transformers as private
+from everstep.torch_private.patches import Replacements
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.uncounted import Uncounted
 from everstep.train.between_steps import BetweenSteps
@@ -109,8 +109,8 @@ class Unbroken:
         try:
             self._build(given)
             trainer.model_init = None  # there is a model
-            replaced.put("_prepare_for_training", self._preparing, trainer)
-            replaced.put("_maybe_log_save_evaluate", self._working, trainer)
+            private.replace_preparation(replaced, self._preparing, trainer)
+            private.replace_work(replaced, self._working, trainer)
             replaced.put("on_train_begin", self._beginning, trainer.callback_handler)
             replaced.put("on_epoch_begin", self._epoch_beginning, trainer.callback_handler)
             self._begin()
@@ -177,19 +177,13 @@ class Unbroken:
         trainer.current_flos = 0.0  # it is an int until the first step, and ranks must add up values of one type
         state, control = trainer.state, trainer.control
         if self._coordinator.step and self._kept.done == 0:
-            self._do_work()
+            private.do_work(trainer)
         ends = control.should_training_stop or 0 < state.max_steps <= state.global_step
         if self._coordinator.step and self._kept.done == 1 and (ends or self._kept.at_epoch_end()):
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, trainer.control)
-            self._do_work()
+            private.do_work(trainer)
         if ends or trainer.control.should_training_stop:
             raise AtEnd
-
-    def _do_work(self) -> None:
-        trainer = self._trainer
-        trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, None, trainer.model_wrapped, None, trainer.state.epoch, None, None
-        )
 
     # The passes.
 
@@ -200,13 +194,13 @@ class Unbroken:
         def building(prepare: Callable[..., Any]) -> Callable[..., Any]:
             def built(max_steps: int, *rest: Any) -> NoReturn:
                 prepare(max_steps, *rest)
-                self._max_steps, self._own_schedule = max_steps, trainer._created_lr_scheduler
+                self._max_steps, self._own_schedule = max_steps, private.makes_schedule(trainer)
                 raise _Built
 
             return built
 
         replaced = Replacements()
-        replaced.put("_prepare_for_training", building, trainer)
+        private.replace_preparation(replaced, building, trainer)
         try:
             with accelerated.building(), contextlib.suppress(_Built):
                 trainer.train(**given)
@@ -256,20 +250,17 @@ class Unbroken:
         self._ready = self._in_step = False
         accelerated.forget_loaders()
         self._recovery.program.scope.enter(ScriptPhase.STEP)
-        trainer.__dict__.pop("_eval_dataloaders", None)
+        private.forget_evaluation_loaders(trainer)
         torch.manual_seed(self._kept.seed)  # Accelerate shuffles by it
         try:
             if self._coordinator.step == 0:
                 return trainer.train(**given)
             with tempfile.TemporaryDirectory(prefix="everstep-trainer-") as folder:
                 Path(folder, "trainer_state.json").write_text(json.dumps(self._kept.fields()))
-                trainer._load_from_checkpoint = lambda *_, **__: None  # the weights are there
-                try:
+                with private.loading_weights_by(lambda *_, **__: None, trainer):  # they are in the model
                     return trainer.train(resume_from_checkpoint=folder, **given)
-                finally:
-                    del trainer._load_from_checkpoint
         except AtEnd:
-            return trainer._finalize_training(None, 0, time.time())
+            return private.finalize(trainer)
         finally:
             self._tidy()
 
@@ -306,7 +297,7 @@ class Unbroken:
     def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepared(max_steps: int, *rest: Any) -> Any:
             trainer = self._trainer
-            trainer._created_lr_scheduler = False
+            private.keep_schedule(trainer)
             if self._own_schedule and max_steps != self._max_steps:
                 self._make_schedule(max_steps)
             return prepare(max_steps, *rest)
@@ -322,7 +313,7 @@ class Unbroken:
         rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         trainer.lr_scheduler = None
         made = trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
-        trainer._created_lr_scheduler = False
+        private.keep_schedule(trainer)
         if self._coordinator.step:
             made.load_state_dict(held)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from everstep.recovery.replacements import Replacements
+from everstep.torch_private.patches import Replacements
 
 _FUNCTIONS = (
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list", "monitored_barrier",

@@ -22,6 +22,8 @@ from everstep.checkpoint.state.union import inside
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback import snapshots
 from everstep.recovery.state.switches import SWITCHES
+from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
+from everstep.torch_private.sharded import is_flat
 
 NAMED: Final = 3  # of what has come or gone, in an error
 
@@ -84,7 +86,7 @@ def _structure(state: Mapping[str, Any]) -> _Structure:
     modules = {key: bare(t) for key, m in state.items() if isinstance(t := inside(m), torch.nn.Module)}
     for key, module in modules.items():
         for prefix, part in module.named_modules(remove_duplicate=False):
-            for name, parameter in part._parameters.items():
+            for name, parameter in parameters_of(part).items():
                 if parameter is None:
                     continue
                 path = ".".join(filter(None, (key, prefix, name)))
@@ -93,8 +95,8 @@ def _structure(state: Mapping[str, Any]) -> _Structure:
                     lazy.add(path)
                 else:
                     shapes[path] = tuple(parameter.shape)
-            for name, buffer in part._buffers.items():
-                if name in part._non_persistent_buffers_set or (buffer is not None and is_lazy(buffer)):
+            for name, buffer in buffers_of(part).items():
+                if name in unsaved_of(part) or (buffer is not None and is_lazy(buffer)):
                     continue
                 shape = None if keeps_sizes or buffer is None else tuple(buffer.shape)
                 shapes[".".join(filter(None, (key, prefix, name)))] = shape
@@ -120,15 +122,15 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool
         if isinstance(value, dict | list | torch.Tensor):
             yield from ((path, tensor, True) for path, tensor in snapshots.tensors(value, key))
         for prefix, part in bare(value).named_modules() if isinstance(value, torch.nn.Module) else ():
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
                 if tensor is not None:
                     path = ".".join(filter(None, (key, prefix, name)))
-                    yield path, tensor, name not in part._non_persistent_buffers_set
+                    yield path, tensor, name not in unsaved_of(part)
 
 
 def _group(parameters: list[torch.Tensor], paths: Mapping[int, str]) -> tuple[str, ...] | int:
     """FSDP puts other objects into the modules between two steps, so what is sharded is only counted."""
-    known = [paths.get(id(p)) for p in parameters if not is_sharded(p) and not getattr(p, "_is_flat_param", False)]
+    known = [paths.get(id(p)) for p in parameters if not is_sharded(p) and not is_flat(p)]
     named = [path for path in known if path is not None]
     return tuple(named) if len(named) == len(parameters) else len(parameters)
 

@@ -19,8 +19,8 @@ from torch.utils.data import DistributedSampler
 
 from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
-from everstep.recovery.replacements import Replacements
 from everstep.recovery.state.shape import Shape
+from everstep.torch_private.patches import Replacements
 
 _make = DistributedSampler.__init__
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.data import ElasticLoader
 from everstep.data.fetching import Fetching
 from everstep.recovery.errors import LoopError
-from everstep.recovery.replacements import Replacements
+from everstep.torch_private import loaders
+from everstep.torch_private.patches import Replacements
 from everstep.train.feeding.feed import Feed
 
 
@@ -48,7 +48,7 @@ class UnmanagedLoaders:
         self._feed = feed
         if not self._worlds_change:
             self._tracked = tuple(state.values())
-        self._replaced.put("__next__", lambda advance: partial(self._next, advance), _BaseDataLoaderIter)
+        loaders.replace_next(self._replaced, lambda advance: partial(self._next, advance))
 
     def end(self) -> None:
         self._replaced.end()
@@ -87,19 +87,20 @@ class UnmanagedLoaders:
             self._now.pop(id(iterator), None)
             self._before.discard(iterator)
             raise
-        if iterator._num_yielded == 1:  # with persistent workers, the same iterator begins again
+        if loaders.given_by(iterator) == 1:  # with persistent workers, the same iterator begins again
             self._before.discard(iterator)
         if id(iterator) not in self._now and torch.is_grad_enabled() and not self._position_is_kept(iterator):
-            self._now[id(iterator)] = weakref.ref(iterator), iterator._index_sampler, iterator._dataset
+            read = weakref.ref(iterator), loaders.sampler_of(iterator), loaders.dataset_of(iterator)
+            self._now[id(iterator)] = read
         return data
 
     def _position_is_kept(self, iterator: Any) -> bool:
-        if self._feed is not None and self._feed.reads(iterator._dataset):
+        if self._feed is not None and self._feed.reads(loaders.dataset_of(iterator)):
             return True
-        sampler = iterator._index_sampler
-        parts = (sampler, getattr(sampler, "sampler", None), iterator._dataset)
+        sampler = loaders.sampler_of(iterator)
+        parts = (sampler, getattr(sampler, "sampler", None), loaders.dataset_of(iterator))
         return any(
-            any(one is part for part in parts) or (isinstance(one, DataLoader) and one._index_sampler is sampler)
+            any(one is part for part in parts) or (isinstance(one, DataLoader) and loaders.sampler_of(one) is sampler)
             for one in self._tracked
         )
 
@@ -112,7 +113,7 @@ def _name(sampler: Any, dataset: Any) -> str:
         order = type(getattr(sampler, "sampler", sampler)).__qualname__
         kind, what = DataLoader.__qualname__, f"{type(dataset).__qualname__}, {order}"
     for name, value in _variables():
-        own = isinstance(value, DataLoader) and value._index_sampler is sampler
+        own = isinstance(value, DataLoader) and loaders.sampler_of(value) is sampler
         if own or (isinstance(value, ElasticLoader) and value.reads(dataset)):
             return f"{name} = {kind}({what})"
     return f"a {kind}({what})"

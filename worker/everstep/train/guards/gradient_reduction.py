@@ -21,6 +21,7 @@ from everstep.recovery.ddp.averaged import parameters_of
 from everstep.recovery.ddp.reducers import Reducers, parallel
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
+from everstep.torch_private import reducers
 from everstep.train.guards.replicas import cared_for
 
 
@@ -108,8 +109,7 @@ def _is_waiting(ddp: Any) -> bool:
     """Whether its last backward pass has averaged some gradients, and waits for others. This rebuilds DDP's buckets
     now, which its next forward pass would have done."""
     try:
-        if ddp.reducer._rebuild_buckets():
-            ddp._has_rebuilt_buckets = True
+        reducers.rebuild_buckets(ddp)
     except RuntimeError as e:
         if "finished reduction" in str(e):
             return True

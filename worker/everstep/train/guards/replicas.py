@@ -34,6 +34,8 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.tracked_objects import ELSEWHERE
 from everstep.recovery.state.randomness import Gather
 from everstep.recovery.state.shape import Shape
+from everstep.torch_private.modules import buffers_of
+from everstep.torch_private.sharded import is_flat
 
 BYTES = 2**16  # of each tensor: a drift shows everywhere
 TENSORS = 256
@@ -67,7 +69,7 @@ class Replicas:
         # Buffers are kept by module, because a forward pass may replace a buffer by another.
         # DDP broadcasts no buffer either if it was made when all of them were None.
         apart = [ddp for ddp in parallel if kept and not (ddp.broadcast_buffers and ddp.modules_buffers)]
-        self._apart = [m for ddp in apart for m in ddp.module.modules() if m._buffers]
+        self._apart = [m for ddp in apart for m in ddp.module.modules() if buffers_of(m)]
         self._were_none = all(ddp.broadcast_buffers for ddp in apart)
         if kept and self._shape.readers > 1:
             inside = {id(m) for ddp in parallel for m in ddp.module.modules()}
@@ -200,7 +202,7 @@ class Replicas:
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
         """Compare the buffers of DDP with `broadcast_buffers=False`. Buffers that change alike on all ranks pass."""
-        buffers = [(self._name(m, k), b) for m in self._apart for k, b in m._buffers.items() if b is not None]
+        buffers = [(self._name(m, k), b) for m in self._apart for k, b in buffers_of(m).items() if b is not None]
         held = [(name, b) for name, b in buffers if not self._is_free(name)]
         if same(_digest(b for _, b in held)):
             return
@@ -303,7 +305,7 @@ def _trainable(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Paramet
         if isinstance(value, torch.nn.Module):
             for name, p in value.named_parameters():
                 # FSDP's flat parameters are each rank's own part.
-                if p.requires_grad and not is_sharded(p) and not getattr(p, "_is_flat_param", False):
+                if p.requires_grad and not is_sharded(p) and not is_flat(p):
                     yield f"{key}.{name}", p
 
 

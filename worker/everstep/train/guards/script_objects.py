@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from everstep.contract.library_files import is_library
+from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of
 
 VISITS = 20_000
 DEPTH = 7
@@ -131,11 +132,11 @@ def _of_function(name: str, value: Any) -> Iterator[Held]:
 
 
 def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
-    yield from (Held(f"{name}.{k}", v, name) for k, v in module._modules.items())
-    yield from (Held(f"{name}.{k}", v, name) for k, v in module._parameters.items())
+    yield from (Held(f"{name}.{k}", v, name) for k, v in children_of(module).items())
+    yield from (Held(f"{name}.{k}", v, name) for k, v in parameters_of(module).items())
     # Normalisation does not read its running statistics in training: only an evaluation needs them.
-    if not isinstance(module, torch.nn.modules.batchnorm._NormBase):
-        yield from (Held(f"{name}.{k}", v, name) for k, v in module._buffers.items())
+    if not is_normalization(module):
+        yield from (Held(f"{name}.{k}", v, name) for k, v in buffers_of(module).items())
     if not type(module).__module__.startswith("torch."):
         extra = ((k, v) for k, v in list(vars(module).items()) if k not in _MODULE_PARTS)
         yield from (Held(f"{name}.{k}", v, name) for k, v in extra)

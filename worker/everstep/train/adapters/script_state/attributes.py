@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from everstep.checkpoint.state import layouts
-from everstep.recovery.rollback.snapshots import version
+from everstep.torch_private.tensors import version
 from everstep.train.adapters.script_state.values import (
     ARRAY,
     DEVICE,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from everstep.recovery.errors import LoopError
+from everstep.torch_private.tensors import marks
 from everstep.train.adapters.script_state.attributes import LIBRARIES
 from everstep.train.adapters.script_state.values import MOST
 
@@ -24,13 +25,13 @@ class CallbackWeights:
         self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._modules = {id(m) for m in model.modules()}
         self._shapes = [p.shape for p in model.parameters()]
-        self._before: dict[str, tuple[object, list[tuple[int, int]]]] = {}
+        self._before: dict[str, tuple[object, list[tuple[int, int] | None]]] = {}
         self._moved: set[str] = set()  # in the step before
 
     def check(self) -> None:
         """Look at the end of a step. Raises `LoopError` for weights that this step and the one before it changed."""
         now = {
-            f"{type(callback).__name__}.{name}": (callback, [(id(t), t._version) for t in found])
+            f"{type(callback).__name__}.{name}": (callback, marks(found))
             for callback in self._callbacks
             for name, value in getattr(callback, "__dict__", {}).items()
             if (found := [t for t in self._weights(value) if id(t) not in self._own])

@@ -19,6 +19,7 @@ import torch
 
 from everstep.recovery.ddp import uneven_inputs
 from everstep.recovery.group.script_location import script_call_site
+from everstep.torch_private.autograd import backward_pass
 
 log = logging.getLogger("everstep.train")
 
@@ -69,7 +70,7 @@ class LocalGradients:
     def collective(self, name: str) -> bool:
         """A collective of the program begins. Return whether the step's gradients stay this rank's own, whatever the
         collective brings. If they do not, counting stops."""
-        if (now := torch._C._current_graph_task_id()) >= 0:
+        if (now := backward_pass()) >= 0:
             self._pass = now
         own = is_own(name)
         self._closed = self._closed or not own
@@ -85,7 +86,7 @@ class LocalGradients:
 
     def _adder(self, i: int) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
-            if self._pass is not None and torch._C._current_graph_task_id() != self._pass:
+            if self._pass is not None and backward_pass() != self._pass:
                 self._closed = True  # the values from which this pass begins may be averaged
             if self._closed:
                 return
@@ -158,7 +159,7 @@ def is_own(name: str) -> bool:
     """Whether the step goes on with this rank's own values after the collective that begins. That holds for a barrier,
     for DDP's average of gradients, and for its broadcasts of buffers and of the order of its buckets, which a new
     process gets too. Call it from this package alone: `script_call_site` goes up to the first frame outside of it."""
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_pass() >= 0:
         return name == "allreduce"
     looked_up = name == "broadcast" or (name == "allreduce" and uneven_inputs.is_entered())
     asked = script_call_site(sys._getframe(1)) if looked_up else None
