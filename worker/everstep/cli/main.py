@@ -18,6 +18,7 @@ import typer
 
 from everstep.cli import ckpt
 from everstep.cli.agents import NoAgent
+from everstep.cli.doctor import doctor
 from everstep.cli.printing import say, say_error
 from everstep.cli.profile import profile
 from everstep.cli.rehearse import rehearse
@@ -77,6 +78,7 @@ else:
 app.add_typer(ckpt.app, name="ckpt")
 app.command("stacks")(stacks)
 app.command("profile")(profile)
+app.command("doctor")(doctor)
 app.command("rehearse", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(rehearse)
 
 

@@ -1,0 +1,38 @@
+"""`everstep doctor` says which private names of the installed libraries are missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from everstep.cli.main import app
+from everstep.torch_private import names
+from everstep.torch_private.table import TESTED, Names
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = Names("groups", "torch.distributed", "_gone", "what it is for", "2.0", "a public way")
+    no_module = Names("groups", "torch.distributed.no_such_module", "_gone", "why", "2.0", "none yet")
+    monkeypatch.setattr(names, "TABLE", (lacking, no_module))
+    report = CliRunner().invoke(app, ["doctor", "--json"])
+    assert report.exit_code == 1
+    found = json.loads(report.stdout)
+    assert [one["name"] for one in found["missing"]] == [
+        "torch.distributed._gone", "torch.distributed.no_such_module",
+    ]  # fmt: skip
+    assert found["missing"][0]["for"] == "what it is for"
+    shown = CliRunner().invoke(app, ["doctor"])
+    assert shown.exit_code == 1
+    assert "MISSING torch.distributed._gone: what it is for" in shown.stdout
+    assert f'pip install "{TESTED["torch"]}"' in shown.stdout
+
+
+def test_doctor_finds_nothing_missing_here() -> None:
+    report = CliRunner().invoke(app, ["doctor", "--json"])
+    assert report.exit_code == 0, report.stdout
+    versions = {one["name"]: one["version"] for one in json.loads(report.stdout)["libraries"]}
+    assert versions["torch"] == torch.__version__
+    assert list(versions) == list(TESTED)

@@ -1,0 +1,67 @@
+"""`everstep doctor`: whether the libraries of this machine have the private names that Everstep uses."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from everstep.cli.printing import SafeConsole, cell, say
+from everstep.torch_private import names
+from everstep.torch_private.table import TABLE, TESTED
+from everstep.version import __version__
+
+MISSING = 1  # exit code
+
+
+def doctor(json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+    """Say which versions are installed, and look for the private names of torch and other libraries that Everstep uses.
+
+    Imports the libraries, which takes seconds. Exit codes: 0, all names are there; 1, some are missing.
+    """
+    absent, missing = names.look()
+    report = {
+        "everstep": __version__,
+        "python": platform.python_version(),
+        "libraries": [
+            {
+                "name": one,
+                "version": None if one in absent else names.version_of(one),
+                "tested": TESTED[one],
+                "names": sum(len(row.names.split()) for row in TABLE if row.library == one),
+            }
+            for one in TESTED
+        ],
+        "missing": [
+            {"name": name, "library": row.library, "for": row.why, "since": row.since, "instead": row.instead}
+            for row, name in missing
+        ],
+    }
+    if json_:
+        say(json.dumps(report, indent=1))
+    else:
+        _show(report)
+    if missing:
+        raise typer.Exit(MISSING)
+
+
+def _show(report: dict[str, Any]) -> None:
+    say(f"everstep {report['everstep']}, Python {report['python']}")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("LIBRARY", "INSTALLED", "TESTED WITH", "PRIVATE NAMES"):
+        table.add_column(column)
+    for one in report["libraries"]:
+        lacking = sum(each["library"] == one["name"] for each in report["missing"])
+        there = f"{lacking} of {one['names']} missing" if lacking else f"all {one['names']}"
+        table.add_row(
+            cell(one["name"]), cell(one["version"] or "no"), cell(one["tested"]),
+            cell("–" if one["version"] is None else there, "red" if lacking else ""),
+        )  # fmt: skip
+    SafeConsole().print(table)
+    for each in report["missing"]:
+        say(f"\nMISSING {each['name']}: {each['for']}. There since {each['since']}. Public way: {each['instead']}")
+    for library in sorted({each["library"] for each in report["missing"]}):
+        say(f'\nTo have what is missing: pip install "{TESTED[library]}"')
