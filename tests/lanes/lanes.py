@@ -20,7 +20,7 @@ from pathlib import Path
 from support import ROOT
 from support.lanes import durations, ledger, results
 from support.lanes.background import Background
-from support.lanes.repeats import MOST, Outcome, Repeated, play, report
+from support.lanes.repeats import Outcome, Repeated, play, report
 from support.lanes.turns import TURN, of_commit
 from testcluster import builds, packages
 from testcluster.proc import ClusterError
@@ -29,8 +29,7 @@ STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"
 LEDGER = ROOT / ".everstep" / "repeated.jsonl"
 BUDGET = "EVERSTEP_BUDGET"  # 1: a lane over its budget fails the run
-LIMIT, WHOLE_LIMIT = 3600.0, 12 * 3600.0  # seconds for a lane
-WHOLE_MOST = 50  # failures of different causes in one lane of a whole run, which is to say what all tests come to
+LIMIT, WHOLE_LIMIT = 3600.0, 6 * 3600.0  # seconds for a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,9 @@ def _play(run: Run, background: Background, arguments: argparse.Namespace) -> No
             run.problems.append(f"lane {name}: {problem}")
         else:
             began = time.monotonic()
-            before, most = (0, WHOLE_MOST) if whole else (len(run.repeated), MOST)
+            before = 0 if whole else len(run.repeated)
             limit = WHOLE_LIMIT if whole else LIMIT
-            outcome = play(name, lane.arguments(), lane.parallel(), STATE, most=most, before=before, limit=limit)
+            outcome = play(name, lane.arguments(), lane.parallel(), STATE, before=before, limit=limit)
             run.enter(name, outcome, time.monotonic() - began)
             if arguments.results:
                 results.write(run.results, arguments.results)

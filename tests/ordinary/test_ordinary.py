@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.train.guards.script_text.loop_check import UNREAD
+from everstep.train.guards.script_check import UNREAD
 from support.ordinary.ordinary_play import SIZE, Played, difference, refusal, under_agents, under_torchrun
 from support.ordinary.ordinary_rows import ALL, ALL_AT_BEGIN, EXACT, ROWS, SCRIPTS, Row
 
@@ -43,12 +43,17 @@ def hold(
     said, refused = refusal(played), row.refused_under(launcher)
     if UNREAD in played.log:
         raise NotHeld(f"{row.script}, {what}: the reader of its text gave up\n{played.log[-3000:]}")
+    hold_warning(row, what, played, disturbed=disturbed)
     if said is not None and refused:
         if not re.search(refused, said, re.DOTALL):
             raise NotHeld(f"{row.script}, {what}: refused without its name or the line to write: {said}")
         return True
     if said is not None:
         raise NotHeld(f"{row.script}, {what}: refused, and it can be right: {said}")
+    if disturbed and launcher in row.unseen:
+        if not re.search(rf"(these differ|are not those of).*{row.differs} \(", played.log):
+            raise NotHeld(f"{row.script}, {what}: no warning names {row.differs}\n{played.log[-3000:]}")
+        return True
     if refused and (disturbed or not row.late):
         raise NotHeld(f"{row.script}, {what}: not refused; exit codes {list(played.codes)}")
     if found := difference(played, reference, row.apart, 0.0 if EXACT and row.exact else row.near, files):
@@ -59,6 +64,15 @@ def hold(
         if (text := played.files.get(name, "")).count("\n") != lines:
             raise NotHeld(f"{row.script}, {what}: {name} is to have {lines} lines: {text!r}")
     return False
+
+
+def hold_warning(row: Row, what: str, played: Played, *, disturbed: bool) -> None:
+    """The start lists what the loop carries, once, and only where that is something."""
+    found = re.findall(r"carried by the loop and not tracked: (.*?)\. In a new process", played.log)
+    if bool(row.carried) != bool(found) and not (row.refused and not row.late):
+        raise NotHeld(f"{row.script}, {what}: warned of {found}")
+    if not all(re.search(row.carried, names) for names in found) or len(found) > 1 + 2 * disturbed:
+        raise NotHeld(f"{row.script}, {what}: warned of {found}")
 
 
 @pytest.fixture(scope="session")

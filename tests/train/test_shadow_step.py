@@ -6,6 +6,7 @@ Whole runs with a process killed are rows of `tests/ordinary`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import runpy
 import sys
 import textwrap
@@ -266,6 +267,38 @@ def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Ten
         FromRank0.told = b"" if rank == 0 else FromRank0.told
         shadow_step.meet(joins=False)
     assert not shadow_step.is_due(lambda: True)
+
+
+@pytest.mark.parametrize("due", [True, False], ids=["gradients too", "values alone"])
+def test_value_that_steps_have_changed_and_a_new_process_lacks_is_named_once(
+    due: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = FromRank0(0, [7, 0]), FromRank0(1, [7, 0])
+    told: Any = first
+    counted, declared, of_rank, carried = 0, 0, 0, {"tracked": 0}
+    trained = ShadowStep({"carried": carried}, told, lambda *_: None)
+    told = second
+    new = ShadowStep({"carried": carried}, told, lambda *_: None, may_differ=lambda name: name == "declared")
+    trained.begin()
+    trained._age = 7
+    for shadow_step in (trained, new):
+        shadow_step.meet(joins=False)
+    counted, declared, carried["tracked"] = 7, 7, 7
+    trained.begin()
+    counted, declared, carried["tracked"], of_rank = 0, 0, 0, 1
+    if not due:
+        new.cannot("of its own reasons")
+    new.begin()
+    for _ in range(2):
+        trained._compare(0)
+        new._compare(0)
+    assert (counted, declared, of_rank) == (0, 0, 1)
+    named = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "that the script" in r.message]
+    assert [text.partition(". Track")[0].partition(": ")[2] for text in named] == [
+        "counted (7 there, 0 in the new process)"
+    ]
+    skipped = [r for r in caplog.records if r.levelno == logging.WARNING and "of its own reasons" in r.getMessage()]
+    assert bool(skipped) == (not due)
 
 
 # --- where the part may be left

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from everstep.agent.processes import faults
 from everstep.contract import env, redact, termination
@@ -15,10 +14,7 @@ from everstep.recovery.forming import same_calls
 from everstep.train.guards import calls_before_steps
 from everstep.train.guards.comparison import restart_check
 from everstep.train.guards.plain_values import TRACK
-from everstep.train.guards.script_text import loop_check
-from everstep.train.guards.script_text.advice import NAMED, text_of
-from everstep.train.guards.script_text.hidden_changes import text_of_hidden
-from everstep.train.guards.script_text.loop_carried import LoopCarried
+from everstep.train.guards.script_check import NAMED, ScriptCheck
 from everstep_operator.plan.state import losses
 
 LONG = "the_number_of_samples_that_the_tokenizer_has_seen_"
@@ -26,12 +22,11 @@ FILE = "train_a_language_model_from_scratch.py"
 
 
 def carried(count: int) -> LoopError:
-    found = [
-        LoopCarried(f"self.{LONG}{i}", 1300 + i, "the loss of the backward pass", 1400 + i, bound=True, own=True)
-        for i in range(count)
-    ]
-    values = {"self": type("Trainer", (), {f"{LONG}{i}": torch.ones(1) for i in range(count)})()}
-    return loop_check.error_of([text_of(FILE, found, values)] * count)
+    check = ScriptCheck({}, (), lambda *_: False, changes=True, goes_on=True, strict=True)
+    check._carried = {f"self.{LONG}{i}": f"self.{LONG}{i} ({FILE}:{1300 + i})" for i in range(count)}
+    with pytest.raises(LoopError) as found:
+        check._refuse()
+    return found.value
 
 
 def other_calls() -> LoopError:
@@ -45,9 +40,8 @@ def other_calls() -> LoopError:
 @pytest.mark.parametrize(
     ("error", "names", "advises"),
     [
-        (carried(1), f"(line 1300 of {FILE}", f"in place of self.{LONG}0"),
-        (carried(NAMED), f"(line 1300 of {FILE}", f"in place of self.{LONG}0"),
-        (LoopError(text_of_hidden([(f"{LONG}{i}", f"/work/{FILE}") for i in range(20)])), f"{LONG}0", "run.untracked("),
+        (carried(NAMED), f"({FILE}:1300)", "`everstep rehearse`"),
+        (carried(20), f"({FILE}:1300)", "`everstep rehearse`"),
         (
             LoopError(restart_check.refusal("has other gradients", 12345, [f"{LONG}{i} (1 there)" for i in range(20)])),
             "the commit of step 12345",

@@ -138,6 +138,7 @@ def refusal(played: Played) -> str | None:
     if not played.codes or not all(played.codes) or played.hung:
         return None
     found = re.findall(r"(?:LoopError|NotRecoverable): (.+(?:\n(?!\[rank\d|[\w.]*Error|---|\d\d:).+)*)", played.log)
+    found += re.findall(r"the job was closed: (the ranks' collectives do not match.*)", played.log)
     # One rank prints it; a line of the agent about another one, which cuts it, may come before.
     return next((text for text in found if not text.endswith("…")), None)
 

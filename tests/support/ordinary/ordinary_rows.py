@@ -22,12 +22,18 @@ class Row:
     """`script` ends as undisturbed with rank 1 killed at each of `kills` ("STEP:POINT", see `ordinary_driver.POINTS`);
     or, where `refused` is a regular expression, it is refused before that, with a text that has it: by both
     launchers; with `torchrun_same` by everstep-run alone, because torchrun, which starts all again, needs no more.
+    `carried`: a regular expression for the list of what the loop carries, of which the undisturbed run is warned; a row
+    without it has no such warning. `unseen`: the launchers under which the run goes on after the kill and ends
+    otherwise. There the log has a warning that names `differs`, and `everstep rehearse` finds it.
     """
 
     script: str
     kills: tuple[str, ...] = ("5:backward",)
     refused: str = ""
     torchrun_same: bool = False
+    carried: str = ""
+    unseen: tuple[str, ...] = ()
+    differs: str = ""
     late: bool = False  # what is wrong cannot show before a peer was lost, and is refused then
     torchrun: bool = True
     apart: str = ""  # a regular expression for names of what each rank has for itself, and has again after the kill
@@ -47,7 +53,9 @@ class Row:
 
 
 NEW = r"(is a new process, and it|the step after it) (computes other gradients than|moves the parameters otherwise)"
-BY_NO_LINE = r"{0} changes from step to step, and no line of \w+\.py says so.*carried\['{0}'\] in place of {0}"
+RATE = r"hold different parameters.*run\.track\(|\['lr'\] is .*and was"
+ENDED = r"the step after it computes other gradients|the ranks' collectives do not match"
+AGENTS, TORCHRUN = "everstep-run", "torchrun"
 
 ROWS = (
     Row(
@@ -89,7 +97,7 @@ ROWS = (
     Row(
         "rate_decayed_by_hand",
     ),
-    Row("rate_by_own_counter", refused=r"global_step.*run\.track\("),
+    Row("rate_by_own_counter", refused=RATE, late=True, carried=r"global_step"),
     Row("decay_by_hand", kills=("5:backward", "5:gradients", "5:optimizer")),
     Row(
         "decay_first",
@@ -261,7 +269,7 @@ ROWS = (
         "cpu_offload",
         refused="offloaded|optimizer",
     ),
-    Row("best_weights", refused=r"best.*run\.track\("),
+    Row("best_weights", refused=r"hold different parameters|\bbest \(", late=True, carried="best.*kept"),
     Row("sgd_by_hand", kills=("5:backward", "5:tail")),
     Row("functional", kills=("5:tail",), long=True),
     Row("weights_averaged", kills=("7:optimizer",)),
@@ -286,7 +294,7 @@ ROWS = (
     Row("zero_grad_first", kills=("5:backward", "5:optimizer")),
     Row("zero_grad_in_place", long=True),
     Row("sparse_zeroed"),
-    Row("dataset_changed", refused=r"dataset\.scale.*track\("),
+    Row("dataset_changed", refused=NEW + r".*dataset\.scale", late=True, carried=r"dataset\.scale"),
     Row("dataset_changed_advised", kills=("3:backward", "3:optimizer", "5:backward")),
     Row("hook_in_loop", refused=r"hook.*before run\.steps"),
     Row("hook_in_loop_advised", kills=("3:backward", "5:optimizer")),
@@ -359,9 +367,25 @@ ROWS = (
     Row("curriculum", long=True),
     Row("curriculum_two_loops", refused=r"steps\(\) was called before"),
     Row("early_stop_by_rank0", kills=("5:backward",)),
-    Row("early_stop_by_patience", refused=r"(best|waited).*run\.track\("),
+    Row(
+        "early_stop_by_patience",
+        refused=r"left the loop after step 10, and ranks \[1\] did not",
+        late=True,
+        carried="best.*waited",
+        unseen=(TORCHRUN,),
+        differs="(best|waited)",
+        patience=PATIENCE,
+    ),
     Row("early_stop_by_patience_tracked"),
-    Row("early_stop_by_object", refused=r"patience\.(best|waited).*run\.track\("),
+    Row(
+        "early_stop_by_object",
+        refused=r"left the loop after step 10, and ranks \[1\] did not",
+        late=True,
+        carried=r"patience\.best.*patience\.waited",
+        unseen=(TORCHRUN,),
+        differs=r"patience\.(best|waited)",
+        patience=PATIENCE,
+    ),
     Row("exit_in_loop"),
     Row("break_out_of_step", long=True),
     Row("left_then_met", kills=("5:backward", ALL), lines={"metric.txt": 1}),
@@ -392,7 +416,7 @@ ROWS = (
     Row("signal_handler", long=True),
     Row("own_checkpoint", long=True),
     Row("own_resume"),
-    Row("replay_buffer", refused=r"recent.*run\.track\("),
+    Row("replay_buffer", refused=NEW, late=True, carried=r"recent"),
     # --- evaluations in which a rank dies
     Row("evaluate_swaps_average", kills=("6:evaluate",)),
     Row("evaluate_swaps_by_copy", kills=("6:evaluate",), long=True),
@@ -410,11 +434,16 @@ ROWS = (
     Row("caught_in_tail", kills=("5:optimizer", "5:backward")),
     Row("extra_state", kills=("5:backward", "5:optimizer")),
     Row("momentum_in_function"),
-    Row("first_loss", refused=r"first.*track\("),
+    Row("first_loss", refused=NEW, late=True, carried="first", unseen=(AGENTS,), differs="first"),
     Row("first_loss_tracked"),
-    Row("normalised_by_first_batch", refused=r"(mean|deviation).*track\("),
-    Row("set_up_in_first_forward", refused=r"initialized.*register_buffer"),
-    Row("history_rebound", refused=r"recent.*in its place"),
+    Row("normalised_by_first_batch", refused=NEW, late=True, carried=r"deviation.*mean"),
+    Row("set_up_in_first_forward", refused=ENDED, late=True, carried=r"initialized"),
+    Row(
+        "history_rebound",
+        refused=NEW + r".*recent \(",
+        late=True,
+        carried=r"recent .*another object than the tracked one",
+    ),
     Row("group_added", kills=("7:backward", "5:backward"), refused=r"add_param_group.*before run\.steps"),
     Row(
         "async_kept",
@@ -432,35 +461,36 @@ ROWS = (
     ),
     Row("weighted_sampler"),
     Row("batch_sampler", refused=r"batch_sampler=.*sampler="),
-    # --- plain variables, and each line that their refusal says to write
-    Row("rate_by_iterator", refused=r"taken is carried.*carried\['taken'\] in place of next\(taken\)"),
+    # --- plain variables, and what to write in their place
+    Row("rate_by_iterator", refused=RATE, late=True, carried=r"taken"),
     Row("rate_by_iterator_advised"),
-    Row("weight_by_generator", refused=r"weights is carried.*itertools\.islice\(weights, N\)"),
+    Row("weight_by_generator", refused=NEW, late=True, carried=r"weights"),
     Row("weight_by_generator_advised"),
-    Row("default_list", refused=r"weight\.seen is carried.*carried = {'seen': \[\]} at the top of the file"),
+    Row("default_list", refused=NEW, late=True),
     Row("default_list_advised"),
-    Row("dropout_by_counter", refused=r"seen is carried.*the forward pass.*run\.track\(carried=carried\)"),
-    Row("dropout_decays", refused=r"drop\.p is carried.*write drop\.p = p_now\['p'\] before each forward pass"),
+    Row("dropout_by_counter", refused=NEW + r".*seen \(", late=True, carried=r"seen"),
+    Row("dropout_decays", refused=NEW, late=True, carried=r"drop\.p"),
     Row("dropout_decays_advised"),
     Row("dropout_by_step"),
-    Row("recent_losses", refused=r"recent is carried.*list\(recent\).*del carried\['recent'\]\[:-3\]"),
+    Row("recent_losses", refused=NEW, late=True, carried="recent", unseen=(AGENTS,), differs="recent"),
     Row("recent_losses_advised"),
-    Row("lengths_seen", refused=r"seen is carried.*carried\['seen'\]\[x\] = None in place of seen\.add\(x\)"),
+    Row("lengths_seen", refused=NEW + r".*seen \(", late=True, carried=r"seen"),
     Row("lengths_seen_advised"),
-    Row("warmup_object", refused=r"warmup\.taken is carried.*run\.track\(warmup_carried=warmup\.carried\)"),
+    Row("warmup_object", refused=RATE, late=True, carried=r"warmup\.taken"),
     Row("warmup_object_advised"),
-    Row("options_counted", refused=r"options\['taken'\] is carried.*run\.track\(options=options\)"),
+    Row("options_counted", refused=NEW, late=True, carried=r"options\['taken'\]"),
     Row("options_counted_advised"),
-    Row("mask_of_length"),
-    Row("mask_of_length_tril"),
-    Row("features_kept"),
+    Row("mask_of_length", carried="current.*mask"),
+    Row("mask_of_length_tril", carried="current.*mask"),
+    Row("features_kept", carried="features"),
     # --- what no text tells: a new process plays a part of one that has trained, and is compared with it
     # After a restart of all processes it is compared with what was noted beside the commit.
     Row(
         "loss_switched_between",
-        kills=("5:backward", ALL),
         refused=NEW + r".*Options\.loss \(.*l1_loss there",
         late=True,
+        carried=r"Options\.loss",
+        kills=("5:backward", ALL),
     ),
     Row(
         "rate_by_hook",
@@ -472,22 +502,27 @@ ROWS = (
     Row("transform_switched", refused=NEW + r".*Noisy\.strength \(0\.5 there", late=True),
     Row("cached_baseline", kills=("5:backward", ALL), refused=NEW, late=True),
     Row("hook_on_ddp", refused=NEW, late=True),
-    # No reader of the text sees that the step reads the count, so only a process that has trained can tell.
+    # A threshold that comes later: a process that has trained can tell; a restart is compared in its first step alone.
     Row(
         "weight_by_callback_unread",
         refused=NEW + r".*came 4 steps ago.*2 steps ago.*weight\.count \(9 there, 4 in the new",
         late=True,
-        torchrun=False,  # a restart of all is compared in its first step alone (ADR 0021)
+        carried=r"weight\.count",
+        unseen=(TORCHRUN,),
+        differs=r"weight\.count",
     ),
-    # --- what no text tells and changes by no line: found by its values, before anything is lost
-    Row("noise_switched_off", refused=r"augment\.kinds is changed from step to step, by calls that .*run\.track\("),
+    Row("noise_switched_off", refused=NEW + r".*augment\.kinds", late=True, carried=r"augment\.kinds"),
     Row(
         "weight_by_callback_later",
-        refused=r"weight\.count is changed from step to step, by calls that .* affects the gradients.*run\.track\(",
+        refused=NEW + r".*weight\.count \(",
+        late=True,
+        carried=r"weight\.count",
+        unseen=(TORCHRUN,),
+        differs=r"weight\.count",
     ),
-    Row("weight_by_eval", refused=BY_NO_LINE.format("weight")),
-    Row("weight_by_eval_later", refused=BY_NO_LINE.format("count")),
-    Row("closure_by_eval", refused=BY_NO_LINE.format("weight")),
+    Row("weight_by_eval", refused=NEW + r".*weight \(", late=True),
+    Row("weight_by_eval_later", refused=NEW + r".*count \(", late=True, unseen=(TORCHRUN,), differs="count"),
+    Row("closure_by_eval", refused=NEW + r".*weight", late=True),
     # --- and goes on well, wherever the part is left
     Row("names_behind_block", kills=("5:backward", "5:optimizer")),
     Row("block_in_function", kills=("5:backward", "5:optimizer")),

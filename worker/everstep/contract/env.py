@@ -46,6 +46,9 @@ BACKEND = "EVERSTEP_BACKEND"
 # How much torch.distributed and NCCL print and check: "info" or "detail".
 DEBUG = "EVERSTEP_DEBUG"
 
+# Whether a session refuses what the loop carries from step to step and does not track: 0 or 1.
+STRICT = "EVERSTEP_STRICT"
+
 # Whether a Horovod script uses hvd.elastic.run, in place of what its text says: 0 or 1.
 HOROVOD_ELASTIC = "EVERSTEP_HOROVOD_ELASTIC"
 

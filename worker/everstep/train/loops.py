@@ -61,6 +61,7 @@ class Loops:
         *,
         rng: Rng,
         compare_gradients: bool = True,
+        strict: bool = False,
     ) -> None:
         self.place = place
         self._coordinator = coordinator
@@ -74,8 +75,8 @@ class Loops:
         self._untracked = set[str]()
         self._untracked_check = UntrackedStateCheck(self._state, self._untracked)
         self._script = ScriptCheck(
-            self._state, self._untracked_check.is_untracked, changes=recovery is not None,
-            goes_on=recovery is not None or coordinator.saves,
+            self._state, self._untracked, self._untracked_check.is_untracked, changes=recovery is not None,
+            goes_on=recovery is not None or coordinator.saves, strict=strict,
         )  # fmt: skip
         self._mesh: Any = None
         self._asked = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
@@ -178,7 +179,7 @@ class Loops:
         if loader is not None and not feed.is_of(loader):
             raise LoopError("steps(loader) in the loop of run.epochs(another): an epoch is one of the loader that was "
                             "passed to run.epochs()")  # fmt: skip
-        self._script.epoch_begins(sys._getframe(1), self._datasets)
+        self._script.epoch_begins(sys._getframe(1), self._datasets, first_rank=self._rank == 0)
         nesting.steps_begin()
         if not self._all_are_at(world, "the steps of the epoch"):
             self._stay()
@@ -255,7 +256,6 @@ class Loops:
         self._coordinator.check_handler(step.number)
         if step.phase is Phase.DONE:
             self._unmanaged.step_over(step.number)
-            self._script.step_completed(sys._getframe(1))
         elif step.error is not None:
             raise LoopError(
                 f"{failed(step)}, which the script caught outside of `with step`: what the step has changed is not "
@@ -311,7 +311,9 @@ class Loops:
         self._random.start()
         self._switches.start()
         if self._comparable and self._coordinator.saves:
-            self._check = RestartCheck(self._state, self._coordinator, hears=self._recovery is not None)
+            self._check = RestartCheck(
+                self._state, self._coordinator, self._script.may_differ, hears=self._recovery is not None
+            )
         world: World = FixedWorld(
             self._coordinator, self._state, reducers, feed, self.place.world_size, self._between_steps,
             self._untracked_check, self._shape, self._asks(), self._check,
@@ -330,6 +332,11 @@ class Loops:
             raise (e if refused is None or str(refused) in str(e) else LoopError(f"{refused}. {e}")) from e.__cause__
         if refused is not None:
             raise refused
+        if self._rank == 0 and not nested:
+            self._script.warn()
+        if self.step and self._compare_gradients and not self._comparable:
+            why = "its state is cut over a mesh" if self._mesh is not None else "the session does not set its seeds"
+            log.warning("this process is not compared with one that has trained: %s", why)
         self._world = world
         return feed, world
 
@@ -348,8 +355,9 @@ class Loops:
         of the state."""
         if self._comparable:
             self._shadow_step = ShadowStep(
-                self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state)
-            )
+                self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state),
+                self._script.may_differ,
+            )  # fmt: skip
         return self._shadow_step
 
     def _evaluate_now(self, call: Callable[[], Any], name: str) -> None:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import Checkpointer, Union
 from everstep.checkpoint.save import at_exit
+from everstep.contract import env
 from everstep.data import ElasticLoader
 from everstep.recovery.announcements import AgentAnnouncements
 from everstep.recovery.ddp import static_graphs, uneven_inputs
@@ -60,6 +61,7 @@ def start(
     every_seconds: float | None = None,
     rng: Rng = True,
     compare_gradients: bool = True,
+    strict: bool = False,
     **options: Any,
 ) -> Run:
     """Join the world that the environment describes (alone without one) and begin a run.
@@ -74,11 +76,15 @@ def start(
     `compare_gradients`: under everstep-run, a process that replaces a lost one first computes its step as a rank that
     has already trained (a shadow step). After a restart of all processes, rank 0's first step is compared with the same
     step before. The run is refused if gradients differ. See docs/reference/session-losses.md.
+
+    `strict`: names that the loop carries from step to step, and that are not tracked, are refused before the first step
+    in place of a warning. `EVERSTEP_STRICT=1` does the same. Raises `LoopError` if that variable is neither 0 nor 1.
     """
     if "rehearsal" in options:
         text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         compare_gradients = options.pop("rehearsal")
+    strict = strict or _strict_by_environment()
     names.check_once()
     refused_end.check_first_start()
     rounds = AgentAnnouncements.find()
@@ -96,11 +102,19 @@ def start(
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
-    _started[:] = [run] = [Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients)]
+    run = Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients, strict=strict)
+    _started[:] = [run]
     at_exit.end_run(run._close_at_end)
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
     run._ask(f"everstep.start({saves}, rng={rng!r}, compare_gradients={compare_gradients})", sys._getframe(1))
     return run
+
+
+def _strict_by_environment() -> bool:
+    said = os.environ.get(env.STRICT, "")
+    if said not in ("", "0", "1"):
+        raise LoopError(f"{env.STRICT}={said}: 1 refuses what the loop carries untracked, 0 warns of it; write 0 or 1")
+    return said == "1"
 
 
 def current() -> Run:
@@ -160,8 +174,9 @@ class Run(Loops):
 
     def untracked(self, *names: str) -> None:
         """Declare objects that training changes and that may be lost with their process, so that they cause no refusal
-        and no warning. A name is that in the refusal, that of a variable (`"probe"`, with all that it holds) or that of
-        a class. Call it at any time."""
+        and no warning. A name is that in the refusal or warning, that of a variable (`"probe"`, with all that it holds)
+        or that of a class. Call it at any time. The loop raises `LoopError` for a name that the script does not
+        have."""
         self._untracked.update(names)
 
     def mesh(self, *, shard: int | None = None, tensor: int | None = None, model: int | None = None) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep.contract import env
-from everstep.train.guards.script_text.sources import loaded_files
+from everstep.train.guards.sources import loaded_files
 
 
 def uses_elastic(environ: Mapping[str, str] = os.environ) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.script_objects import is_script
-from everstep.train.guards.script_text.sources import tree_of
+from everstep.train.guards.sources import tree_of
 
 _ADDS = frozenset({"append", "extend"})
 _GUARD = "sync_gradients"

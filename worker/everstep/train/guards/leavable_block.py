@@ -13,7 +13,7 @@ import inspect
 import types
 
 from everstep.train.guards.script_objects import is_script
-from everstep.train.guards.script_text.sources import definition, tree_of
+from everstep.train.guards.sources import definition, tree_of
 
 SESSION = "everstep.train.session"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import types
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sized
 from itertools import islice
 
 import torch
@@ -26,15 +28,17 @@ TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or let it be computed anew in "
     "each step from run.step"
 )
+_CONTAINERS = (list, dict, set, tuple, deque)
+_ROOT = re.compile(r"[.\[]")
 _KINDS = frozenset({bool, int, float, complex, str})  # no subclasses: they have code of their own
 
 
 def plain_values(
     frame: types.FrameType | None, own: Iterable[tuple[str, object]] = (), *, closed: Iterable[object] = ()
 ) -> Values:
-    """The script's numbers, texts, names of functions and sizes of containers, by name. They only make a refusal
-    clearer, so no error is raised. `own`: values beside its variables, by name; `closed`: objects that are not looked
-    into."""
+    """The script's numbers, texts, names of functions, sizes of containers and shapes of tensors, by name. They only
+    make a refusal clearer, so no error is raised. `own`: values beside its variables, by name; `closed`: objects that
+    are not looked into."""
     try:
         return _values(frame, own, closed)
     except Exception:  # the script's own classes may raise anything
@@ -70,9 +74,17 @@ def _elements(held: Held) -> list[Held]:
     return []
 
 
-def differences(theirs: Values, mine: Values) -> list[str]:
-    """The values that both have and that differ, as `alpha (0.5 there, 1.0 here)`, with the shortest names first."""
-    names = [name for name, value in theirs.items() if name in mine and mine[name] != value]
+def untracked_values(frame: types.FrameType | None, state: Mapping[str, object]) -> Values:
+    """The same, without the variables that are tracked, and what they hold."""
+    tracked = {id(value) for value in state.values()}
+    roots = {name for name, value in variables(frame) if id(value) in tracked}
+    return {name: text for name, text in plain_values(frame).items() if _ROOT.split(name, maxsplit=1)[0] not in roots}
+
+
+def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """The values that both have and that differ, as `alpha (0.5 there, 1.0 here)`, with the shortest names first.
+    `leave_out`: whether a name does not count."""
+    names = [name for name, value in theirs.items() if name in mine and mine[name] != value and not leave_out(name)]
     return [f"{name} ({theirs[name]} there, {mine[name]} in the new process)" for name in sorted(names, key=_order)]
 
 
@@ -97,9 +109,11 @@ def _add(found: Values, name: str, value: object) -> None:
         found[name] = "None"
     elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         found[name] = value.__qualname__
-    elif type(value) in (list, dict, set, tuple):
-        assert isinstance(value, list | dict | set | tuple)
+    elif type(value) in _CONTAINERS:
+        assert isinstance(value, Sized)
         found[name] = f"{len(value)} elements"
+    elif type(value) is torch.Tensor:  # what it holds may be on a device, and large
+        found[name] = f"tensor of shape {list(value.shape)}"
 
 
 def _is_plain(value: object) -> bool:

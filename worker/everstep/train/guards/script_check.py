@@ -1,34 +1,64 @@
-"""Looks for what a new process could not go on with: in the text of the script's loop, and in its global variables.
+"""Reads the text of the script's loop before its first step, for what a new process could not go on with.
 
-`loop_check` reads the text, once before the first step, and once at the first loop over the steps of an epoch.
-`hidden_changes` finds what changes by no line of it, and `hidden_attributes` what changes by lines that the loop is
-not seen to reach.
+`script_rules` refuses what is certain to go wrong. What the loop carries from step to step and is not tracked
+(`carried_names`) is listed in one warning, or refused if the run is strict. If there is no text (a prompt, a library's
+loop), nothing is found. Invariant: none of the script's code is called, and no object of the script is kept alive.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import inspect
+import logging
+import re
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from everstep.recovery.errors import LoopError
-from everstep.train.guards.script_text import loop_check
-from everstep.train.guards.script_text.hidden_attributes import HiddenAttributes
-from everstep.train.guards.script_text.hidden_changes import HiddenChanges
+from everstep.train.guards import script_rules
+from everstep.train.guards.carried_names import Carried, Reader
+from everstep.train.guards.script_objects import is_script, value_of, variables, walk
+from everstep.train.guards.sources import code_of, definition, loaded_files, tree_of
+from everstep.train.guards.untracked.covered import Covered
+
+log = logging.getLogger("everstep.train")
+
+UNREAD = "the text of the loop could not be read for names that it carries"
+_OURS = str(Path(__file__).parents[1])  # where the session's generators are
+NAMED = 12  # names in one text
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The loop over steps in `file`, or the function that takes one step, with the variables that it can read."""
+
+    file: str
+    tree: ast.Module
+    loop: ast.For | ast.While | ast.FunctionDef
+    values: Mapping[str, Any]
+    function: Any = None
 
 
 class ScriptCheck:
-    """Of one run. `changes`: the world may change. `goes_on`: state is saved, or sent to other processes; else nothing
-    is refused."""
+    """Of one run. `untracked`: the names that may be lost; the set may grow. `changes`: the world may change.
+    `goes_on`: state is saved, or sent to other processes; else nothing is refused. `strict`: what is carried is
+    refused."""
 
     def __init__(
-        self, state: Mapping[str, Any], is_untracked: Callable[..., bool], *, changes: bool, goes_on: bool
-    ) -> None:
-        self._state, self._is_untracked = state, is_untracked
-        self._changes, self._goes_on = changes, goes_on
-        self._hidden = HiddenChanges(is_untracked)
-        self._attributes = HiddenAttributes()
+        self, state: Mapping[str, Any], untracked: Collection[str], is_untracked: Callable[..., bool],
+        *, changes: bool, goes_on: bool, strict: bool,
+    ) -> None:  # fmt: skip
+        self._state, self._untracked, self._is_untracked = state, untracked, is_untracked
+        self._changes, self._goes_on, self._strict = changes, goes_on, strict
         self._read_epoch = False
+        self._carried = dict[str, str]()  # each name with its place, and a remark
+        self._bound_anew = set[str]()  # names that each step binds before it reads them
         self.function: Any = None  # that takes a step, in `Run.train`
         self.called: list[Any] = []  # the functions given to `Run.evaluate`, called between two steps
 
@@ -39,27 +69,181 @@ class ScriptCheck:
         if not self._goes_on:
             return None
         try:
-            self._read(frame, None if nested else self.function, data, nested=False)
-            loop_check.check_modules(self._state, self._is_untracked)
+            self._check_names(frame)
+            self._read(frame, None if nested else self.function, data)
+            if not nested:
+                self._refuse()
         except LoopError as e:
             return e
         return None
 
-    def epoch_begins(self, frame: types.FrameType, data: Collection[int]) -> None:
+    def epoch_begins(self, frame: types.FrameType, data: Collection[int], *, first_rank: bool) -> None:
         """The steps of an epoch begin. Raises `LoopError` for an error in the text of the loop over them."""
         if self._goes_on and not self._read_epoch:
             self._read_epoch = True
-            self._read(frame, self.function, data, nested=True)
+            self._read(frame, self.function, data)
+            self._refuse()
+            if first_rank:
+                self.warn()
 
-    def step_completed(self, frame: types.FrameType) -> None:
-        """Raises `LoopError` for a variable that changes by no line of the text, and for an attribute that affects
-        training and changes by no line that the loop is seen to reach."""
-        if self._goes_on:
-            self._hidden.completed(frame)
-            if moved := self._attributes.completed(frame):
-                loop_check.check_hidden(frame, self.function, self._state, self._is_untracked, moved)
+    def warn(self) -> None:
+        """List in the log what the loop carries."""
+        if self._carried:
+            log.warning("%s", self._text())
 
-    def _read(self, frame: types.FrameType, function: Any, data: Collection[int], *, nested: bool) -> None:
-        loop_check.check_loop(
-            frame, function, self._state, self._is_untracked, self.called, data, changes=self._changes, nested=nested
+    def may_differ(self, name: str) -> bool:
+        """Whether a value with this name may rightly be another in a process that begins later."""
+        anew = any(name == one or name.startswith((f"{one}.", f"{one}[")) for one in self._bound_anew)
+        return anew or self._is_untracked(name)
+
+    def _refuse(self) -> None:
+        if self._strict and self._carried:
+            raise LoopError(f"{self._text()}. They are refused because the run is strict (start(strict=True) or "
+                            "EVERSTEP_STRICT=1)")  # fmt: skip
+
+    def _text(self) -> str:
+        places, names = list(self._carried.values()), list(self._carried)
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        silent = ", ".join(f'"{name}"' for name in names[:NAMED])
+        return (
+            f"carried by the loop and not tracked: {', '.join(places[:NAMED])}{more}. In a new process they begin "
+            "anew. Track those by which it trains (numbers in a dictionary: run.track(carried=carried)); declare the "
+            f"others by run.untracked({silent}{', …' if more else ''}); or prove the script with `everstep rehearse`"
         )
+
+    def _read(self, frame: types.FrameType, function: Any, data: Collection[int]) -> None:
+        try:
+            found = list[str]()
+            for place in _of_function(function) if function is not None else _of_frame(frame):
+                if self._changes:
+                    found += script_rules.texts(place.tree, place.loop, Path(place.file).name)
+                self._note(place, data)
+        except Exception:  # an unforeseen script trains as it would without this check
+            log.warning(UNREAD, exc_info=True)
+            return
+        if found:
+            more = f". And {len(found) - 1} more, in the log" if len(found) > 1 else ""
+            raise LoopError(". ".join(found), brief=found[0] + more)
+
+    def _note(self, place: _Place, data: Collection[int]) -> None:
+        covered = Covered(self._state)
+        # A loader is tracked for its position, and not for the data that it reads.
+        covered.objects -= set(data) - {id(target) for target in self._state.values()}
+        reader = Reader(place.values, place.file)
+        if isinstance(place.loop, ast.FunctionDef):
+            reader.function(place.function, place.function.__name__)
+        else:
+            reader.loop(place.loop)
+        for function in self.called:
+            reader.function(function, getattr(function, "__name__", ""), always=False)
+        carried = reader.carried()
+        for one in carried:
+            if self._is_untracked(one.name) or _is_tracked(one, place.values, covered):
+                continue
+            remark = (
+                ", another object than the tracked one" if _is_held(value_of(place.values, one.parts), covered) else ""
+            )
+            self._carried.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
+        self._bound_anew = (self._bound_anew | reader.bound) - {one.name for one in carried}
+
+    def _check_names(self, frame: types.FrameType) -> None:
+        """Raises `LoopError` for a name in `run.untracked` that is nothing of the script's."""
+        if not self._untracked:
+            return
+        known = {type(held.value).__name__ for held in walk(variables(frame))} | self._state.keys()
+        trees = [tree for file in loaded_files() | _files(frame) if (tree := tree_of(file)) is not None]
+        for n in (n for tree in trees for n in ast.walk(tree)):
+            parts = (getattr(n, part, None) for part in ("id", "attr", "arg", "name", "asname"))
+            known.update(part for part in parts if isinstance(part, str))
+        for name in self._untracked if trees else ():
+            if not set(re.findall(r"[^\W\d]\w*", name)) & known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise LoopError(
+                    f"run.untracked({name!r}): no variable, attribute or class of the script has this name"
+                    + (f"; did you mean {near[0]!r}?" if near else ". Write the name as the warning prints it")
+                )
+
+
+def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bool:
+    """Whether what stands under the name is saved with what is tracked. A name that gets another object is not, except
+    in what is tracked itself; a module saves its tensors, and none of its plain attributes."""
+    for i in range(1, len(one.parts)):
+        owner = value_of(values, one.parts[:i])
+        if isinstance(owner, torch.nn.Module):
+            saved = owner._parameters.keys() | owner._buffers.keys() - owner._non_persistent_buffers_set
+            more = type(owner).get_extra_state is not torch.nn.Module.get_extra_state
+            if i == len(one.parts) - 1 and (more or one.parts[i][1:] in saved):
+                return True
+        elif _is_held(owner, covered):
+            return True
+    return not one.rebound and _is_held(value_of(values, one.parts), covered)
+
+
+def _is_held(value: Any, covered: Covered) -> bool:
+    if isinstance(value, types.GeneratorType) and value.gi_code.co_filename.startswith(_OURS):
+        return True  # `next` takes a step from it
+    if value is None or isinstance(value, bool | int | float | str):
+        return False
+    return id(value) in covered.objects or (isinstance(value, torch.Tensor) and covered.holds(value))
+
+
+# The place of the loop.
+
+
+def _files(frame: types.FrameType | None) -> set[str]:
+    found = set[str]()
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            found.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return found
+
+
+def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
+    """The script's frame that asks for the step. If that is a generator function, also the frames that ask it for
+    one."""
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            if (place := _of_script(frame)) is not None:
+                yield place
+            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return
+        frame = frame.f_back
+
+
+def _of_script(frame: types.FrameType) -> _Place | None:
+    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    loops: list[ast.For | ast.While] = [
+        n for n in nodes if isinstance(n, ast.For) and n.iter.lineno <= line <= _end(n.iter)
+    ]
+    loops += [n for n in nodes if isinstance(n, ast.While) and n.lineno <= line <= _end(n) and _takes(n, line)]
+    found = max(loops, key=lambda n: n.lineno, default=None)
+    if tree is None or found is None:
+        return None
+    values: dict[str, Any] = {"__name__": frame.f_globals.get("__name__")}
+    for name, value in variables(frame):
+        values.setdefault(name, value)
+    return _Place(frame.f_code.co_filename, tree, found, values)
+
+
+def _of_function(function: Any) -> Iterator[_Place]:
+    own = {"self": function.__self__} if isinstance(function, types.MethodType) else {}
+    code = code_of(getattr(function, "__func__", function))
+    tree = tree_of(code.co_filename) if code is not None else None
+    found = definition(tree, code) if code is not None and tree is not None else None
+    if code is not None and tree is not None and found is not None:
+        inner = inspect.unwrap(getattr(function, "__func__", function))
+        cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
+        own |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
+        yield _Place(code.co_filename, tree, found, {**inner.__globals__, **own}, function)
+
+
+def _end(node: ast.stmt | ast.expr) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _takes(loop: ast.While, line: int) -> bool:
+    """Whether the loop takes its steps by `next` there."""
+    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n))
+    return any((script_rules.path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)

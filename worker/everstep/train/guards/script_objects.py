@@ -8,6 +8,7 @@ most `VISITS` objects are looked at. No reference to the script's objects outliv
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import random
@@ -31,9 +32,14 @@ WIDE = 4096  # largest number of elements of a container of tensors or modules
 NARROW = 512  # of another container
 FRAMES = 64
 
+MISSING = object()
+Name = tuple[str, ...]  # `state.best['loss']` is ("state", ".best", "['loss']")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, type(None), type, range, torch.dtype, torch.device, torch.Size)
+UNCHANGEABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+# A method that the unchangeable relatives of a container have too only reads.
+_READERS = frozenset({*dir(tuple), *dir(frozenset), *dir(types.MappingProxyType)})
 _OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
 # Objects of these libraries hold no training state, or much that changes without a meaning.
 _CLOSED = frozenset(sys.stdlib_module_names) | {
@@ -71,6 +77,40 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
     for scope in scopes:
         yield from _public(scope)
+
+
+def value_of(values: Mapping[str, Any], name: Name) -> Any:
+    """What stands under the name; `MISSING` if nothing does."""
+    module = sys.modules.get(name[0])
+    is_ours = is_script(getattr(module, "__file__", None) or "<none>", named=True)
+    value = values.get(name[0], module if is_ours else MISSING)
+    for part in name[1:]:
+        tables = [getattr(value, table, {}) for table in ("__dict__", "_modules", "_parameters", "_buffers")]
+        key = part[1:] if part.startswith(".") else ast.literal_eval(part[1:-1])
+        if not part.startswith("."):
+            tables = [value if type(value) in (dict, list, tuple) else {str(k): v for k, v in tables[1].items()}]
+            key = key if tables[0] is value else str(key)
+        else:
+            tables += [vars(kind) for kind in type(value).__mro__ if value is not MISSING]
+        for table in tables:
+            try:
+                value = table[key]
+                break
+            except (LookupError, TypeError):
+                continue
+        else:
+            return MISSING
+    return value
+
+
+def is_changed_by(owner: Any, method: str) -> bool:
+    """Whether the method of a container, an iterator or a tensor changes it."""
+    if isinstance(owner, torch.Tensor):
+        return method.endswith("_") and not method.endswith("__")  # torch's convention
+    kind = type(owner)
+    holds = hasattr(kind, "__len__") or hasattr(kind, "__next__")
+    known = holds and kind.__module__ in ("builtins", "collections", "itertools") and kind not in UNCHANGEABLE
+    return known and method not in _READERS
 
 
 def walk(roots: Iterable[tuple[str, Any]], closed: Iterable[object] = ()) -> Iterator[Held]:

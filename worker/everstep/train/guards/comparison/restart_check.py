@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +30,8 @@ from everstep.recovery.errors import LoopError
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
-from everstep.train.guards.plain_values import TRACK, Values, differences, listed, plain_values
-from everstep.train.guards.script_text.sources import program
+from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
+from everstep.train.guards.sources import program
 
 log = logging.getLogger("everstep.train")
 
@@ -41,9 +41,13 @@ AGAIN: Final = "next-step-again"  # by the first process that was refused
 
 class RestartCheck:
     """The check in one process. `hears`: it is told of the step's collectives, and then leaves out sums that depend on
-    other ranks' values."""
+    other ranks' values. `may_differ`: whether a value of this name may differ between processes."""
 
-    def __init__(self, state: Mapping[str, Any], coordinator: StepCoordinator, *, hears: bool) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], coordinator: StepCoordinator, may_differ: Callable[[str], bool],
+        *, hears: bool,
+    ) -> None:  # fmt: skip
+        self._may_differ = may_differ
         self._state = state
         self._coordinator = coordinator
         self._hears = hears
@@ -68,7 +72,7 @@ class RestartCheck:
         if self._program is None:
             self._program = program()
         self._size, self._step = world_size, step
-        self._values = plain_values(sys._getframe(1))
+        self._values = untracked_values(sys._getframe(1), self._state)
         self._gradients = LocalGradients(self._state)
         self._updates = OptimizerUpdates(self._state, self._gradients)
         self._gradients.begin()
@@ -124,12 +128,17 @@ class RestartCheck:
         assert schedule is not None
         told = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in told:
+            log.warning("the first step after this restart is not compared: none is noted behind the commit")
             return
         theirs, head = told[NEXT]
+        differing = differences(head["values"], self._values, self._may_differ)
         if head["world_size"] != self._size or head["hears"] != self._hears:
-            log.info("the first step after this restart is not compared: the world had %s ranks", head["world_size"])
+            log.warning("the gradients of the first step after this restart are not compared: the world had %s ranks, "
+                        "and has %s", head["world_size"], self._size)  # fmt: skip
+            if differing:
+                log.warning("of the script's variables these are not those of the run before this restart: %s. %s",
+                            listed(differing), TRACK)  # fmt: skip
             return
-        differing = differences(head["values"], self._values)
         alike = head.get("kernels") == kernels()
         found = self._difference(sums, theirs, head, alike)
         if not found:

@@ -39,7 +39,7 @@ from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import script_call_site
 from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
 from everstep.train.guards.leavable_block import may_be_left
-from everstep.train.guards.plain_values import TRACK, Values, differences, listed, plain_values
+from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
 from everstep.train.guards.script_objects import variables, walk
 
 log = logging.getLogger("everstep.train")
@@ -54,7 +54,8 @@ class ShadowStepOver(PeerLost):
 
 class ShadowStep:
     """The shadow steps of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: the
-    buffers that a forward pass takes from rank 0, by name."""
+    buffers that a forward pass takes from rank 0, by name. `may_differ`: whether a value of this name may differ
+    between processes."""
 
     def __init__(
         self,
@@ -62,11 +63,13 @@ class ShadowStep:
         members: Members,
         stand_in: Callable[[Callable[[str], bool] | None, Callable[[], None] | None], None],
         buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        may_differ: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._state = state
         self._members = members
         self._stand_in = stand_in
         self._buffers = buffers
+        self._may_differ = may_differ
         self._brought = b""  # rank 0's buffers, for a step with a shadow step
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
@@ -79,7 +82,9 @@ class ShadowStep:
         self.playing = False
         self._gradients: LocalGradients | None = None
         self._found: torch.Tensor | None = None
+        self._first: Values | None = None  # the script's values before this process's first step
         self._values: Values = {}
+        self._warned = set[str]()  # values that the log has named
         self._caches: list[functools._lru_cache_wrapper[Any]] = []  # the script's caches, when a shadow step is due
         self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them that were empty before
         self._missed: dict[int, int] = {}  # misses of each cache before the first shadow step, by identity
@@ -140,15 +145,23 @@ class ShadowStep:
     def cannot(self, why: str) -> None:
         """Take no shadow step in this process, for the reason `why`."""
         if self.first:
-            log.info("this new process is not compared with a rank that has trained: %s", why)
+            log.warning(
+                "the gradients of this new process are not compared with those of a rank that has trained: %s. The "
+                "script's plain values are", why,
+            )  # fmt: skip
         self._due = False
 
     def begin(self) -> int | None:
         """Begin a step. Return the rank as which it is taken, if that is not this process's own."""
-        if self._model is None or self._gradients is not None or not (self._due or self._members.rank == self._model):
+        if self._first is None:
+            self._first = untracked_values(sys._getframe(1), self._state)
+        if self._model is None or self._gradients is not None:
+            return None
+        if self._age < max(self._ages) or self._members.rank == self._model:
+            self._values = untracked_values(sys._getframe(1), self._state)
+        if not (self._due or self._members.rank == self._model):
             return None
         self._gradients = LocalGradients(self._state)
-        self._values = plain_values(sys._getframe(1))
         self._gradients.begin()
         if not self._due:
             return None
@@ -245,16 +258,16 @@ class ShadowStep:
     def _compare(self, model: int) -> None:
         members, mine = self._members, self._found
         is_model = members.rank == model
-        told = members.from_rank(model, pack(mine, {"values": self._values}) if is_model else b"")
+        told = members.from_rank(model, pack(mine, {"values": self._moved()}) if is_model else b"")
         found = ""
+        theirs, head = unpack(told)
+        differing = differences(head["values"], self._values, self._may_differ)
         if not is_model and mine is not None and self._gradients is not None:
-            theirs, head = unpack(told)
             name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
             if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
                 # A second forward pass of the step takes rank 0's buffers again, as rank 0's first pass has left them.
                 log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
             elif name is not None and self._asked:
-                differing = differences(head["values"], self._values)
                 log.warning(
                     "this new process is not compared: %s has other gradients than on rank %s, but the step asks for "
                     "its rank, which may be why%s. Ask for the rank behind the block (`if step.completed and run.rank "
@@ -262,11 +275,27 @@ class ShadowStep:
                     name, model, f". Of the script's variables these differ: {listed(differing)}" if differing else "",
                 )  # fmt: skip
             elif name is not None:
-                found = _refusal(name, members.rank, model, self._age, differences(head["values"], self._values))
+                found = _refusal(name, members.rank, model, self._age, differing)
+        if not found and not is_model:
+            self._warn(model, differing)
         said = members.gather((int(bool(found)),))
         worst = next((rank for rank, (bad,) in enumerate(said) if bad), None)
         if worst is not None:
             raise LoopError(members.from_rank(worst, found.encode()).decode())
+
+    def _moved(self) -> Values:
+        """The values that have changed since this process's first step. Others are the same in all processes, or are
+        of the rank."""
+        return {name: value for name, value in self._values.items() if (self._first or {}).get(name) != value}
+
+    def _warn(self, model: int, differing: list[str]) -> None:
+        new = [one for one in differing if one.partition(" (")[0] not in self._warned]
+        self._warned |= {one.partition(" (")[0] for one in new}
+        if new:
+            log.warning(
+                "rank %d is a new process, and of the values that the script's steps change these are not those of "
+                "rank %d: %s. %s", self._members.rank, model, listed(new), TRACK,
+            )  # fmt: skip
 
     def _end_counting(self) -> None:
         assert self._gradients is not None

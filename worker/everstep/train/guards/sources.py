@@ -15,6 +15,7 @@ from typing import Any
 from everstep.train.guards.script_objects import is_script
 
 LARGEST = 2**20  # bytes of the largest file that is read
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 DECORATORS = 20  # most lines of decorators
 # Where they are installed from a checkout, their files do not look like those of a library.
 OURS = {"everstep", "everstep_local", "everstep_operator"}
@@ -67,6 +68,26 @@ def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
     lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
     return next((n for n in nodes if n.lineno in lines), None)
+
+
+def own_names(function: Function) -> set[str]:
+    """The variables of a function that end with its call."""
+    own = {a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)}
+    waiting: list[ast.AST] = [*function.body] if isinstance(function.body, list) else [function.body]
+    others = set[str]()
+    for n in waiting:
+        match n:
+            case ast.Global() | ast.Nonlocal():
+                others.update(n.names)
+            case ast.Name(ctx=ast.Store() | ast.Del()):
+                own.add(n.id)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                own.add(n.name)
+            case ast.Import() | ast.ImportFrom():
+                own.update(one.asname or one.name.partition(".")[0] for one in n.names)
+        if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            waiting.extend(ast.iter_child_nodes(n))
+    return own - others
 
 
 def _named(e: ast.Lambda) -> ast.FunctionDef:

@@ -1,0 +1,354 @@
+"""A run reads its script's loop before the first step: what it carries is warned of, and two forms are refused."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.recovery.errors import LoopError
+from everstep.train.guards.script_check import ScriptCheck
+
+BEFORE = """
+import torch
+import everstep
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.utils.data.TensorDataset(torch.randn(16, 2, generator=torch.Generator().manual_seed(1)))
+
+def work(batch, weight=1.0):
+    (model(batch.data[0]).pow(2).mean() * weight).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+COUNTED = """
+with everstep.start(URL) as run:
+    n = 0
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(x, global_batch=4), until=3):
+        with step as batch:
+            n += 1
+            work(batch, n)
+"""
+WARNING = "carried by the loop and not tracked: "
+
+
+@pytest.fixture
+def play(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Runs a script that saves, and returns what it is warned of: the names with their lines."""
+
+    def playing(body: str, url: bool = True) -> list[str]:
+        script = tmp_path / "train.py"
+        script.write_text(BEFORE + textwrap.dedent(body))
+        runpy.run_path(str(script), {"URL": str(tmp_path / "commits") if url else None}, "__main__")
+        told = [r.getMessage() for r in caplog.records if WARNING in r.getMessage()]
+        assert all(r.levelno == logging.WARNING for r in caplog.records if WARNING in r.getMessage())
+        return [text.removeprefix(WARNING).partition(". In a new process")[0] for text in told]
+
+    return playing
+
+
+def line_of(text: str, body: str) -> int:
+    return 1 + next(i for i, line in enumerate((BEFORE + textwrap.dedent(body)).splitlines()) if text in line)
+
+
+def test_one_warning_names_each_carried_name_with_its_line_and_what_to_write(
+    play: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = COUNTED.replace("n += 1", "n += 1; m = n + (m if n > 1 else 0)")
+    at = line_of("n += 1", body)
+    assert play(body) == [f"m (train.py:{at}), n (train.py:{at})"]
+    assert 'run.untracked("m", "n")' in caplog.text
+    assert "everstep rehearse" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        COUNTED.replace("n = 0", "n = 0\n    run.untracked('n')"),
+        COUNTED.replace("n = 0", "n = {'n': 0}").replace("n += 1", "n['n'] += 1").replace("batch, n", "batch, n['n']")
+        .replace("optimizer=optimizer", "optimizer=optimizer, n=n"),
+        COUNTED.replace("n += 1", "n = step.number"),
+        COUNTED.replace("n += 1", "n = model.count = step.number"),
+        COUNTED.replace("n += 1", "model.bias.data = model.bias.data * 1.0"),
+    ],
+    ids=["untracked", "tracked", "bound anew", "part of a module", "attribute bound anew"],
+)  # fmt: skip
+def test_nothing_is_said_of_what_is_tracked_or_declared_untracked(body: str, play: Any) -> None:
+    assert play(body) == []
+
+
+def test_nothing_is_said_where_nothing_is_saved(play: Any) -> None:
+    assert play(COUNTED, url=False) == []
+
+
+def test_attribute_of_a_tracked_module_is_named_unless_the_module_saves_it(play: Any) -> None:
+    body = COUNTED.replace("n += 1", "n = model.count = step.number")
+    body = body.replace("            work", "            if step.number: model.rate = 1\n            work")
+    assert play(body) == [f"model.rate (train.py:{line_of('model.rate', body)})"]
+
+
+def test_tracked_list_whose_name_gets_another_list_is_named(play: Any) -> None:
+    body = COUNTED.replace("n = 0", "n = [1.0]").replace("n += 1", "n = [*n[-4:], 1.0]")
+    body = body.replace("batch, n", "batch, sum(n)").replace("optimizer=optimizer", "optimizer=optimizer, n=n")
+    at = line_of("n = [*n", body)
+    assert play(body) == [f"n (train.py:{at}, another object than the tracked one)"]
+
+
+@pytest.mark.parametrize(
+    "around",
+    ["enumerate(run.steps({}))", "(step for step in run.steps({}))", "list_of(run.steps({}))"],
+    ids=["enumerated", "expression", "function"],
+)
+def test_loop_is_found_behind_what_hands_its_steps_on(around: str, play: Any) -> None:
+    steps = around.format("run.loader(x, global_batch=4), until=3")
+    body = COUNTED.replace("run.steps(run.loader(x, global_batch=4), until=3)", steps)
+    body = body.replace("for step in enumerate", "for _, step in enumerate")
+    passing_on = "def list_of(steps):\n    for step in steps:\n        yield step\n"
+    body = passing_on + body
+    assert play(body) == [f"n (train.py:{line_of('n += 1', body)})"]
+
+
+def test_function_that_takes_a_step_is_read_too(play: Any) -> None:
+    body = """
+    def main():
+        n = 0
+
+        def one(batch):
+            nonlocal n
+            n += 1
+            work(batch, n)
+
+        with everstep.start(URL) as run:
+            run.track(model=model, optimizer=optimizer)
+            run.train(one, run.loader(x, global_batch=4), until=3)
+
+    main()
+    """
+    assert play(body) == [f"n (train.py:{line_of('n += 1', body)})"]
+
+
+def test_loops_over_epochs_and_over_their_steps_are_named_in_one_warning(play: Any) -> None:
+    body = """
+    best = 0
+    with everstep.start(URL) as run:
+        run.track(model=model, optimizer=optimizer)
+        for epoch in run.epochs(run.loader(x, global_batch=4), 2):
+            since = 0
+            for step in run.steps():
+                with step as batch:
+                    since += 1
+                    work(batch, since)
+            best = max(best, since)
+    """
+    best, since = line_of("best = max", body), line_of("since += 1", body)
+    assert play(body) == [f"best (train.py:{best}), since (train.py:{since})"]
+
+
+def test_what_an_evaluation_changes_is_named(play: Any) -> None:
+    body = """
+    def main():
+        best = 1e9
+
+        @torch.no_grad()
+        def validate():
+            nonlocal best
+            best = min(best, model(torch.ones(1, 2)).item())
+
+        with everstep.start(URL) as run:
+            run.track(model=model, optimizer=optimizer)
+            run.evaluate(validate, every=1)
+            for step in run.steps(run.loader(x, global_batch=4), until=3):
+                with step as batch:
+                    work(batch)
+
+    main()
+    """
+    assert play(body) == [f"best (train.py:{line_of('best = min', body)})"]
+
+
+def test_strict_run_refuses_what_is_carried_before_the_first_step(play: Any) -> None:
+    body = COUNTED.replace("start(URL)", "start(URL, strict=True)").replace("n += 1", "n += 1; raise ValueError")
+    with pytest.raises(LoopError, match=r"not tracked: n \(train\.py:\d+\).*strict=True"):
+        play(body)
+
+
+def test_strict_run_refuses_what_the_steps_of_an_epoch_carry(play: Any) -> None:
+    body = (
+        COUNTED.replace("run.steps(", "run.epochs(")
+        .replace("until=3", "epochs=1")
+        .replace("start(URL)", "start(URL, strict=True)")
+    )
+    body = body.replace(
+        "        with step as batch:", "        for step in run.steps():\n          with step as batch:"
+    )
+    with pytest.raises(LoopError, match=r"not tracked: n .*strict=True"):
+        play(body)
+
+
+def test_environment_makes_a_run_strict(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_STRICT", "1")
+    with pytest.raises(LoopError, match="not tracked: n"):
+        play(COUNTED)
+    monkeypatch.setenv("EVERSTEP_STRICT", "yes")
+    with pytest.raises(LoopError, match=r"EVERSTEP_STRICT=yes: .*write 0 or 1"):
+        play(COUNTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("optimizr", "; did you mean 'optimizer'"), ("zzzz", "as the warning prints")]
+)
+def test_untracked_name_that_the_script_does_not_have_is_refused(name: str, near: str, play: Any) -> None:
+    with pytest.raises(LoopError, match=rf"run\.untracked\('{name}'\): no variable, attribute or class.*{near}"):
+        play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))
+
+
+@pytest.mark.parametrize("name", ["model.weight", "Linear", "n", "batch.data"])
+def test_untracked_name_of_a_variable_an_attribute_or_a_class_is_taken(name: str, play: Any) -> None:
+    play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))
+
+
+# What is refused.
+
+
+YIELDS = """
+def batches(steps):
+    for step in steps():
+        with step as batch:
+            yield batch
+
+for batch in batches(steps):
+    pass
+"""
+RANK = """
+import os
+RANK = int(os.environ["RANK"])
+main = RANK == 0
+def log(text):
+    if RANK == 0:
+        print(text)
+def keep(text):
+    if main:
+        open("log.txt", "a").write(text)
+for step in steps():
+    if {test}:
+        {does}
+"""
+
+
+def read(folder: Path, body: str) -> None:
+    """As when the first step of the script is asked for."""
+
+    def steps() -> Any:
+        check = ScriptCheck({}, (), lambda *_: False, changes=True, goes_on=True, strict=False)
+        if (refused := check.before_steps(sys._getframe(1), (), nested=False)) is not None:
+            raise refused
+        yield from ()
+
+    script = folder / "train.py"
+    script.write_text(body)
+    runpy.run_path(str(script), {"steps": steps}, "__main__")
+
+
+def test_generator_function_that_yields_from_within_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoopError, match=r"line 5 of train\.py is in a generator function that yields from within"):
+        read(tmp_path, YIELDS)
+
+
+def test_generator_function_that_yields_the_step_is_let_through(tmp_path: Path) -> None:
+    read(tmp_path, YIELDS.replace("        with step as batch:\n            yield batch", "        yield step"))
+
+
+@pytest.mark.parametrize("test", ["RANK == 0", "main", "not RANK"])
+def test_rank_that_was_read_before_the_loop_is_refused_where_it_decides(
+    test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LoopError, match=r"(RANK|main) was read from the environment.*Write run\.rank"):
+        read(tmp_path, RANK.format(test=test, does="open('log.txt', 'a')"))
+
+
+def test_rank_that_a_function_of_the_loop_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LoopError, match=r"main was read from the environment"):
+        read(tmp_path, RANK.format(test="True", does="keep('text')"))
+
+
+READ = """
+import argparse, os
+{bound}
+for step in steps():
+    {used}
+"""
+
+
+@pytest.mark.parametrize(
+    ("bound", "used"),
+    [
+        ("rank, size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])", "lr = 0.1 * size"),
+        ("rank: int = int(os.getenv('RANK', 0))", "save = rank == 0"),
+        ("rate = 0.1 * int(os.environ['WORLD_SIZE'])", "lr = rate"),
+        ("main = True if int(os.environ['RANK']) == 0 else False", "save = main"),
+        ("ddp_rank = int(os.environ['RANK']); seed = 1337 + ddp_rank", "draw = seed"),
+        ("main = os.environ.get('RANK') in (None, '0')", "save = main"),
+        ("here = max(int(os.environ.get('RANK', 0)), 0)", "save = here == 0"),
+        ("accumulate = 6; accumulate //= int(os.environ['WORLD_SIZE'])", "micro = range(accumulate)"),
+        ("main = os.environ['RANK'] == '0'", "save = main; main = False"),
+        ("main = os.environ['RANK'] == '0'", "main = not main"),
+    ],
+)
+def test_rank_is_found_in_what_was_computed_from_it(
+    bound: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(LoopError, match=r"was read from the environment"):
+        read(tmp_path, READ.format(bound=bound, used=used))
+
+
+@pytest.mark.parametrize(
+    ("bound", "used"),
+    [
+        ("model = list([1]) if 'RANK' in os.environ else [1]", "model.append(1)"),
+        ("model = list([1]) if int(os.environ['WORLD_SIZE']) > 1 else [1]", "model.append(1)"),
+        ("ddp = int(os.environ.get('RANK', -1)) != -1", "synced = not ddp or True"),
+        ("rank = os.environ.get('RANK'); ddp = rank is not None", "synced = ddp"),
+        ("rank = int(os.environ.get('RANK', -1)); ddp = rank >= 0", "synced = ddp"),
+        ("arguments = argparse.Namespace(rank=os.environ['RANK'])", "print(arguments)"),
+        ("device = 'cpu:' + os.environ['LOCAL_RANK']", "where = device"),
+    ],
+)
+def test_what_is_chosen_where_there_are_ranks_at_all_is_no_rank(
+    bound: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    read(tmp_path, READ.format(bound=bound, used=used))
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        "main = run.rank == 0\n    save = main",
+        "with step:\n        main = run.rank == 0\n        save = main",
+    ],
+)
+def test_rank_that_the_loop_computes_anew_is_let_through(
+    used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    read(tmp_path, READ.format(bound="main = int(os.environ['RANK']) == 0", used=used))
+
+
+@pytest.mark.parametrize("test", ["RANK == 0", "main", "log('text')"])
+def test_rank_that_was_read_before_the_loop_may_decide_who_prints(
+    test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    read(tmp_path, RANK.format(test=test, does="print(step)"))

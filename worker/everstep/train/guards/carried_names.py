@@ -1,0 +1,399 @@
+"""Finds the names that a loop binds in one step and reads again in a later one: a new process begins without them.
+
+The reader walks through the text of the loop's body, and of the script's functions that it calls, as one step would
+run them. It notes which names are bound, and which are read before each way through the step has bound them anew. What
+is both is carried. It does not judge whether a value matters. An attribute of an object that outlives the step counts
+as read at the step's end, because other code may read it there.
+
+Where it cannot follow (a library's function, a registry of callbacks, `exec`), it sees neither; `comparison` and
+`everstep rehearse` see the values. Invariants: none of the script's code is called, at most `MOST` parts of the text
+are visited, and no object of the script is kept alive.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.state.modules import bare
+from everstep.train.guards.script_objects import MISSING, UNCHANGEABLE, Name, is_changed_by, is_own, value_of
+from everstep.train.guards.sources import Function, code_of, definition, own_names, tree_of
+
+MOST = 200_000
+ELEMENTS = 8  # of a container whose methods or functions are followed in a loop over it
+_LOCAL: Name = ("",)  # a variable of a called function, which ends with the call
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A name, and where it is bound. `rebound`: it gets another object, and is not only changed in place."""
+
+    parts: Name
+    file: str
+    line: int
+    rebound: bool
+
+    @property
+    def name(self) -> str:
+        return "".join(self.parts)
+
+
+class TooLarge(Exception):
+    """Raised if the text has more than `MOST` parts."""
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The names of a running function. `names`: what is local, or another name for something of the caller's."""
+
+    file: str
+    names: Mapping[str, Name] = field(default_factory=dict)
+    outer: _Scope | None = None
+    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
+    ends: list[set[Name]] = field(default_factory=list)  # what is bound where the function returns
+
+
+class Reader:
+    """Of one loop. `values`: the variables that can be read before it. Each method that reads raises `TooLarge`."""
+
+    def __init__(self, values: Mapping[str, Any], file: str) -> None:
+        self._values = values
+        self._scope = self._root = _Scope(file)
+        self._bound: dict[Name, Carried] = {}
+        self._reads = set[tuple[Name, frozenset[Name]]]()  # each with what was bound of it before
+        self._done: set[Name] | None = set()  # bound on each way to the present place; None: no way leads here
+        self._ends: list[set[Name]] = []
+        self._running: list[ast.AST] = []
+        self._visited = self._loops = 0
+
+    def loop(self, loop: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Walk through one step of a loop over steps."""
+        if isinstance(loop, ast.While):
+            self._visit(loop.test)
+        elif isinstance(loop.target, ast.Tuple | ast.List):  # `for i, step in enumerate(…)`
+            items = [item for n in ast.walk(loop) if isinstance(n, ast.With) for item in n.items]
+            taken = {self._name(item.context_expr) for item in items}
+            for one in loop.target.elts:
+                self._bind(self._name(one), one, lasts=self._name(one) in taken)
+        else:
+            self._target(loop.target)
+        self._block(loop.body)
+
+    def function(self, function: Any, name: str, *, always: bool = True) -> None:
+        """Walk through a function that is called in each step. `always`: and not behind some steps only."""
+        self._done, before = set(self._done or ()), set(self._done or ())
+        self._enter_value(function, (name,), None)
+        self._done = self._done if always else before
+
+    def carried(self) -> list[Carried]:
+        """What the loop carries, in the order of its text."""
+        ends = [*self._ends, *([self._done] if self._done is not None else [])]
+        self._done = set.intersection(*ends) if ends else set()
+        made = {name for name, one in self._bound.items() if one.rebound}
+        for name in self._bound:  # attributes of what outlives the step
+            if name[-1].startswith(".") and not any(name[:i] in made for i in range(1, len(name))):
+                self._read(name)
+        found = [one for name, one in self._bound.items() if any(_reaches(*read, name) for read in self._reads)]
+        return sorted(found, key=lambda one: (one.file, one.line, one.parts))
+
+    @property
+    def bound(self) -> set[str]:
+        """All names that the loop binds."""
+        return {one.name for one in self._bound.values()}
+
+    # What is read and bound.
+
+    def _read(self, name: Name | None) -> None:
+        if name and name[0] and self._done is not None and not _has(self._done, name):
+            self._reads.add((name, frozenset(one for one in self._done if one[: len(name)] == name)))
+
+    def _bind(self, name: Name | None, node: ast.AST, *, rebound: bool = True, lasts: bool = True) -> None:
+        """Note that the name gets another object, or, without `rebound`, changes in place. `lasts`: until the step's
+        end."""
+        if not name or not name[0] or self._done is None:
+            return
+        if name not in self._bound or (rebound and not self._bound[name].rebound):
+            self._bound[name] = Carried(name, self._scope.file, getattr(node, "lineno", 0), rebound)
+        if rebound and lasts:
+            self._done.add(name)
+
+    def _name(self, e: ast.AST) -> Name | None:
+        match e:
+            case ast.Name():
+                return self._scope.names.get(e.id, (e.id,))
+            case ast.Attribute():
+                owner = self._name(e.value)
+                return None if owner is None else (*owner, f".{e.attr}") if owner[0] else _LOCAL
+            case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
+                owner = self._name(e.value)
+                return None if owner is None else (*owner, f"[{key!r}]") if owner[0] else _LOCAL
+        return None
+
+    def _target(self, target: ast.AST | None) -> None:
+        match target:
+            case None:
+                pass
+            case ast.Tuple() | ast.List():
+                for one in target.elts:
+                    self._target(one)
+            case ast.Starred():
+                self._target(target.value)
+            case _:
+                self._change(target, rebound=True)
+
+    def _change(self, target: ast.AST, *, rebound: bool) -> None:
+        """A target is assigned to. An element whose key is not written there is a change of its container."""
+        name = self._name(target)
+        while name is None and isinstance(target, ast.Subscript | ast.Attribute):
+            if isinstance(target, ast.Subscript):
+                self._visit(target.slice)
+            target, rebound = target.value, False
+            name = self._name(target)
+        self._bind(name, target, rebound=rebound)
+
+    # The statements.
+
+    def _block(self, body: Sequence[ast.AST]) -> None:
+        for statement in body:
+            self._visit(statement)
+
+    def _visit(self, n: ast.AST) -> None:
+        if self._done is None:
+            return
+        self._visited += 1
+        if self._visited > MOST:
+            raise TooLarge
+        match n:
+            case ast.If() | ast.IfExp():
+                self._visit(n.test)
+                self._branches(*([n.body, n.orelse] if isinstance(n, ast.If) else [[n.body], [n.orelse]]))
+            case ast.Match():
+                self._visit(n.subject)
+                self._branches(*([*filter(None, [case.guard]), *case.body] for case in n.cases), [])
+            case ast.For() | ast.AsyncFor():
+                self._visit(n.iter)
+                self._over(n)
+            case ast.While():
+                self._visit(n.test)
+                with self._perhaps(loop=True):
+                    self._block(n.body)
+                self._block(n.orelse)
+            case ast.Try() | ast.TryStar():
+                self._branches([*n.body, *n.orelse], *(handler.body for handler in n.handlers))
+                self._block(n.finalbody)
+            case ast.Continue() | ast.Break() | ast.Return() | ast.Raise():
+                self._leave(n)
+            case ast.Expr(value=ast.Call() as call):
+                self._call(call, used=False)
+            case ast.Call():
+                self._call(n, used=True)
+            case ast.Name() | ast.Attribute() | ast.Subscript():
+                self._load(n)
+            case _:
+                self._define(n)
+
+    def _define(self, n: ast.AST) -> None:
+        match n:
+            case ast.withitem():
+                self._visit(n.context_expr)
+                self._target(n.optional_vars)
+            case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
+                self._block([n.value] if n.value is not None else [])
+                for target in n.targets if isinstance(n, ast.Assign) else [n.target if n.value is not None else None]:
+                    self._target(target)
+            case ast.AugAssign():
+                self._visit(n.value)
+                self._load(n.target)
+                value = self._value(self._name(n.target))
+                self._change(n.target, rebound=value is MISSING or isinstance(value, UNCHANGEABLE))
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._scope.functions[n.name] = n
+            case ast.Lambda():
+                with self._perhaps():
+                    self._enter(n, self._scope, {})
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                self._comprehension(n)
+            case ast.ClassDef():
+                pass
+            case _:
+                self._block(list(ast.iter_child_nodes(n)))
+
+    def _branches(self, *branches: Sequence[ast.AST]) -> None:
+        """One of them runs."""
+        before, ends = self._done or set(), list[set[Name]]()
+        for branch in branches:
+            self._done = set(before)
+            self._block(branch)
+            ends += [self._done] if self._done is not None else []
+        self._done = set.intersection(*ends) if ends else None
+
+    @contextmanager
+    def _perhaps(self, names: Mapping[str, Name] = MappingProxyType({}), *, loop: bool = False) -> Iterator[None]:
+        """A context whose code may not run; with `loop`, or several times. `names`: its own."""
+        scope, before, done = self._scope, self._scope.names, None if self._done is None else set(self._done)
+        self._loops += loop
+        scope.names = {**before, **names}
+        yield
+        self._loops -= loop
+        scope.names, self._done = before, done
+
+    def _over(self, n: ast.For | ast.AsyncFor) -> None:
+        """A loop in the step. Over objects of the script its body runs with one of each class, over functions with
+        each."""
+        name, held, own = self._name(n.iter), self._value(self._name(n.iter)), list[Name]()
+        if name is not None and isinstance(n.target, ast.Name) and type(held) in (list, tuple):
+            kinds = {i if type(one) in _FUNCTIONS else type(one): i for i, one in enumerate(held[:ELEMENTS])}
+            own = [(*name, f"[{i}]") for kind, i in kinds.items() if isinstance(kind, int) or is_own(kind)]
+        for one in own or (None,):
+            known = {n.target.id: one} if one is not None and isinstance(n.target, ast.Name) else {}
+            with self._perhaps(known, loop=True):
+                self._target(None if known else n.target)
+                self._block(n.body)
+        self._block(n.orelse)
+
+    def _leave(self, n: ast.Continue | ast.Break | ast.Return | ast.Raise) -> None:
+        self._block(list(ast.iter_child_nodes(n)))
+        if isinstance(n, ast.Return):
+            self._scope.ends.append(self._done or set())
+        elif isinstance(n, ast.Continue) and not self._loops and not self._running:
+            self._ends.append(self._done or set())
+        self._done = None
+
+    def _comprehension(self, n: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        first = n.generators[0]
+        self._visit(first.iter)  # outside of the scope
+        own = (one.id for part in n.generators for one in ast.walk(part.target) if isinstance(one, ast.Name))
+        with self._perhaps(dict.fromkeys(own, _LOCAL)):
+            for part in n.generators:
+                self._block([*([part.iter] if part is not first else []), *part.ifs])
+            self._block([n.key, n.value] if isinstance(n, ast.DictComp) else [n.elt])
+
+    # The expressions.
+
+    def _load(self, n: ast.AST) -> None:
+        name = self._name(n)
+        if name is None:
+            self._block([one for one in ast.iter_child_nodes(n) if not isinstance(one, ast.expr_context)])
+            return
+        self._read(name)
+        value, inner = self._value(name), self._inner(n)
+        if inner is not None or isinstance(value, types.FunctionType):  # given to others, who may call it
+            with self._perhaps():
+                self._enter(*inner, {}) if inner else self._enter_value(value, name, None)
+        elif isinstance(value, property):
+            self._enter_value(value.fget, name, None, name[:-1])
+
+    def _call(self, n: ast.Call, *, used: bool) -> None:
+        self._block([*n.args, *n.keywords])
+        if (inner := self._inner(n.func)) is not None:
+            self._enter(*inner, self._given(inner[0], n, None))
+            return
+        name = self._name(n.func)
+        if name is None:
+            self._visit(n.func)
+            return
+        value = self._value(name)
+        if not isinstance(n.func, ast.Attribute):
+            self._read(name)
+            if name == ("next",) and n.args:
+                self._bind(self._name(n.args[0]), n, rebound=False)
+            self._enter_value(value, name, n)
+            return
+        owner, attribute = self._value(name[:-1]), n.func.attr
+        inside = any(attribute in getattr(owner, table, {}) for table in ("__dict__", "_modules"))
+        if changes := is_changed_by(owner, attribute):
+            self._bind(name[:-1], n, rebound=False)
+        if used or not changes:  # of the script's own objects only the attributes are read
+            self._read(name if inside or is_own(type(owner)) else name[:-1])
+        self._enter_value(value, name, n, None if inside else name[:-1])
+
+    # The functions.
+
+    def _value(self, name: Name | None) -> Any:
+        return value_of(self._values, name) if name and name[0] else MISSING
+
+    def _inner(self, n: ast.AST) -> tuple[Function, _Scope] | None:
+        """A function that is defined in the loop, or in a function that it calls."""
+        scope: _Scope | None = self._scope
+        while scope is not None and isinstance(n, ast.Name):
+            if n.id in scope.functions:
+                return scope.functions[n.id], scope
+            scope = scope.outer
+        return None
+
+    def _enter_value(self, value: Any, name: Name, call: ast.Call | None, owner: Name | None = None) -> None:
+        """Walk through what runs in a call of the value, if that is the script's."""
+        if isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, torch.nn.Module):
+            self._enter_module(value, name, call)
+            return
+        if isinstance(value, types.MethodType):
+            own = (one for one, held in self._values.items() if held is value.__self__)
+            value, owner = value.__func__, (next(own, ""),)
+        elif value is not MISSING and not isinstance(value, types.FunctionType | type) and is_own(type(value)):
+            value, owner = inspect.getattr_static(type(value), "__call__", None), name
+        if isinstance(value, staticmethod):
+            value, owner = value.__func__, None
+        code = code_of(value) if isinstance(value, types.FunctionType) else None
+        tree = tree_of(code.co_filename) if code is not None else None
+        node = definition(tree, code) if tree is not None and code is not None else None
+        if code is None or node is None:
+            return
+        names, known = dict[str, Name](), inspect.unwrap(value).__globals__
+        if known.get("__name__") != self._values.get("__name__", "__main__"):  # another file's
+            used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} & known.keys()
+            names = {one: (str(known["__name__"]), f".{one}") for one in used}
+        scope = _Scope(code.co_filename, names, self._root)
+        self._enter(node, scope, self._given(node, call, owner))
+
+    def _enter_module(self, module: torch.nn.Module, name: Name, call: ast.Call | None) -> None:
+        inner = bare(module)
+        name = name if inner is module else (*name, ".module")
+        if type(inner).__module__.startswith("torch."):  # its parts may be the script's own
+            for key, part in inner._modules.items():
+                if part is not None:
+                    self._enter_module(part, (*name, f"[{key}]" if key.isdigit() else f".{key}"), call)
+        else:
+            self._enter_value(getattr(type(inner), "forward", None), name, call, name)
+
+    def _given(self, node: Function, call: ast.Call | None, owner: Name | None) -> dict[str, Name]:
+        """The parameters that are another name for something of the caller's. `owner`: of the method."""
+        arguments = call.args if call is not None else []
+        given = [*([owner] if owner is not None else []), *(self._name(one) or _LOCAL for one in arguments)]
+        parameters = [p.arg for p in (*node.args.posonlyargs, *node.args.args)]
+        keywords = {k.arg: self._name(k.value) or _LOCAL for k in (call.keywords if call else []) if k.arg}
+        return {**dict(zip(parameters, given, strict=False)), **keywords}
+
+    def _enter(self, node: Function, outer: _Scope, given: Mapping[str, Name]) -> None:
+        if any(node is one for one in self._running) or self._done is None:
+            return
+        here, loops = self._scope, self._loops
+        names = {**outer.names, **dict.fromkeys(own_names(node), _LOCAL), **given}
+        self._scope, self._loops = _Scope(outer.file, names, outer), 0
+        self._running.append(node)
+        self._block(node.body if isinstance(node.body, list) else [node.body])
+        self._running.pop()
+        ends = [*self._scope.ends, *([self._done] if self._done is not None else [])]
+        self._done = set.intersection(*ends) if ends else None
+        self._scope, self._loops = here, loops
+
+
+def _has(done: Collection[Name], name: Name) -> bool:
+    return any(name[:i] in done for i in range(1, len(name) + 1))
+
+
+def _reaches(read: Name, done: frozenset[Name], bound: Name) -> bool:
+    """Whether a read of one name can read what was bound under another. `done`: what the same step has bound before."""
+    shorter, longer = sorted((read, bound), key=len)
+    return longer[: len(shorter)] == shorter and not _has(done, bound)

@@ -1,0 +1,177 @@
+"""Refuses two forms of a loop that are certain to go wrong, by its text, before the first step.
+
+A generator function that yields from within a step's block: an error in the code that takes the batches does not reach
+the step. A rank that was read from the environment before the loop and is used in it: a process gets another rank when
+the world changes, and no comparison of values shows that, because the others' values are right. Both need no knowledge
+of what the script computes, and there is one line to write instead.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+
+RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
+_CONVERSIONS = frozenset({"int", "str", "float", "bool", "min", "max", "abs"})
+_ABSENT = (None, "", "-1", -1)  # what scripts use as the rank if there is none
+_TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
+
+
+def texts(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
+    """What is wrong with the loop over steps in `file`, or with a function that takes one step."""
+    yield from _of_generator(loop, file)
+    yield from _of_ranks(tree, loop, file)
+
+
+def _of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
+    if not isinstance(loop, ast.For):
+        return
+    steps = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    for block in ast.walk(loop):
+        if not isinstance(block, ast.With) or not steps & {path_of(item.context_expr) for item in block.items}:
+            continue
+        if (found := next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)) is not None:
+            yield (
+                f"line {found.lineno} of {file} is in a generator function that yields from within `with step`: "
+                "an error in the code that takes the batches (the loss of a peer, for example) would not reach the "
+                "step. Yield the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around "
+                "the work"
+            )
+
+
+def _of_ranks(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
+    """Ranks in variables. Each variable is named once."""
+    found = set[str]()
+    names = read_ranks(tree, (loop.lineno, _end(loop)))
+    runs = [part for body in _reached(tree, loop) for part in ast.walk(body)] if names else []
+    quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
+    for n in runs:
+        if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
+            continue
+        path = path_of(n)
+        if path in names and path not in found and not _is_made_anew(loop, path, n.lineno):
+            found.add(path)
+            yield (
+                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
+                f"{file}), and the loop uses it in line {n.lineno}: after the loss of a process both "
+                f"may be others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
+            )
+
+
+def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
+    """Whether the loop gives the variable a new value in every step before this line reads it."""
+    blocks = [loop]
+    for block in blocks:
+        blocks.extend(n for n in getattr(block, "body", ()) if isinstance(n, ast.With))
+    given = [n for block in blocks for n in getattr(block, "body", ()) if isinstance(n, ast.Assign)]
+    made = (n for n in given if any(path_of(target) == path for target in n.targets) and not holds(n.value, {path}))
+    return line <= _end(loop) and any(n.lineno < line for n in made)
+
+
+def _reached(tree: ast.Module, loop: ast.stmt) -> list[ast.stmt]:
+    """The loop, and the functions and methods of the same file that it calls."""
+    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    found: list[ast.stmt] = [loop]
+    for body in found:
+        calls = (path_of(n.func) or "" for n in ast.walk(body) if isinstance(n, ast.Call))
+        for name in sorted({path.removeprefix("self.") for path in calls}):
+            if (function := functions.get(name)) is not None and function not in found:
+                found.append(function)
+    return found
+
+
+def _only_talks(n: ast.AST) -> bool:
+    match n:
+        case ast.If(orelse=[]):
+            return all(map(_only_talks, n.body))
+        case ast.Expr(value=ast.Call(func=func)):
+            return (path_of(func) or "").rpartition(".")[2] in _TALKS
+    return False
+
+
+def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
+    """The path of each variable that holds a rank and is bound outside of the lines `within`, and its line. It holds
+    one if it was assigned one, a value computed from one, or the answer to a question about one (`main = RANK == 0`).
+    The result of a call is not a rank, and neither is the answer to whether there are ranks at all (`rank != -1`)."""
+    found = dict[str, int]()
+    changed = ((n.target, n.value) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
+    for target, value in sorted((*_bound(tree), *changed), key=lambda pair: pair[1].lineno):
+        if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, found):
+            found[path] = value.lineno
+    return found
+
+
+def _bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The assignments in the order of the lines; `a, b = c, d` is two."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign)]
+    for n in sorted(found, key=lambda n: n.lineno):
+        if n.value is None:
+            continue
+        for target in n.targets if isinstance(n, ast.Assign) else [n.target]:
+            pair = (target, n.value)
+            if all(isinstance(e, ast.Tuple | ast.List) for e in pair) and len(target.elts) == len(n.value.elts):  # type: ignore[attr-defined]
+                yield from zip(target.elts, n.value.elts, strict=True)  # type: ignore[attr-defined]
+            else:
+                yield pair
+
+
+def holds(value: ast.expr, names: Collection[str]) -> bool:
+    """Whether the expression is a rank, or depends on one. `names`: the variables that hold one."""
+    if (path_of(value) or "") in names:
+        return True
+    match value:
+        case ast.Subscript(value=owner, slice=ast.Constant(value=str() as key)):
+            return key in RANKS and _is_environment(owner)
+        case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CONVERSIONS:
+            return any(holds(a, names) for a in arguments)
+        case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=key), *_]):
+            return key in RANKS and _is_environment(owner)
+        case ast.Call(func=function, args=[ast.Constant(value=key), *_]):
+            return key in RANKS and (path_of(function) or "").endswith("getenv")
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return not _asks_whether_any(op, right) and (holds(left, names) or holds(right, names))
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            # A choice between objects is made once; a choice between values gives each rank its own.
+            chosen = not any(isinstance(e, ast.Call) for e in (body, orelse)) and holds(test, names)
+            return chosen or holds(body, names) or holds(orelse, names)
+        case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+            return any(holds(e, names) for e in ast.iter_child_nodes(value) if isinstance(e, ast.expr))
+    return False
+
+
+def _is_environment(owner: ast.expr) -> bool:
+    path = path_of(owner) or ""
+    return path == "environ" or path.endswith(".environ")
+
+
+def _asks_whether_any(op: ast.cmpop, right: ast.expr) -> bool:
+    try:
+        limit = ast.literal_eval(right)
+    except ValueError:
+        return False
+    match op:
+        case ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot():
+            return limit in _ABSENT
+        case ast.Gt() | ast.LtE():
+            return bool(limit == -1)
+        case ast.GtE() | ast.Lt():
+            return bool(limit == 0)
+    return False
+
+
+def path_of(e: ast.AST) -> str | None:
+    """ "a.b['c']", if it is written so."""
+    match e:
+        case ast.Name():
+            return e.id
+        case ast.Attribute():
+            owner = path_of(e.value)
+            return None if owner is None else f"{owner}.{e.attr}"
+        case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
+            owner = path_of(e.value)
+            return None if owner is None else f"{owner}[{key!r}]"
+    return None
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
