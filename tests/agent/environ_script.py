@@ -1,4 +1,5 @@
-"""A session script that says after each step what its environment and its process group say of its place."""
+"""A session script that says after each step what its environment and its process group say of its place. Its sampler
+is made by the environment before the loop, as scripts for torchrun do."""
 
 import json
 import os
@@ -7,6 +8,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import everstep
 
@@ -20,7 +22,10 @@ def main(folder: str) -> None:
     with everstep.start() as run, open(f"{folder}/{os.getpid()}.jsonl", "a", buffering=1) as file:
         model = torch.nn.Linear(2, 1)
         run.track(model=model)
-        for step in run.steps(until=10**9):
+        data = TensorDataset(torch.zeros(24, 1))
+        ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=ranks, rank=rank))
+        for step in run.steps(loader, epochs=10**6):
             with step:
                 dist.all_reduce(torch.zeros(1))
                 time.sleep(0.02)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,10 @@ def test_survivors_and_newcomers_know_their_place_by_their_environment(job: Call
     rounds.append(check(fewer, 2))
     assert told(fewer, "MASTER_PORT")[0] != told(again, "MASTER_PORT")[0]
 
+    # A process that begins in the smaller world, and cuts its data for it.
+    run.strike(left[0].trainers()[1])
+    rounds.append(check(places(run, left, rounds[-1]), 2))
+
     whole = [*left, *run.start()]
     check(places(run, whole, rounds[-1]), 3)
 
@@ -103,12 +108,27 @@ def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_sa
         "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4",
         "EVERSTEP_ROUND": "5", "EVERSTEP_RENDEZVOUS": "counted",
     }  # fmt: skip
-    alone = environment(setting, 1, None, "/error")
+    alone = environment(replace(setting, most=4), 1, None, "/error")
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["LOCAL_RANK"]) == ("0", "1", "1")
     assert "EVERSTEP_ROUND" not in alone
     assert "EVERSTEP_LAST_RANK" not in alone
     again = environment(setting, 1, None, "/error", last=round_)
-    assert (again["RANK"], again["WORLD_SIZE"], again["EVERSTEP_LAST_RANK"]) == ("0", "1", "3")
+    assert again["EVERSTEP_LAST_RANK"] == "3"
+    expected = [n for n in part if n.endswith(("RANK", "WORLD_SIZE"))]
+    assert [again[n] for n in expected] == [part[n] for n in expected]
+    assert (again["MASTER_PORT"], "EVERSTEP_ROUND" in again) == ("0", False)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "place"),
+    [(6, 6, ("5", "6", "2", "3")), (2, 6, ("0", "1", "0", "1")), (4, 4, ("1", "4", "0", "2"))],
+)
+def test_first_process_of_a_pod_expects_the_world_of_a_job_that_has_one_size(
+    least: int, most: int, place: tuple[str, ...]
+) -> None:
+    inherited = {"EVERSTEP_WORKER_INDEX": "2"} if most == 6 else {}
+    found = environment(Setting(inherited, 2, "run", "trainer", 3, "/s", most=most, least=least), 1, None, "/error")
+    assert tuple(found[n] for n in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")) == place
 
 
 @pytest.mark.parametrize(

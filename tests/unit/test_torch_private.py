@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +29,7 @@ FILES = {str(path.relative_to(SOURCES)): ast.parse(path.read_text()) for path in
 
 # Files that still touch private names themselves. Empty is the goal; nothing is added here.
 REMAINING = (
-    "train/guards/untracked/", "train/guards/script_text/", "train/mesh.py", "rehearse/library_loop.py",
-    "rehearse/own_loop.py",
+    "train/guards/untracked/", "rehearse/library_loop.py", "rehearse/own_loop.py",
 )  # fmt: skip
 
 # Of Python's own library, which is no subject here: names that it documents or that have no public way.
@@ -298,11 +297,14 @@ def test_versions_are_those_that_the_distribution_asks_for() -> None:
 
 
 def test_look_takes_little_of_a_start() -> None:
-    def seconds() -> float:
+    def seconds(work: Callable[[], object]) -> float:
         before = time.process_time()
-        names.check()
+        work()
         return time.process_time() - before
 
-    least = min(seconds() for _ in range(20))
+    def count() -> int:
+        return sum(range(250_000))
+
+    least, beside = (min(seconds(work) for _ in range(20)) for work in (names.check, count))
     print(f"the look for {sum(len(row.names.split()) for row in TABLE)} names: {least * 1000:.1f} ms")
-    assert least < 0.005, "2 ms where nothing else runs"
+    assert least < 2 * beside, f"2 ms where a sum of 250,000 numbers takes 3; that took {beside * 1000:.1f} ms"

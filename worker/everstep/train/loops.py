@@ -297,8 +297,9 @@ class Loops:
         """Make the data feed, and the world."""
         # The numbers of replicas that a script may rightly have given a sampler.
         most = self._most_readers
-        told = frozenset({1, most} if self._recovery is not None else {most})
-        feed = feed_of(loader, most, self._cut(), told, self._shape.of_sizes(self.place.sizes))
+        sizes = self._shape.of_sizes(self.place.sizes)
+        told = frozenset({1, most, *sizes} if self._recovery is not None else {most})
+        feed = feed_of(loader, most, self._cut(), told, sizes)
         self._loop, self._feed = True, feed
         if feed is not None:
             self._state["data"] = feed.saved

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from everstep.contract import env
 from everstep.recovery.engine import Recovery
@@ -24,13 +24,13 @@ from everstep.train.process_place import ProcessPlace
 
 
 def likely_rank(environ: Mapping[str, str]) -> int:
-    """The rank that this process assumes before its first round: that of the round for which it was started; or else of
-    its place in its agent's newest round; or else its rank if all workers were there. With FSDP2 or tensor parallelism,
+    """The rank that this process assumes before its first round: that of its place in its agent's newest round; or else
+    of the round for which it was started; or else its rank if all workers were there. With FSDP2 or tensor parallelism,
     it must be right only when a job begins: later the state comes from others."""
-    if int(environ.get("WORLD_SIZE", "1")) > 1:
-        return int(environ.get("RANK", "0"))
     if environ.get(env.LAST_RANK):
         return env.whole_number(environ, env.LAST_RANK, 0)
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
+        return int(environ.get("RANK", "0"))
     worker, processes = env.whole_number(environ, env.WORKER_INDEX, 0), int(environ.get("LOCAL_WORLD_SIZE", "1"))
     return worker * processes + int(environ.get("LOCAL_RANK", "0"))
 

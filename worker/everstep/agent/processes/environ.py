@@ -41,14 +41,17 @@ def environment(
     calls_file: str = "",
     last: Round | None = None,
 ) -> dict[str, str]:
-    """The environment of local rank `slot`. Without a round, the process is a world of one until the session brings it
-    into a round. `last`: the agent's newest round."""
+    """The environment of local rank `slot`. Without a round, the session brings the process into one later. Until then
+    it has the rank and the world that are to be expected, because scripts compute from these before the loop
+    (`batch = 64 // WORLD_SIZE`): those of `last`, the agent's newest round, or of a job that has one size."""
     found = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in found and setting.processes > 1:
         found["OMP_NUM_THREADS"] = "1"
     for name in (env.ROUND, env.RENDEZVOUS, env.LAST_RANK):  # the agent may have inherited them
         found.pop(name, None)
     found |= of_round(slot, round_)
+    if round_ is None:
+        found |= _expected(setting, slot, last)
     found |= {
         "LOCAL_RANK": str(slot),
         "LOCAL_WORLD_SIZE": str(setting.processes),
@@ -75,6 +78,31 @@ def environment(
     return found
 
 
+def _expected(setting: Setting, slot: int, last: Round | None) -> dict[str, str]:
+    if last is not None:
+        rank, size, group_rank, group_size = last.first_process + slot, last.processes, last.rank, last.world_size
+    elif setting.least == setting.most:
+        group_rank, group_size = (
+            env.whole_number(setting.inherited, env.WORKER_INDEX, 0),
+            setting.most // setting.processes,
+        )
+        rank, size = group_rank * setting.processes + slot, setting.most
+    else:
+        return {}
+    return _place(rank, size, group_rank, group_size)
+
+
+def _place(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(group_size),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(size),
+    }
+
+
 def of_round(slot: int, round_: Round | None) -> dict[str, str]:
     """The variables that change with the round; a process that goes on in the next round sets them anew."""
     if round_ is None:
@@ -84,13 +112,7 @@ def of_round(slot: int, round_: Round | None) -> dict[str, str]:
         group_rank, group_size = round_.rank, round_.world_size
         address, port = round_.members[0].address, round_.members[0].store_port
         before = max(0, round_.number - 1)
-    found = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "GROUP_RANK": str(group_rank),
-        "GROUP_WORLD_SIZE": str(group_size),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(size),
+    found = _place(rank, size, group_rank, group_size) | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(before),
