@@ -145,14 +145,17 @@ SIZES = [("more", 12, 2, True), ("fewer", 12, 2, True)]
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(KEPT.replace("BATCH", "4"), id="trainer whose callback counts in an attribute"),
+        pytest.param(
+            KEPT.replace("BATCH", '12 // int(os.environ["WORLD_SIZE"])'),
+            id="trainer of one global batch, whose callback counts in an attribute",
+        ),
         pytest.param(
             LIGHTNING.replace("COUNT", "self.trainer.global_step").replace("self.k.n += 1", ""), id="lightning"
         ),
     ],
 )
 def test_script_whose_state_its_adapter_keeps_is_passed(tmp_path: Path, script: str) -> None:
-    lost = "1@1:begin,1@2:backward,1@3:optimizer,1@4:between,0+1@9:backward"  # the commit is of step 5
+    lost = "1@1:begin,1@2:backward,1@3:optimizer,1@6:between,0+1@9:backward"  # the commit is of step 5
     code, report = rehearse(tmp_path, script, *SHORT, "--at", lost)
     assert (report["findings"], ended(report), code) == ([], [*CALM, ("at", 12, 6, True)], 0)
     assert not (tmp_path / "commits").exists()

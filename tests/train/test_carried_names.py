@@ -58,6 +58,7 @@ def carried(body: str, before: str = "", values: dict[str, Any] | None = None) -
         ("last = step\ndef closure():\n    return last\nf(closure)", []),
         ("match step:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nprint(x)", ["x"]),
         ("while (n := f(step)):\n    print(n)", []),
+        ("try:\n    continue\nfinally:\n    n += 1", ["n"]),
     ],
 )
 def test_name_is_carried_if_a_step_may_read_what_an_earlier_one_has_bound(body: str, names: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import runpy
 import sys
@@ -352,3 +353,54 @@ def test_rank_that_was_read_before_the_loop_may_decide_who_prints(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     read(tmp_path, RANK.format(test=test, does="print(step)"))
+
+
+def test_object_that_looks_its_attributes_up_in_a_way_of_its_own_hides_nothing(play: Any) -> None:
+    body = COUNTED.replace("n = 0", "n = 0\n    settings = Settings(lr=0.1)").replace(
+        "batch, n", "batch, n * settings.lr"
+    )
+    made = "class Settings(dict):\n    def __getattr__(self, name):\n        return self[name]\n" + body
+    assert play(made) == [f"n (train.py:{line_of('n += 1', made)})"]
+
+
+def test_name_that_some_steps_bind_and_a_hook_reads_is_compared(play: Any) -> None:
+    assert (
+        play("""
+scale = 1.0
+next(model.parameters()).register_hook(lambda gradient: gradient * scale)
+with everstep.start(URL) as run:
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(x, global_batch=4), until=3):
+        with step as batch:
+            if run.step == 1:
+                scale = 0.25
+                said = print(run.step)
+            work(batch)
+    assert [run._script.may_differ(name) for name in ("scale", "said", "batch")] == [False, True, True]
+""")
+        == []
+    )
+
+
+def test_strict_run_whose_text_cannot_be_read_is_refused(play: Any) -> None:
+    arms = "".join(f"            elif batch.step == {-i}:\n                pass\n" for i in range(2, 900))
+    body = COUNTED.replace("n += 1", f"if batch.step == -1:\n                pass\n{arms}")
+    assert play(body) == []
+    with pytest.raises(LoopError, match=r"could not be read for names .* and the run is strict: prove the script"):
+        play(body.replace("start(URL)", "start(URL, strict=True)"))
+
+
+def test_file_is_parsed_once_however_many_of_its_functions_a_step_calls(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, parsed = ast.parse, list[str]()
+
+    def counted(text: Any, *args: Any, **options: Any) -> Any:
+        parsed.append(str(text))
+        return parse(text, *args, **options)
+
+    functions = "".join(f"def f{i}():\n    pass\n" for i in range(30))
+    calls = "".join(f"            f{i}()\n" for i in range(30))
+    monkeypatch.setattr(ast, "parse", counted)
+    play(functions + COUNTED.replace("            n += 1\n", f"            n += 1\n{calls}"))
+    assert sum("def f29" in text for text in parsed) <= 4

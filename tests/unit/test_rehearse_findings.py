@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from everstep.rehearse.findings import Finding, Kind, find
 from everstep.rehearse.plan import AUTO, Kill, Scenario, calm, scenarios
-from everstep.rehearse.play import Played
+from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import Record
 
 RANKS, STEPS = 2, 16
@@ -205,3 +206,20 @@ def test_one_rank_is_lost_early_and_late_and_is_rank_0_too(steps: int) -> None:
     assert [kill.step for kill in lost.kills] == sorted({kill.step for kill in lost.kills})
     assert (lost.kills[0].step, lost.kills[-1].step) == (2, steps - 2)
     assert {kill.point for kill in lost.kills} == set(AUTO)
+
+
+def test_links_of_the_folder_lead_into_the_copy_and_nothing_is_written_through_them(tmp_path: Path) -> None:
+    folder, outside, copy = tmp_path / "folder", tmp_path / "outside", tmp_path / "copy"
+    for place in (folder / "data", folder / ".cache", outside):
+        place.mkdir(parents=True)
+        (place / "file").write_text("the user's")
+    for name, to in (("in", "data"), ("hidden", ".cache"), ("out", outside), ("one", outside / "file"), ("no", "none")):
+        (folder / name).symlink_to(to)
+    assert _copied(folder, copy, tmp_path / "own") == copy
+    assert {name: (copy / name / "file").read_text() for name in ("in", "hidden", "out")} == dict.fromkeys(
+        ("in", "hidden", "out"), "the user's"
+    )
+    for name in ("in/file", "out/file", "one"):
+        (copy / name).write_text("the rehearsal's")
+    assert [(place / "file").read_text() for place in (folder / "data", outside)] == ["the user's"] * 2
+    assert (copy / "data" / "file").read_text() == "the rehearsal's"

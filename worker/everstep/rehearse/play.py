@@ -89,7 +89,7 @@ class Player:
         after = _sizes(where) if where is not None else {}
         return Played(
             scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
-            hung, refusal_in(log) if code else "", not record.begins_twice(place),
+            hung, refusal_in(log) if code else "", not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
             {n: s for n, s in after.items() if before.get(n) != s},
         )  # fmt: skip
@@ -189,10 +189,21 @@ def _copied(source: Path, target: Path, own: Path) -> Path | None:
         return found
 
     shutil.copytree(source, target, ignore=ignored)
-    for link in links:  # to the copy of what they lead to, or to what is outside of the folder
-        to = link.resolve()
-        to = target / to.relative_to(source) if to.is_relative_to(source) else to
-        (target / link.relative_to(source)).symlink_to(to)
+    for link in links:
+        to, place = link.resolve(), target / link.relative_to(source)
+        inside = to.is_relative_to(source)
+        for path in () if inside else to.rglob("*") if to.is_dir() else (to,):
+            files, size = files + 1, size + (path.stat().st_size if path.is_file() else 0)
+            if files > COPIED_FILES or size > COPIED_BYTES:
+                break
+        if inside and not _left_out(to.relative_to(source)):
+            place.symlink_to(target / to.relative_to(source))
+        elif inside or not to.exists() or files > COPIED_FILES or size > COPIED_BYTES:
+            place.symlink_to(to)
+        elif to.is_dir():
+            shutil.copytree(to, place, symlinks=True)
+        else:
+            shutil.copy2(to, place)
     return target
 
 

@@ -47,13 +47,10 @@ def read(folder: Path) -> Steps:
     return found
 
 
-def begins_twice(folder: Path) -> bool:
-    """Whether two processes of one rank have taken the first step: a start behind a loss then began from nothing."""
-    first: dict[int, set[int]] = {}
-    for record in _records(folder):
-        if record.step == 1:
-            first.setdefault(record.rank, set()).add(record.pid)
-    return any(len(pids) > 1 for pids in first.values())
+def began_again(folder: Path) -> bool:
+    """Whether the first step was taken anew behind a kill of several ranks at once: nothing had been saved before."""
+    kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name]
+    return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in _records(folder))
 
 
 def _records(folder: Path) -> Iterator[Record]:

@@ -221,14 +221,16 @@ class Watch:
 
     def _wait_for_commit(self) -> None:
         """Else all ranks begin from nothing, where nothing can be lost. What rank 0 notes of the step behind a commit
-        comes later than the commit, from a thread of its own. A script of which nothing was ever saved is not waited
-        for."""
+        comes later than the commit, from a thread of its own. A loop of the script's own that has saved nothing is not
+        waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
-        while folders := [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]:
+        is_due = self.run is not None or self.in_library  # else the script decides what it saves, and when
+        while True:
+            folders = [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]
             saved = any(Catalog(open_store(str(place))).latest() is not None for place in folders)
             noted = not compared or any(any(place.glob(f"data/*/{NEXT}.bin")) for place in folders)
-            if (saved and noted) or time.monotonic() > deadline:
+            if (saved and noted) or not (folders or is_due) or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
 

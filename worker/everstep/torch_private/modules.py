@@ -25,6 +25,13 @@ def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
+def tables_of(value: Any) -> list[dict[str, Any]]:
+    """The tables of children, parameters and buffers of any object: empty where it has none, as what is no module, and
+    a module whose `__init__` has not been called. No code of its class is called."""
+    own = vars(value) if isinstance(value, torch.nn.Module) else {}
+    return [own.get(table, {}) for table in ("_modules", "_parameters", "_buffers")]
+
+
 def unsaved_of(module: torch.nn.Module) -> set[str]:
     """The names of a module's own buffers that its `state_dict` leaves out."""
     return module._non_persistent_buffers_set

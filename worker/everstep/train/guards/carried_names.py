@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state.modules import bare
+from everstep.torch_private.modules import children_of, tables_of
 from everstep.train.guards.script_objects import MISSING, UNCHANGEABLE, Name, is_changed_by, is_own, value_of
 from everstep.train.guards.sources import Function, code_of, definition, own_names, tree_of
 
@@ -105,6 +106,11 @@ class Reader:
                 self._read(name)
         found = [one for name, one in self._bound.items() if any(_reaches(*read, name) for read in self._reads)]
         return sorted(found, key=lambda one: (one.file, one.line, one.parts))
+
+    @property
+    def always(self) -> set[str]:
+        """The names that each step binds. Behind `carried`."""
+        return {"".join(name) for name in self._done or ()}
 
     @property
     def bound(self) -> set[str]:
@@ -189,8 +195,12 @@ class Reader:
                     self._block(n.body)
                 self._block(n.orelse)
             case ast.Try() | ast.TryStar():
+                before = set(self._done)
                 self._branches([*n.body, *n.orelse], *(handler.body for handler in n.handlers))
+                leaves = self._done is None  # the last block runs all the same
+                self._done = before if self._done is None else self._done
                 self._block(n.finalbody)
+                self._done = None if leaves else self._done
             case ast.Continue() | ast.Break() | ast.Return() | ast.Raise():
                 self._leave(n)
             case ast.Expr(value=ast.Call() as call):
@@ -310,7 +320,7 @@ class Reader:
             self._enter_value(value, name, n)
             return
         owner, attribute = self._value(name[:-1]), n.func.attr
-        inside = any(attribute in getattr(owner, table, {}) for table in ("__dict__", "_modules"))
+        inside = attribute in getattr(owner, "__dict__", {}) or attribute in tables_of(owner)[0]
         if changes := is_changed_by(owner, attribute):
             self._bind(name[:-1], n, rebound=False)
         if used or not changes:  # of the script's own objects only the attributes are read
@@ -361,7 +371,7 @@ class Reader:
         inner = bare(module)
         name = name if inner is module else (*name, ".module")
         if type(inner).__module__.startswith("torch."):  # its parts may be the script's own
-            for key, part in inner._modules.items():
+            for key, part in children_of(inner).items():
                 if part is not None:
                     self._enter_module(part, (*name, f"[{key}]" if key.isdigit() else f".{key}"), call)
         else:

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from everstep.recovery.errors import LoopError
+from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
 from everstep.train.guards import script_rules
 from everstep.train.guards.carried_names import Carried, Reader
 from everstep.train.guards.script_objects import is_script, value_of, variables, walk
-from everstep.train.guards.sources import code_of, definition, loaded_files, tree_of
+from everstep.train.guards.sources import code_of, definition, forget, loaded_files, own_names, tree_of
 from everstep.train.guards.untracked.covered import Covered
 
 log = logging.getLogger("everstep.train")
@@ -112,18 +113,23 @@ class ScriptCheck:
         )
 
     def _read(self, frame: types.FrameType, function: Any, data: Collection[int]) -> None:
+        found, unread = list[str](), False
         try:
-            found = list[str]()
             for place in _of_function(function) if function is not None else _of_frame(frame):
                 if self._changes:
                     found += script_rules.texts(place.tree, place.loop, Path(place.file).name)
                 self._note(place, data)
         except Exception:  # an unforeseen script trains as it would without this check
             log.warning(UNREAD, exc_info=True)
-            return
+            unread = True
+        finally:
+            forget()
         if found:
             more = f". And {len(found) - 1} more, in the log" if len(found) > 1 else ""
             raise LoopError(". ".join(found), brief=found[0] + more)
+        if unread and self._strict:
+            raise LoopError(f"{UNREAD} (the cause is in the log), and the run is strict: prove the script with "
+                            "`everstep rehearse`, and leave out strict=True and EVERSTEP_STRICT=1")  # fmt: skip
 
     def _note(self, place: _Place, data: Collection[int]) -> None:
         covered = Covered(self._state)
@@ -144,7 +150,11 @@ class ScriptCheck:
                 ", another object than the tracked one" if _is_held(value_of(place.values, one.parts), covered) else ""
             )
             self._carried.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
-        self._bound_anew = (self._bound_anew | reader.bound) - {one.name for one in carried}
+        # What some steps bind is bound anew for those of their readers that the reader sees. A function that it did not
+        # follow, such as a hook, may read what an earlier step has bound.
+        elsewhere = _read_elsewhere(place)
+        anew = {name for name in reader.bound if name in reader.always or name not in elsewhere}
+        self._bound_anew = (self._bound_anew | anew) - {one.name for one in carried}
 
     def _check_names(self, frame: types.FrameType) -> None:
         """Raises `LoopError` for a name in `run.untracked` that is nothing of the script's."""
@@ -164,13 +174,25 @@ class ScriptCheck:
                 )
 
 
+def _read_elsewhere(place: _Place) -> set[str]:
+    """The variables that functions read which do not contain the loop, and are not their own."""
+    found = set[str]()
+    for n in ast.walk(place.tree):
+        if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if not (n.lineno <= place.loop.lineno and _end(place.loop) <= _end(n)):
+            read = {one.id for one in ast.walk(n) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+            found |= read - own_names(n)
+    return found
+
+
 def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bool:
     """Whether what stands under the name is saved with what is tracked. A name that gets another object is not, except
     in what is tracked itself; a module saves its tensors, and none of its plain attributes."""
     for i in range(1, len(one.parts)):
         owner = value_of(values, one.parts[:i])
         if isinstance(owner, torch.nn.Module):
-            saved = owner._parameters.keys() | owner._buffers.keys() - owner._non_persistent_buffers_set
+            saved = parameters_of(owner).keys() | buffers_of(owner).keys() - unsaved_of(owner)
             more = type(owner).get_extra_state is not torch.nn.Module.get_extra_state
             if i == len(one.parts) - 1 and (more or one.parts[i][1:] in saved):
                 return True

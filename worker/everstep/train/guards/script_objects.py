@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from everstep.contract.library_files import is_library
-from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of
+from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of, tables_of
 
 VISITS = 20_000
 DEPTH = 7
@@ -85,7 +85,7 @@ def value_of(values: Mapping[str, Any], name: Name) -> Any:
     is_ours = is_script(getattr(module, "__file__", None) or "<none>", named=True)
     value = values.get(name[0], module if is_ours else MISSING)
     for part in name[1:]:
-        tables = [getattr(value, table, {}) for table in ("__dict__", "_modules", "_parameters", "_buffers")]
+        tables = [_own(value), *tables_of(value)]
         key = part[1:] if part.startswith(".") else ast.literal_eval(part[1:-1])
         if not part.startswith("."):
             tables = [value if type(value) in (dict, list, tuple) else {str(k): v for k, v in tables[1].items()}]
@@ -101,6 +101,15 @@ def value_of(values: Mapping[str, Any], name: Name) -> Any:
         else:
             return MISSING
     return value
+
+
+def _own(value: Any) -> Mapping[str, Any]:
+    """The object's own attributes, without a call of its class's `__getattr__`."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 def is_changed_by(owner: Any, method: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import inspect
 import linecache
@@ -24,12 +25,21 @@ OURS = {"everstep", "everstep_local", "everstep_operator"}
 def tree_of(path: str) -> ast.Module | None:
     """The syntax tree of a file; None if there is no text."""
     text = "".join(linecache.getlines(path))
-    if not text or len(text) > LARGEST:
-        return None
+    return _parsed(text) if text and len(text) <= LARGEST else None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> ast.Module | None:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+def forget() -> None:
+    """Give up the trees: what is read once, at the start, is read many times."""
+    _parsed.cache_clear()
+    _definitions.cache_clear()
 
 
 def loaded_files() -> set[str]:
@@ -65,9 +75,17 @@ def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None
     if code.co_name == "<lambda>":
         found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
         return _named(found[0]) if len(found) == 1 else None
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name)
     lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
-    return next((n for n in nodes if n.lineno in lines), None)
+    return next((n for n in _definitions(tree).get(code.co_name, ()) if n.lineno in lines), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
+    found = dict[str, list[ast.FunctionDef]]()
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef):
+            found.setdefault(n.name, []).append(n)
+    return found
 
 
 def own_names(function: Function) -> set[str]:
