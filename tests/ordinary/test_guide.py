@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.ordinary.ordinary_play import SIZE, difference, under_one_agent
-from support.ordinary.pages import blocks
+from support.ordinary.ordinary_play import difference, under_one_agent
+from support.ordinary.pages import blocks, check_kills
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -39,19 +39,8 @@ def test_extras_that_the_guide_installs_are_there() -> None:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("title", [*KILLS, *CONTRACT])
 def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
     (text,) = blocks(CONTRACT.get(title, GUIDE), title)
-    script.write_text(text)
-    (tmp_path / "undisturbed").mkdir()
-    first = under_one_agent(tmp_path / "undisturbed", script)
-    assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
-    for kill in KILLS.get(title, ("0@5:backward", "6:optimizer")):
-        folder = tmp_path / kill.replace(":", "-")
-        folder.mkdir()
-        played = under_one_agent(folder, script, kill)
-        assert played.killed, played.log[-3000:]
-        assert not (found := difference(played, first, "", 0.0)), f"{kill}: {found}\n{played.log[-3000:]}"
-        assert played.began == SIZE + 1, f"{kill}: {played.began} processes took steps"
+    check_kills(tmp_path, text, KILLS.get(title, ("0@5:backward", "6:optimizer")))
 
 
 def test_early_stopping_stops_early_and_again_when_it_is_started_again(tmp_path: Path) -> None:

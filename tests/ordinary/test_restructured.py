@@ -13,8 +13,8 @@ import pytest
 
 from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import differing, play
-from support.ordinary.ordinary_play import SIZE, difference, under_one_agent
-from support.ordinary.pages import SMALLER, blocks
+from support.ordinary.ordinary_play import SIZE
+from support.ordinary.pages import SMALLER, blocks, check_kills
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -62,19 +62,8 @@ def test_every_section_of_the_page_is_run() -> None:
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("title", KILLS)
 def test_after_whose_rank_is_killed_ends_as_undisturbed(title: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
     _, text = blocks(PAGE, title)
-    script.write_text(text)
-    (tmp_path / "undisturbed").mkdir()
-    first = under_one_agent(tmp_path / "undisturbed", script)
-    assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
-    for kill in KILLS[title]:
-        folder = tmp_path / kill.replace(":", "-")
-        folder.mkdir()
-        played = under_one_agent(folder, script, kill)
-        assert played.killed, played.log[-3000:]
-        assert not (found := difference(played, first, "", 0.0)), f"{kill}: {found}\n{played.log[-3000:]}"
-        assert played.began == SIZE + 1, f"{kill}: {played.began} processes took steps"
+    check_kills(tmp_path, text, KILLS[title])
 
 
 @pytest.mark.turns(3)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from support.ordinary.ordinary_play import SIZE, difference, under_one_agent
 
 AROUND = """
 import os
@@ -86,3 +88,19 @@ def smaller(block: str, changes: Mapping[str, str] = SMALLER) -> str:
     for shown, here in changes.items():
         block = block.replace(shown, here)
     return block
+
+
+def check_kills(tmp_path: Path, text: str, kills: Iterable[str]) -> None:
+    """Assert that the script with each kill of one rank ends as the undisturbed one, to the bit."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    (tmp_path / "undisturbed").mkdir()
+    first = under_one_agent(tmp_path / "undisturbed", script)
+    assert not (found := difference(first, None, "", 0.0)), f"{found}\n{first.log[-3000:]}"
+    for kill in kills:
+        folder = tmp_path / kill.replace(":", "-")
+        folder.mkdir()
+        played = under_one_agent(folder, script, kill)
+        assert played.killed, played.log[-3000:]
+        assert not (found := difference(played, first, "", 0.0)), f"{kill}: {found}\n{played.log[-3000:]}"
+        assert played.began == SIZE + 1, f"{kill}: {played.began} processes took steps"

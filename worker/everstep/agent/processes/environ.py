@@ -80,16 +80,12 @@ def environment(
 
 def _expected(setting: Setting, slot: int, last: Round | None) -> dict[str, str]:
     if last is not None:
-        rank, size, group_rank, group_size = last.first_process + slot, last.processes, last.rank, last.world_size
-    elif setting.least == setting.most:
-        group_rank, group_size = (
-            env.whole_number(setting.inherited, env.WORKER_INDEX, 0),
-            setting.most // setting.processes,
-        )
-        rank, size = group_rank * setting.processes + slot, setting.most
-    else:
-        return {}
-    return _place(rank, size, group_rank, group_size)
+        return _place(last.first_process + slot, last.processes, last.rank, last.world_size)
+    if setting.least == setting.most:
+        worker = env.whole_number(setting.inherited, env.WORKER_INDEX, 0)
+        rank, workers = worker * setting.processes + slot, setting.most // setting.processes
+        return _place(rank, setting.most, worker, workers)
+    return {}
 
 
 def _place(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, str]:
@@ -106,13 +102,12 @@ def _place(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, 
 def of_round(slot: int, round_: Round | None) -> dict[str, str]:
     """The variables that change with the round; a process that goes on in the next round sets them anew."""
     if round_ is None:
-        rank, size, group_rank, group_size, address, port, before = 0, 1, 0, 1, "127.0.0.1", 0, 0
+        place, address, port, before = _place(0, 1, 0, 1), "127.0.0.1", 0, 0
     else:
-        rank, size = round_.first_process + slot, round_.processes
-        group_rank, group_size = round_.rank, round_.world_size
+        place = _place(round_.first_process + slot, round_.processes, round_.rank, round_.world_size)
         address, port = round_.members[0].address, round_.members[0].store_port
         before = max(0, round_.number - 1)
-    found = _place(rank, size, group_rank, group_size) | {
+    found = place | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(before),

@@ -238,9 +238,7 @@ def _tell(ddp: Any, is_joined_rank: bool) -> None:
     _, _, active, _ = _agree(ddp, hook, joined=is_joined_rank, synchronized=synchronized)
     if not hook.initial:
         # torch's own wait for this number never ends with a group that is made in Python.
-        reducers.divide_by(
-            ddp, active
-        )  # torch's own wait for this number never ends with a group that is made in Python
+        reducers.divide_by(ddp, active)
 
 
 def _join_hook(ddp: Any, **options: Any) -> JoinHook:
