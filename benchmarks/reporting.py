@@ -25,7 +25,7 @@ from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.reporting.report import Reporter
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_operator.endpoint.auth import LeaderHere, RequestAuth, RequestLimits
-from everstep_operator.endpoint.reports import ReportEndpoint
+from everstep_operator.endpoint.report_endpoint import ReportEndpoint
 from everstep_operator.endpoint.server import HttpServer, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache

@@ -21,10 +21,10 @@ from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.event_handlers import EventHandlers
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
-from everstep_operator.controller.reports import ReportReceiver
+from everstep_operator.controller.report_receiver import ReportReceiver
 from everstep_operator.endpoint import auth, server
 from everstep_operator.endpoint.callers import Caller, Callers
-from everstep_operator.endpoint.reports import ReportEndpoint
+from everstep_operator.endpoint.report_endpoint import ReportEndpoint
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.endpoint.token_reviews import IdentityCache, authenticator
 from everstep_operator.endpoint.token_signatures import SigningKeys
@@ -33,12 +33,12 @@ from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.kube.resources import custom_resource
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import JobView, Settings
-from everstep_operator.rounds.agents import answers, find_agent, job_ref, view_of
+from everstep_operator.rounds.agent_lookup import answers, find_agent, job_ref, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.routes import RoundRoutes
 from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.clock import Clock, SystemClock
-from everstep_operator.runtime.controller import Controller, ControllerLimits, Outcome, Succeeded
+from everstep_operator.runtime.control_loop import Controller, ControllerLimits, Outcome, Succeeded
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.garbage_collection import freeze_startup_objects
 from everstep_operator.runtime.leader import LeaderElector, Leading, LeaseTiming

@@ -13,7 +13,7 @@ import pytest
 
 from everstep_local.kubelet.sources import PODS
 from everstep_operator.api.parse import parse_spec, parse_status
-from everstep_operator.plan.build import pods
+from everstep_operator.plan.render import pods
 from everstep_operator.plan.snapshot import JobView, Settings
 
 NS = "default"

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 import pytest
 
 from everstep.contract import labels
+from everstep_operator import object_names
 from everstep_operator.api.status import Status, World
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan import names
 from everstep_operator.plan.actions import CreatePod, DeletePod
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
@@ -55,7 +55,7 @@ def beliefs() -> list[Belief]:
 
 
 def name_of(pod: Pod) -> str:
-    return names.pod_name("digits", pod.worker, names.incarnation_of_round(pod.round))
+    return object_names.pod_name("digits", pod.worker, object_names.incarnation_of_round(pod.round))
 
 
 def ask(job: Job, pods: tuple[Pod, ...], formed: bool) -> Plan:
@@ -66,7 +66,7 @@ def ask(job: Job, pods: tuple[Pod, ...], formed: bool) -> Plan:
             JobView("ns", "digits", f"job-{job.uid}", 1, "1", SPEC, Status(world=world, start_time=NOW), NOW),
             tuple(
                 WorkerPod(
-                    name_of(p), f"pod-{p.uid}", p.worker, names.incarnation_of_round(p.round), p.round,
+                    name_of(p), f"pod-{p.uid}", p.worker, object_names.incarnation_of_round(p.round), p.round,
                     PodPhase.RUNNING if p.running else PodPhase.FAILED,
                     ready=p.running, created_at=NOW, exit=None if p.running else Exit(137, "Error", None, NOW),
                 )
@@ -87,7 +87,9 @@ def broken_rule(job: Job, pods: tuple[Pod, ...], wanted: Plan) -> str | None:
         match action:
             case CreatePod():
                 meta = action.body["metadata"]
-                if action.name != names.pod_name("digits", action.index, names.incarnation_of_round(round_)):
+                if action.name != object_names.pod_name(
+                    "digits", action.index, object_names.incarnation_of_round(round_)
+                ):
                     return f"NAME_FROM_ROUND: {action.name} for round {round_}"
                 if meta["labels"][labels.ROUND] != str(round_):
                     return f"PUBLISH_FIRST: a pod of round {meta['labels'][labels.ROUND]} while {round_} is published"

@@ -11,7 +11,7 @@ import pytest
 
 from everstep.contract import env
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan.build import start_probe
+from everstep_operator.plan.render import start_probe
 from support.network.ports import Ports
 from support.rendezvous.agents import until
 

@@ -20,7 +20,7 @@ from everstep_operator.endpoint.auth import (
     RequestAuth,
     RequestLimits,
 )
-from everstep_operator.endpoint.reports import ReportRefused
+from everstep_operator.endpoint.report_endpoint import ReportRefused
 from everstep_operator.endpoint.server import PROBE_BOUNDS, HttpServer, Probes, ServerOptions
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.errors import ConnectionFailed

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
 from everstep.contract.labels import SPEC_HASH
-from everstep_local.plan import snapshot as plan_snapshot
-from everstep_local.plan.snapshot import FORMAT, SnapshotError, Taken
+from everstep_local.plan import saved_snapshot as plan_snapshot
+from everstep_local.plan.saved_snapshot import FORMAT, SnapshotError, Taken
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.plan.state import pod_hash
 

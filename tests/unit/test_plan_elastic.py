@@ -22,13 +22,14 @@ from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeletePod
 from everstep_operator.plan.check import PlanError, check
-from everstep_operator.plan.decide.finish import is_finished
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, PodPhase, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, PodPhase, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.state import pod_hash, roster, sizing
 from everstep_operator.plan.state.losses import Charge, losses_among
+from everstep_operator.round_view import RoundView
 from support.operator.pod_faults import PodFaults
 from support.operator.programs import all_of_the_present_spec, no_two_programs
 

@@ -14,13 +14,13 @@ import pytest
 from everstep.agent.arguments import read
 from everstep.membership.backends.configuration import read_operator
 from everstep_local.kubelet import environment as kubelet
+from everstep_operator import object_names
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.api.status import Status
-from everstep_operator.plan import names
 from everstep_operator.plan.actions import CreateNetworkPolicy
-from everstep_operator.plan.build import pods
 from everstep_operator.plan.planner import plan
+from everstep_operator.plan.render import pods
 from everstep_operator.plan.snapshot import JobView, Settings, Snapshot
 from everstep_operator.plan.state import pod_hash
 
@@ -226,8 +226,8 @@ def test_template_is_not_changed_by_making_a_pod() -> None:
 
 def test_longest_names_fit_a_host_name() -> None:
     longest = "a" * 48
-    assert len(names.pod_name(longest, 4095, 99_999_999)) == 63
-    assert len(names.service_name(longest)) <= 63
+    assert len(object_names.pod_name(longest, 4095, 99_999_999)) == 63
+    assert len(object_names.service_name(longest)) <= 63
     body = pods.worker_pod(job(name=longest), 4095, 100_000_000, 4096, SETTINGS)
     assert len(body["spec"]["hostname"]) == 63
     assert all(len(value) <= 63 for value in body["metadata"]["labels"].values())

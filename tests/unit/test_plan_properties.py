@@ -20,21 +20,12 @@ from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.status import Restarts, Status
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
 from everstep_operator.plan.actions import CreatePod, DeleteJob
-from everstep_operator.plan.decide.finish import is_finished
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import (
-    Exit,
-    JobView,
-    NodeHealth,
-    NodeView,
-    PodPhase,
-    Progress,
-    RoundView,
-    Snapshot,
-    WorkerPod,
-)
+from everstep_operator.plan.snapshot import Exit, JobView, NodeHealth, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.round_view import RoundView
 from support.operator.pod_faults import PodFaults
 from support.operator.programs import all_of_the_present_spec, no_two_programs
 

@@ -19,7 +19,8 @@ from pydantic import TypeAdapter
 from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.parse import parse_status
-from everstep_operator.plan.snapshot import DisruptionBudgetView, Progress, RoundView, WorkerPod
+from everstep_operator.plan.snapshot import DisruptionBudgetView, Progress, WorkerPod
+from everstep_operator.round_view import RoundView
 
 STORED = [json.loads(line) for line in Path(__file__).with_name("stored_jobs.jsonl").read_text().splitlines()]
 CASES = [(job, commands) for job in STORED for commands in job["goes_on"]]

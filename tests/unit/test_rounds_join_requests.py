@@ -12,7 +12,7 @@ import pytest
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Join
 from everstep.membership.machine import apply, join_all
-from everstep_operator.rounds.job import VersionedDocument
+from everstep_operator.rounds.job_rounds import VersionedDocument
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.rules import urgency, with_join_requests
 from everstep_operator.rounds.store import Agent, RoundStore

@@ -21,7 +21,7 @@ from everstep_operator.kube.errors import Forbidden
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
-from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import Hindered, JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore

@@ -8,7 +8,7 @@ import pytest
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.errors import Conflict, Forbidden, TooManyRequests
-from everstep_operator.runtime.controller import Blocked, Controller, ControllerLimits, Result, Succeeded, WillRetry
+from everstep_operator.runtime.control_loop import Blocked, Controller, ControllerLimits, Result, Succeeded, WillRetry
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.runtime.queue import WorkQueue
 from support.clocks.manual import ManualClock

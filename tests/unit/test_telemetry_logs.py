@@ -9,7 +9,7 @@ import pytest
 
 from everstep.contract import redact as secrets
 from everstep_operator.plan import sanitize
-from everstep_operator.telemetry import logs, redact
+from everstep_operator.telemetry import log_redaction, logs
 
 JWT = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJzeXN0ZW0ifQ.c2lnbmF0dXJl"
 
@@ -103,13 +103,13 @@ def test_nested_values_are_redacted_and_bounded() -> None:
     deep: object = "end"
     for _ in range(50):
         deep = [deep]
-    got = redact.value(
+    got = log_redaction.value(
         {"env": [{"name": "A", "api_key": "abc"}], "password": ["a", "b"], "deep": deep, "many": range(1000)}
     )
     assert isinstance(got, dict)
     assert got["env"] == [{"name": "A", "api_key": secrets.HIDDEN}]
     assert got["password"] == secrets.HIDDEN
-    assert len(got["many"]) == redact.MAX_ITEMS
+    assert len(got["many"]) == log_redaction.MAX_ITEMS
     assert json.dumps(got["deep"]).count("[") < 10
 
 

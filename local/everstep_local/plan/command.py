@@ -16,12 +16,12 @@ from typing import Annotated
 import typer
 
 from everstep.cli.printing import say, say_error
-from everstep_local.plan import snapshot as plan_snapshot
+from everstep_local.plan import saved_snapshot as plan_snapshot
 from everstep_local.plan import text as plan_text
+from everstep_local.plan.saved_snapshot import SnapshotError, Taken
 from everstep_local.plan.simulation.agents import ElasticWorld
 from everstep_local.plan.simulation.cluster import World
 from everstep_local.plan.simulation.transcript import TranscriptError, expected, replay
-from everstep_local.plan.snapshot import SnapshotError, Taken
 from everstep_operator.api.base import SpecError
 from everstep_operator.kube.credentials import Cluster, KubeConfig, look_up
 from everstep_operator.kube.errors import KubeError

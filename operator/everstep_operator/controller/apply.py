@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar, assert_never
 
 from everstep.contract.document import Sizes
+from everstep_operator import object_names
 from everstep_operator.errors import TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import (
@@ -29,7 +30,6 @@ from everstep_operator.kube.errors import (
 )
 from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, PODS, SERVICES, Resource
 from everstep_operator.kube.wire import KubeObject, Unstructured, controller_of, controller_uid
-from everstep_operator.plan import names
 from everstep_operator.plan.actions import (
     Action,
     CreateDisruptionBudget,
@@ -60,7 +60,7 @@ CREATE_SECONDS = 2.0  # no create of a pass begins later: a create may take seco
 class Applied:
     """What the API server refused, for the next plan. Retryable errors are raised instead."""
 
-    collisions: tuple[str, ...] = ()  # sentences, as `names.taken` writes them
+    collisions: tuple[str, ...] = ()  # sentences, as `object_names.name_collision` writes them
     create_refused: str | None = None  # of a pod
     object_refused: str | None = None  # of another object, with its kind and name
     left: int = 0  # actions that did not begin, because the next plan should decide about them
@@ -215,7 +215,9 @@ class Applier:
                 raise Conflict(f"{name} was taken and is free again", where="create") from e
             if controller_uid(found.metadata) != job.uid:
                 whose, ends = controller_of(found.metadata), found.metadata.deletion_timestamp
-                refusals.collisions.append(names.taken(resource.kind, name, job.namespace, job.name, whose, ends))
+                refusals.collisions.append(
+                    object_names.name_collision(resource.kind, name, job.namespace, job.name, whose, ends)
+                )
                 return False
         except (Forbidden, Invalid, Rejected) as e:
             if resource is PODS:

@@ -24,7 +24,7 @@ from everstep_operator.kube.wire import (
     controller_uid,
 )
 from everstep_operator.plan import times
-from everstep_operator.plan.build.network_policy import OPEN_PORTS
+from everstep_operator.plan.render.network_policy import OPEN_PORTS
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from everstep_operator import object_names
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
@@ -22,17 +23,17 @@ from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.wire import Service, Unstructured, controller_uid
-from everstep_operator.plan import names
-from everstep_operator.plan.build import recovery_record
-from everstep_operator.plan.decide.finish import is_finished
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Event, Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import JobView, NodeView, RoundView, Settings, Snapshot, WorkerPod
+from everstep_operator.plan.render import recovery_record
+from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import Hindered
 from everstep_operator.runtime.cache import is_not_newer
 from everstep_operator.runtime.clock import Clock, within
-from everstep_operator.runtime.controller import Result
+from everstep_operator.runtime.control_loop import Result
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.telemetry.metrics import Metrics
 from everstep_operator.worker_pods import Key
@@ -212,10 +213,10 @@ class Reconciler:
 
     def _snapshot(self, obj: Unstructured, job: JobView, memory: _JobMemory) -> Snapshot:
         pods = self._pods_of(job)
-        service = self._caches.services.get(job.namespace, names.service_name(job.name))
-        budget = self._caches.budgets.get(job.namespace, names.service_name(job.name))
+        service = self._caches.services.get(job.namespace, object_names.service_name(job.name))
+        budget = self._caches.budgets.get(job.namespace, object_names.service_name(job.name))
         policies = self._caches.policies
-        policy = policies.get(job.namespace, names.service_name(job.name)) if policies is not None else None
+        policy = policies.get(job.namespace, object_names.service_name(job.name)) if policies is not None else None
         nodes = self._nodes_of(pods)
         doubted = {name for name, node in nodes.items() if not node.ready}
         hindered = self._rounds_hindered(obj)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import CreatePod, DeletePod
-from everstep_operator.plan.decide.finish import is_finished
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import broken_rule

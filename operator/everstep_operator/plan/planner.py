@@ -4,7 +4,7 @@ The shape of a pass:
   1. a job that is being deleted, managed elsewhere or finished needs no world;
   2. `state.facts`: all that a decision depends on, derived once;
   3. `decide.policies`: is the job complete, suspended, overdue, has it lost a worker, was it resized?
-  4. `build.plan`: a change of what should exist is *published* first (a compare-and-swap on the job's status) and
+  4. `render.assembly`: a change of what should exist is *published* first (a compare-and-swap on the job's status) and
      carried out after; otherwise converge: the pods that were published, all of them, and no others.
 The plan's actions come in stages, which say what depends on what (`stages`).
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everstep_operator.plan import times
-from everstep_operator.plan.build import finish
-from everstep_operator.plan.build import plan as build_plan
 from everstep_operator.plan.check import check
-from everstep_operator.plan.decide.finish import is_finished
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.decide.policies import decide
 from everstep_operator.plan.outcome import Plan
+from everstep_operator.plan.render import finished_job
+from everstep_operator.plan.render.assembly import render_plan
 from everstep_operator.plan.sanitize import sanitized
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state import facts
@@ -60,6 +60,6 @@ def _decide(snapshot: Snapshot) -> Plan:
     if job.spec.managed_by not in (None, OUR_NAME):
         return Plan(job.status, reason=f"managed by {job.spec.managed_by}")
     if is_finished(job.status):
-        return finish.after_finish(snapshot)
+        return finished_job.after_finish(snapshot)
     known = facts.derive(snapshot)
-    return build_plan.build(known, decide(known))
+    return render_plan(known, decide(known))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from everstep.contract.document import Sizes
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
+from everstep_operator.round_view import RoundView
 
 
 class PodPhase(StrEnum):
@@ -217,20 +217,6 @@ class NetworkPolicyView:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundView:
-    """The round store's document, as far as a plan depends on it. A member in `gone` may still have a healthy pod: an
-    agent whose processes were lost withdraws from the round, and joins the next."""
-
-    round: int  # the last that was formed; 0: none yet
-    members: tuple[tuple[int, int], ...] = ()  # (index, incarnation) of each, in rank order
-    gone: tuple[int, ...] = ()  # indices of members that left it before they had finished
-    joining: tuple[int, ...] = ()  # indices that wait for the next
-    closed: str | None = None  # why there will be no further round
-    finished: bool = False  # closed because the processes of all members have succeeded
-    sizes: Sizes | None = None  # that agents were told; None: they keep the sizes that they were started with
-
-
-@dataclass(frozen=True, slots=True)
 class JobView:
     namespace: str
     name: str
@@ -266,7 +252,7 @@ class Snapshot:
     service_uid: str | None = None  # of the headless service, if it is there and ours
     nodes: dict[str, NodeView] = field(default_factory=dict)
     progress: Progress = Progress()
-    name_collisions: tuple[str, ...] = ()  # objects of others with names that the job needs, as `names.taken` says it
+    name_collisions: tuple[str, ...] = ()  # each as `object_names.name_collision` describes it
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     object_refused: str | None = None  # the same of another object that the job needs, with its kind and name
     settings: Settings = Settings()

@@ -14,12 +14,12 @@ from typing import Any
 
 from everstep.contract import labels
 from everstep.contract.fields import MAX_NUMBER
+from everstep_operator import object_names
 from everstep_operator.errors import RetryableError, TerminalError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Rejected
 from everstep_operator.kube.resources import CONFIGMAPS, Resource
 from everstep_operator.kube.wire import ConfigMap, Unstructured, controller_of, controller_uid
-from everstep_operator.plan import names
 
 KEY = "document"
 # The agents' lease. Presence is in the leader's memory, and the next leader must know how long to wait for agents. It
@@ -99,7 +99,7 @@ class RoundDocuments:
         name = config_map_name(job.name)
         body: dict[str, Any] = {
             "metadata": {
-                **names.metadata(name, job.name, job.namespace, job.uid),
+                **object_names.metadata(name, job.name, job.namespace, job.uid),
                 "annotations": {LEASE: f"{lease:g}"},
             },
             "data": {KEY: document},
@@ -154,7 +154,9 @@ class RoundDocuments:
     def _kept(job: JobRef, found: ConfigMap) -> StoredDocument:
         meta = found.metadata
         if controller_uid(meta) != job.uid:
-            raise NameTaken(names.taken("ConfigMap", meta.name, job.namespace, job.name, controller_of(meta)))
+            raise NameTaken(
+                object_names.name_collision("ConfigMap", meta.name, job.namespace, job.name, controller_of(meta))
+            )
         if not meta.resource_version.isdigit():
             raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
         return StoredDocument(

@@ -31,7 +31,7 @@ from everstep_operator.endpoint.auth import Answer, RequestAuth, later
 from everstep_operator.endpoint.callers import Caller, CallerRefused, CallerUnknown
 from everstep_operator.endpoint.tenant_limits import Shares
 from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
-from everstep_operator.rounds.job import VersionedDocument
+from everstep_operator.rounds.job_rounds import VersionedDocument
 from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.runtime.errors import NotLeading
@@ -49,7 +49,7 @@ Call: TypeAlias = Callable[[web.Request, Agent, Caller], Awaitable[web.Response]
 
 
 class RoundRoutes:
-    """`agent` gives the agent that a caller is; it raises the errors of `agents.find_agent`."""
+    """`agent` gives the agent that a caller is; it raises the errors of `agent_lookup.find_agent`."""
 
     def __init__(
         self,

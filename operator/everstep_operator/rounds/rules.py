@@ -14,7 +14,7 @@ from everstep.contract.document import FINISHED, MAX_MEMBERS, Document, JoinRequ
 from everstep.membership.commands import Form, Join, Waited
 from everstep.membership.machine import Rejected, apply, join_all
 from everstep.membership.proposals import above, outcome, without_expired
-from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import RoundsRefused
 from everstep_operator.rounds.watches import Urgency
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
-from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
 from everstep_operator.rounds.documents import Hindered, JobRef, RoundDocuments
-from everstep_operator.rounds.job import Environment, JobRounds, VersionedDocument
+from everstep_operator.rounds.job_rounds import Environment, JobRounds, VersionedDocument
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.errors import NotLeading

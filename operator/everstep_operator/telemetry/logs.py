@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from everstep.contract.redact import HIDDEN, short, text
-from everstep_operator.telemetry import redact
+from everstep_operator.telemetry import log_redaction
 
 MAX_TEXT = 8 * 1024  # characters of a message or field
 MAX_TRACE = 32 * 1024  # characters of a traceback. Its end names the error, so its start is cut off
@@ -38,7 +38,7 @@ class JsonFormatter(logging.Formatter):
         }
         for key, item in record.__dict__.items():
             if key not in _STANDARD and key not in line:
-                line[key] = HIDDEN if redact.secret_key(key) else _bounded(redact.value(item))
+                line[key] = HIDDEN if log_redaction.secret_key(key) else _bounded(log_redaction.value(item))
         if record.exc_info:
             # The end is kept. Secrets are hidden before the cut, because half a secret has no known shape.
             line["error"] = text(self.formatException(record.exc_info)[-2 * MAX_TRACE :])[-MAX_TRACE:]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from everstep.contract.messages import Report
 from everstep_operator.endpoint.auth import RequestAuth
 from everstep_operator.endpoint.connections import ConnectionBounds
-from everstep_operator.endpoint.reports import MAX_IN_FLIGHT, ReportEndpoint
+from everstep_operator.endpoint.report_endpoint import MAX_IN_FLIGHT, ReportEndpoint
 from everstep_operator.endpoint.server import HttpServer, ServerOptions, add_alive
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.telemetry.metrics import Metrics

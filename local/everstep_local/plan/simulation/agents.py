@@ -8,8 +8,9 @@ from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.cluster import TEMPLATE, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan.snapshot import Progress, RoundView
+from everstep_operator.plan.snapshot import Progress
 from everstep_operator.plan.state import roster, sizing
+from everstep_operator.round_view import RoundView
 
 
 class ElasticWorld(World):

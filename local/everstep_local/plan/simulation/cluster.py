@@ -29,10 +29,10 @@ from everstep_operator.plan.actions import (
     DeleteService,
     SetSizes,
 )
-from everstep_operator.plan.build.network_policy import OPEN_PORTS
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
+from everstep_operator.plan.render.network_policy import OPEN_PORTS
 from everstep_operator.plan.snapshot import (
     DisruptionBudgetView,
     Exit,
@@ -43,12 +43,12 @@ from everstep_operator.plan.snapshot import (
     NodeView,
     PodPhase,
     Progress,
-    RoundView,
     Settings,
     Snapshot,
     WorkerPod,
 )
 from everstep_operator.plan.stages import StageName
+from everstep_operator.round_view import RoundView
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {

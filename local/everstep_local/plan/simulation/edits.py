@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from everstep_operator.plan import names
+from everstep_operator import object_names
 
 if TYPE_CHECKING:
     from everstep_local.plan.simulation.cluster import World
@@ -45,7 +45,7 @@ def network_policies(world: World) -> None:
 def collide(world: World, kind: str = "", name: str = "", owner_kind: str = "", owner: str = "") -> None:
     """An object of somebody else has a name that the job needs; without arguments none has."""
     whose = (owner_kind, owner) if owner_kind else None
-    world.collisions = (names.taken(kind, name, "default", "digits", whose),) if name else ()
+    world.collisions = (object_names.name_collision(kind, name, "default", "digits", whose),) if name else ()
 
 
 def deleting(world: World) -> None:

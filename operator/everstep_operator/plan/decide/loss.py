@@ -9,10 +9,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import assert_never
 
+from everstep_operator import object_names
 from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan import names
 from everstep_operator.plan.decide import rejections, restart_budget, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
 from everstep_operator.plan.outcome import Event
@@ -80,7 +80,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
     message = root.sentence + more
     what = "going on without a replacement (spec.elastic.regrow)"
     if replaced:
-        what = "recreating the world" if facts.roster.whole else f"replacing {names.list_of_workers(indices)}"
+        what = "recreating the world" if facts.roster.whole else f"replacing {object_names.list_of_workers(indices)}"
     return Publish(
         roster.revised(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
         message,

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from everstep_operator.plan.decide import finish, loss, resize, start, suspend, update
+from everstep_operator.plan.decide import completion, loss, resize, start, suspend, update
 from everstep_operator.plan.decide.decision import Decision, Keep
 from everstep_operator.plan.state.facts import Facts
 
 POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
-    finish.when_all_succeeded,
+    completion.when_all_succeeded,
     suspend.when_asked,
     start.when_nothing_is_wanted_yet,
-    finish.when_overdue,
+    completion.when_overdue,
     update.when_the_backend_has_changed,
     loss.when_workers_are_lost,
-    finish.when_training_ends,
+    completion.when_training_ends,
     update.when_workers_are_of_an_older_spec,
     resize.when_the_size_changes,
     resize.when_out_of_date,

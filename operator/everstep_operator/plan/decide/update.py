@@ -3,15 +3,15 @@ wrote.
 
 A running job refuses such an edit. But a job may be suspended, edited and resumed before the operator looks, or the
 admission policy is off. Then its workers are replaced in one orderly change, as by a suspension: uncharged, with the
-grace period of the template to commit, and their successors are created when they have ended (`build.converge`).
+grace period of the template to commit, and their successors are created when they have ended (`render.converge`).
 """
 
 from __future__ import annotations
 
 from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
+from everstep_operator.object_names import list_of_workers
 from everstep_operator.plan.decide.decision import Publish
-from everstep_operator.plan.names import list_of_workers
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
-from everstep_operator.plan.snapshot import JobView, RoundView, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.state import losses, missing_peers, pod_hash, roster, sizing, world_state
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.roster import Roster
 from everstep_operator.plan.state.world_state import WorldState
+from everstep_operator.round_view import RoundView
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def _excused(
 
 
 def _patience(spec: TrainingJobSpec) -> timedelta:
-    """How long an agent waits for a round: see `build.rendezvous`."""
+    """How long an agent waits for a round: see `render.rendezvous`."""
     shrink_after = spec.elastic.shrink_after_seconds if spec.elastic is not None else 0
     return timedelta(seconds=spec.rendezvous.join_timeout_seconds + shrink_after)
 

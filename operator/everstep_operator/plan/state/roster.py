@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from everstep_operator import object_names
 from everstep_operator.api import status as api
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 
 
@@ -44,7 +44,7 @@ class Roster:
     whole: bool = False
 
     def name(self, job: str, index: int) -> str:
-        return names.pod_name(job, index, self.workers[index].number)
+        return object_names.pod_name(job, index, self.workers[index].number)
 
     def current(self, job: str, pods: Iterable[WorkerPod]) -> dict[int, WorkerPod]:
         """The pods of these workers by index."""
@@ -58,7 +58,7 @@ class Roster:
     def supersedes(self, job: str, pod: WorkerPod) -> bool:
         """Whether the pod belongs neither to this roster nor to a later one: it was replaced or taken out, or somebody
         else labelled it. A pod of a later roster must not be deleted: it proves that this roster is old."""
-        if pod.name != names.pod_name(job, pod.index, pod.incarnation):
+        if pod.name != object_names.pod_name(job, pod.index, pod.incarnation):
             return True
         worker = self.workers.get(pod.index)
         return pod.incarnation < (self.next_incarnation if worker is None else worker.number)
@@ -79,7 +79,7 @@ def published(job: JobView) -> Roster | None:
     world = job.status.world
     if world.round == 0:
         return None
-    worker = Incarnation(names.incarnation_of_round(world.round), started=world.formed_at is not None)
+    worker = Incarnation(object_names.incarnation_of_round(world.round), started=world.formed_at is not None)
     return Roster(world.size, world.round, dict.fromkeys(range(world.size), worker), whole=True)
 
 
@@ -231,7 +231,7 @@ def _named(snapshot: Snapshot, roster: Roster) -> list[WorkerPod]:
         for pod in snapshot.pods
         if 0 <= pod.index < api.MAX_WORKERS
         and 0 <= pod.incarnation < limit
-        and pod.name == names.pod_name(snapshot.job.name, pod.index, pod.incarnation)
+        and pod.name == object_names.pod_name(snapshot.job.name, pod.index, pod.incarnation)
     ]
 
 

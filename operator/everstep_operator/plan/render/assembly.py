@@ -6,38 +6,38 @@ from typing import assert_never
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rung
 from everstep_operator.api.status import RecoveryRecord, Status
-from everstep_operator.plan.build import (
+from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, Recovery, Wait
+from everstep_operator.plan.outcome import Plan, Requeue
+from everstep_operator.plan.render import (
     converge,
     disruption_budget,
-    events,
-    finish,
+    finished_job,
+    job_events,
+    job_status,
     network_policy,
     ready_condition,
     recovery_record,
-    status,
     waits,
-    world,
+    world_status,
 )
-from everstep_operator.plan.build.converge import Convergence
-from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, Recovery, Wait
-from everstep_operator.plan.outcome import Plan, Requeue
+from everstep_operator.plan.render.converge import Convergence
 from everstep_operator.plan.stages import Stage, StageName, staged
 from everstep_operator.plan.state import facts as state
 from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 
 
-def build(facts: Facts, decision: Decision) -> Plan:
+def render_plan(facts: Facts, decision: Decision) -> Plan:
     match decision:
         case Complete(workers):
-            return finish.complete(facts.snapshot, workers)
+            return finished_job.complete(facts.snapshot, workers)
         case Failed():
-            return finish.fail(facts.snapshot, decision)
+            return finished_job.fail(facts.snapshot, decision)
         case Publish():
             return _publish(state.with_roster(facts, decision.roster), decision)
         case Wait(after, message):
             observed = _status(facts)
-            told = events.of_status(facts.snapshot, observed)
+            told = job_events.of_status(facts.snapshot, observed)
             return Plan(observed, (), told, Requeue(after, message), reason=message)
         case Keep():
             return _keep(facts)
@@ -54,7 +54,7 @@ def _publish(facts: Facts, change: Publish) -> Plan:
     return Plan(
         made,
         _stages(facts, convergence),
-        events=(*told, *events.of_pass(facts, made)),
+        events=(*told, *job_events.of_pass(facts, made)),
         requeue=convergence.requeue,
         publish=True,
         reason=f"publish {what}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),
@@ -69,7 +69,7 @@ def _keep(facts: Facts) -> Plan:
     return Plan(
         observed,
         _stages(facts, convergence),
-        events.of_pass(facts, observed),
+        job_events.of_pass(facts, observed),
         requeue,
         reason=convergence.waits or (ready.message if ready is not None else ""),
     )
@@ -95,10 +95,10 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
     if change is not None and change.reason is not None:
         verdict = ready_condition.of_change(verdict, change.reason, change.message)
     stored = facts.roster if facts.published is not None and not facts.roster.whole else None
-    return status.build(
+    return job_status.render(
         facts.snapshot,
         verdict,
-        world=world.build(facts),
+        world=world_status.render(facts),
         existing=len(facts.current),
         ready=facts.ready,
         roster=None if stored is None else roster.write(roster.marked(stored, facts.current)),

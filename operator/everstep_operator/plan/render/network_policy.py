@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.contract import labels
-from everstep_operator.plan import names
+from everstep_operator import object_names
 from everstep_operator.plan.actions import Action, CreateNetworkPolicy, DeleteNetworkPolicy
 from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state.facts import Facts
@@ -25,7 +25,7 @@ def actions(facts: Facts) -> tuple[Action, ...]:
     """Create the policy, or delete one that was made for other ports or is not wanted any more. It is created again
     once it is gone."""
     job, there = facts.job, facts.snapshot.network_policy
-    name, ports = names.service_name(job.name), _ports(facts.snapshot)
+    name, ports = object_names.service_name(job.name), _ports(facts.snapshot)
     if there is not None and there.open_ports != ports:
         why = "no policy is wanted" if ports is None else f"it was made for other ports than {ports or 'none'}"
         return (DeleteNetworkPolicy(name, there.uid, why),)
@@ -39,7 +39,7 @@ def gone(snapshot: Snapshot) -> tuple[Action, ...]:
     there = snapshot.network_policy
     if there is None:
         return ()
-    return (DeleteNetworkPolicy(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+    return (DeleteNetworkPolicy(object_names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
 
 
 def _ports(snapshot: Snapshot) -> str | None:
@@ -73,6 +73,9 @@ def _body(job: JobView, name: str, ports: str) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {**names.metadata(name, job.name, job.namespace, job.uid), "annotations": {OPEN_PORTS: ports}},
+        "metadata": {
+            **object_names.metadata(name, job.name, job.namespace, job.uid),
+            "annotations": {OPEN_PORTS: ports},
+        },
         "spec": {"podSelector": workers, "policyTypes": ["Ingress"], "ingress": rules},
     }

@@ -6,7 +6,7 @@ from everstep_operator.api.status import World
 from everstep_operator.plan.state.facts import Facts
 
 
-def build(facts: Facts) -> World:
+def render(facts: Facts) -> World:
     if facts.roster.whole:
         return _published(facts)
     world = _formed(facts)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.plan.build import waits
-from everstep_operator.plan.build.status import Quorum, Verdict
-from everstep_operator.plan.build.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
+from everstep_operator.plan.render import waits
+from everstep_operator.plan.render.job_status import Quorum, Verdict
+from everstep_operator.plan.render.waits import START_PATIENCE, OlderPods, blocked, older_pods, waited
 from everstep_operator.plan.state import losses
 from everstep_operator.plan.state.facts import Facts
 

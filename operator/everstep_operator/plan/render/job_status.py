@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from everstep_operator import object_names
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, FailedReason, ReadyReason
 from everstep_operator.api.status import (
@@ -25,7 +26,6 @@ from everstep_operator.api.status import (
     World,
 )
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import PeakMemory as Seen
 from everstep_operator.plan.snapshot import Snapshot
 
@@ -54,7 +54,7 @@ class Verdict:
     failed: FailedReason | None = None  # why the job ended, if without success
 
 
-def build(
+def render(
     snapshot: Snapshot,
     verdict: Verdict,
     *,
@@ -77,7 +77,7 @@ def build(
         observed_generation=job.generation,
         replicas=existing,
         ready_replicas=ready,
-        selector=names.selector(job.name),
+        selector=object_names.selector(job.name),
         start_time=start,
         earlier_active_seconds=earlier,
         completion_time=old.completion_time or finished_at,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from everstep_operator.plan import times
-from everstep_operator.plan.build import pods
 from everstep_operator.plan.outcome import Requeue
+from everstep_operator.plan.render import pods
 from everstep_operator.plan.snapshot import WorkerPod
 from everstep_operator.plan.state import node_loss
 from everstep_operator.plan.state.facts import Facts

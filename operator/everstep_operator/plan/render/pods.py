@@ -15,9 +15,9 @@ from typing import Any
 
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
+from everstep_operator import object_names
 from everstep_operator.api.template import ETCD_VOLUME, TOKEN_VOLUME
-from everstep_operator.plan import names
-from everstep_operator.plan.build import agents, rendezvous, start_probe
+from everstep_operator.plan.render import agent_limits, rendezvous, start_probe
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
@@ -31,7 +31,7 @@ def service(job: JobView) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": names.metadata(names.service_name(job.name), job.name, job.namespace, job.uid),
+        "metadata": object_names.metadata(object_names.service_name(job.name), job.name, job.namespace, job.uid),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -49,7 +49,7 @@ def grace_seconds(job: JobView) -> int:
 
 def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Settings) -> dict[str, Any]:
     """The pod of worker `index` in round `round_` of `size` workers, with backend c10d."""
-    incarnation = names.incarnation_of_round(round_)
+    incarnation = object_names.incarnation_of_round(round_)
     environment = {**_everstep(job, index, incarnation, settings), env.ROUND: str(round_)}
     body = _pod(job, index, incarnation, {**environment, **rendezvous.of_round(job, index, round_, size)})
     body["metadata"]["labels"][labels.ROUND] = str(round_)
@@ -60,7 +60,7 @@ def agent_pod(job: JobView, index: int, incarnation: int, settings: Settings) ->
     """The pod of worker `index` whose agent joins rounds. It has no round of its own, because it may be in many."""
     environment = _everstep(job, index, incarnation, settings)
     identity = {**environment, **rendezvous.of_agents(job, settings)}
-    return _pod(job, index, incarnation, identity, agents.tuning(job.spec))
+    return _pod(job, index, incarnation, identity, agent_limits.tuning(job.spec))
 
 
 def avoid(body: dict[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _pod(
     template = copy.deepcopy(job.spec.template)
     spec: dict[str, Any] = template.get("spec", {})
     meta: dict[str, Any] = template.get("metadata", {}) or {}
-    name = names.pod_name(job.name, index, incarnation)
+    name = object_names.pod_name(job.name, index, incarnation)
     container = next(c for c in spec["containers"] if c.get("name") == labels.WORKER_CONTAINER)
     if start_probe.is_needed(job.spec, container):
         container["startupProbe"] = start_probe.probe(job.spec)
@@ -101,8 +101,8 @@ def _pod(
     # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
-    spec["subdomain"] = names.service_name(job.name)
-    ours = names.metadata(name, job.name, job.namespace, job.uid)
+    spec["subdomain"] = object_names.service_name(job.name)
+    ours = object_names.metadata(name, job.name, job.namespace, job.uid)
     return {
         "apiVersion": "v1",
         "kind": "Pod",

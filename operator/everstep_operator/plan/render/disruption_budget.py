@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.contract import labels
-from everstep_operator.plan import names
+from everstep_operator import object_names
 from everstep_operator.plan.actions import Action, CreateDisruptionBudget, DeleteDisruptionBudget
 from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state.facts import Facts
@@ -21,7 +21,7 @@ def actions(facts: Facts) -> tuple[Action, ...]:
     """Create the disruption budget that the job needs now, or delete one that it does not need."""
     job, there = facts.job, facts.snapshot.disruption_budget
     least = _least(facts)
-    name = names.service_name(job.name)
+    name = object_names.service_name(job.name)
     if there is not None and there.min_available != least:
         why = "no drain has to be held up" if least is None else f"it does not leave {least} workers"
         return (DeleteDisruptionBudget(name, there.uid, why),)
@@ -35,7 +35,7 @@ def gone(snapshot: Snapshot) -> tuple[Action, ...]:
     there = snapshot.disruption_budget
     if there is None:
         return ()
-    return (DeleteDisruptionBudget(names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+    return (DeleteDisruptionBudget(object_names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
 
 
 def _least(facts: Facts) -> int | None:
@@ -51,6 +51,6 @@ def _body(job: JobView, name: str, least: int) -> dict[str, Any]:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": names.metadata(name, job.name, job.namespace, job.uid),
+        "metadata": object_names.metadata(name, job.name, job.namespace, job.uid),
         "spec": {"minAvailable": least, "selector": {"matchLabels": {labels.JOB_UID: job.uid}}},
     }

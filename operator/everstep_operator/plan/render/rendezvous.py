@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from everstep.contract import labels
+from everstep_operator import object_names
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan import names
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import sizing
 
@@ -38,7 +38,7 @@ def restarts_in_place(job: JobView) -> int:
     With c10d never: so the operator decides, and charges each failure once, to its cause (ADR 0027). With the other
     backends a few times: torchrun counts a lost peer as a failure too, and without restarts each loss would end all
     pods. Such restarts are neither charged nor judged. (`everstep-run` tells failures from lost peers, and has its own
-    number: `agents`.)
+    number: `agent_limits`.)
     """
     return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else min(FEW, job.spec.recovery.max_restarts)
 
@@ -47,7 +47,7 @@ def of_round(job: JobView, index: int, round_: int, size: int) -> dict[str, str]
     """Settings for c10d. The store is on worker 0 and dies with its round, so the run id contains the round's
     number."""
     # Worker 0 reaches its own store without waiting for its DNS record.
-    host = "localhost" if index == 0 else names.rendezvous_host(job.name, job.namespace, round_)
+    host = "localhost" if index == 0 else object_names.rendezvous_host(job.name, job.namespace, round_)
     conf = {
         "is_host": int(index == 0),
         "join_timeout": job.spec.rendezvous.join_timeout_seconds,

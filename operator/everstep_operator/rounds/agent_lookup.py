@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.endpoint.callers import Caller, Callers
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from everstep_operator import object_names
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, FailedReason
 from everstep_operator.api.status import Status
-from everstep_operator.plan import names, times
+from everstep_operator.plan import times
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
-from everstep_operator.plan.snapshot import RoundView, Snapshot
+from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import losses_among
 from everstep_operator.plan.state.world_state import is_awaited
+from everstep_operator.round_view import RoundView
 
 
 def is_finished(seen: Status) -> bool:
@@ -82,7 +84,7 @@ def _has_finished(view: RoundView) -> bool:
 def _still_ending(snapshot: Snapshot, view: RoundView) -> bool:
     """Whether a member of the last round has a running pod. Pods are found by name, because the roster may be newer."""
     by_name = {p.name: p for p in snapshot.pods if p.round is None}
-    named = {i: names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
+    named = {i: object_names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
     there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
     lost = {loss.index for loss in losses_among(snapshot, there, dict.fromkeys(there, True))}
     return any(not p.succeeded and i not in lost for i, p in there.items())

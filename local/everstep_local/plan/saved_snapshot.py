@@ -15,6 +15,7 @@ import msgspec
 
 from everstep.contract import labels, private, redact
 from everstep.contract.document import DocumentInvalid, decode
+from everstep_operator import object_names
 from everstep_operator.api.base import SpecError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.controller import observe
@@ -35,10 +36,10 @@ from everstep_operator.kube.wire import (
     to_body,
 )
 from everstep_operator.main import JOBS
-from everstep_operator.plan import names
-from everstep_operator.plan.snapshot import NodeHealth, NodeView, RoundView, Snapshot
+from everstep_operator.plan.snapshot import NodeHealth, NodeView, Snapshot
 from everstep_operator.plan.state import pod_hash
-from everstep_operator.rounds.agents import BACKEND, rendezvous_backend
+from everstep_operator.round_view import RoundView
+from everstep_operator.rounds.agent_lookup import BACKEND, rendezvous_backend
 from everstep_operator.rounds.documents import KEY, config_map_name
 from everstep_operator.rounds.rules import round_view
 
@@ -77,7 +78,7 @@ async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, 
             f"no TrainingJob {name} in namespace {namespace} of {cluster}: give its namespace with --namespace"
         ) from e
     uid = job.metadata.uid
-    listed = await client.list(PODS, namespace, label_selector=names.selector(name))
+    listed = await client.list(PODS, namespace, label_selector=object_names.selector(name))
     pods = tuple(pod for pod in listed.items if controller_uid(pod.metadata) == uid)
     nodes, hidden = await _nodes(client, pods)
     return Taken(
@@ -88,8 +89,8 @@ async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, 
         pods=pods,
         nodes=nodes,
         nodes_hidden=hidden,
-        service=await _own(client, SERVICES, namespace, names.service_name(name), uid),
-        budget=await _own(client, PDBS, namespace, names.service_name(name), uid),
+        service=await _own(client, SERVICES, namespace, object_names.service_name(name), uid),
+        budget=await _own(client, PDBS, namespace, object_names.service_name(name), uid),
         rounds=await _own(client, CONFIGMAPS, namespace, config_map_name(name), uid),
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from everstep.contract.messages import Report
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.endpoint.callers import Caller
-from everstep_operator.endpoint.reports import ReportRefused
+from everstep_operator.endpoint.report_endpoint import ReportRefused
 from everstep_operator.kube.wire import Unstructured
-from everstep_operator.rounds.agents import BACKEND, job_ref, rendezvous_backend
+from everstep_operator.rounds.agent_lookup import BACKEND, job_ref, rendezvous_backend
 from everstep_operator.rounds.documents import published_round
 from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.clock import Clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
-from everstep_operator.plan.build import ready_condition, recovery_record
 from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.render import ready_condition, recovery_record
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.facts import Facts
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from everstep.contract import env
+from everstep_operator import object_names
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
-from everstep_operator.plan import names
 
 PROBES = ("startupProbe", "readinessProbe")
 # /dev/shm can be written in every container, also below a read-only root.
@@ -36,7 +36,7 @@ def is_needed(spec: TrainingJobSpec, container: dict[str, Any]) -> bool:
 
 def joined_file(job: str, index: int, incarnation: int) -> str:
     """The file that an agent writes. Pods with the host's IPC share the folder."""
-    return f"{FOLDER}/everstep-joined-{names.pod_name(job, index, incarnation)}"
+    return f"{FOLDER}/everstep-joined-{object_names.pod_name(job, index, incarnation)}"
 
 
 def probe(spec: TrainingJobSpec) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from everstep.contract.document import Document, DocumentInvalid, Sizes, decode_join_request, encode
 from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
-from everstep_operator.plan.snapshot import RoundView
+from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
 from everstep_operator.rounds.documents import (
     Hindered,

@@ -32,7 +32,7 @@ def selector(job: str) -> str:
     return f"{labels.JOB}={job}"
 
 
-def taken(
+def name_collision(
     kind: str, name: str, namespace: str, job: str, owner: tuple[str, str] | None, ends: datetime | None = None
 ) -> str:
     """Says that an object has a name that the job needs, whose it is, and what to do. `owner`: kind and name of its

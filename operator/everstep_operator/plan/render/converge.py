@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from everstep_operator import object_names
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan import names
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
-from everstep_operator.plan.build import pods, waits
-from everstep_operator.plan.decide import finish, rejections, restart_budget
+from everstep_operator.plan.decide import completion, rejections, restart_budget
 from everstep_operator.plan.outcome import Requeue
+from everstep_operator.plan.render import pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.stages import StageName
 from everstep_operator.plan.state import node_loss, sizing
@@ -54,7 +54,7 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
             healthy = one.released and not one.pod.finished and not node_loss.is_lost(snapshot, one.pod)
             actions[StageName.RELEASE if healthy else StageName.CLEAR].append(removal)
     if snapshot.service_uid is None and facts.roster.workers:
-        service = CreateService(names.service_name(job.name), pods.service(job), "workers need host names")
+        service = CreateService(object_names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
     missing = _missing(facts)
     # No event tells that a name is free again, or that there is quota.
@@ -97,7 +97,7 @@ def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
     """When to plan again if no change is observed: at one of `requeues`, at the deadline, or to look again at a worker
     whose node is not ready or not seen."""
     found = [requeue for requeue in requeues if requeue is not None]
-    if (due := finish.deadline(facts.snapshot)) is not None:
+    if (due := completion.deadline(facts.snapshot)) is not None:
         found.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
     for pod in facts.current.values():
         if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
@@ -121,7 +121,7 @@ def _superseded(facts: Facts) -> list[Superseded]:
             # A worker of a past round has nothing to save. A worker of a suspended job is healthy, and may commit.
             suspended = roster.wanted == 0
             grace = template_grace if suspended else SURVIVOR_GRACE_SECONDS
-            round_ = names.round_of_incarnation(pod.incarnation)
+            round_ = object_names.round_of_incarnation(pod.incarnation)
             found.append(Superseded(pod, f"round {round_} is over", grace, released=suspended))
         elif pod.index in roster.workers:
             found.append(Superseded(pod, "it was replaced", SURVIVOR_GRACE_SECONDS))
@@ -134,7 +134,7 @@ def _superseded(facts: Facts) -> list[Superseded]:
 def _missing(facts: Facts) -> list[int]:
     """Create the workers that have no pod yet. A worker that had started and has no pod is lost: it comes back in
     another incarnation, or not at all."""
-    if finish.ends(facts):
+    if completion.ends(facts):
         return []
     return [i for i, worker in facts.roster.workers.items() if i not in facts.current and not worker.started]
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from everstep_operator import object_names
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Failure, Status
 from everstep_operator.api.types import PodCleanup
-from everstep_operator.plan import names, times
+from everstep_operator.plan import times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
-from everstep_operator.plan.build import disruption_budget, network_policy, pods, status
-from everstep_operator.plan.build.status import Verdict
 from everstep_operator.plan.decide.decision import Failed
 from everstep_operator.plan.outcome import Event, Plan, Requeue
+from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pods
+from everstep_operator.plan.render.job_status import Verdict
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
 from everstep_operator.plan.stages import Stage, StageName, staged
 
@@ -24,7 +25,7 @@ FINISH_GRACE_SECONDS = 5
 def complete(snapshot: Snapshot, size: int) -> Plan:
     """The job is complete: all `size` workers of the world succeeded."""
     message = f"all {size} workers succeeded"
-    done = status.build(
+    done = job_status.render(
         snapshot,
         Verdict(ReadyReason.COMPLETE, message),
         world=snapshot.job.status.world,
@@ -39,7 +40,7 @@ def complete(snapshot: Snapshot, size: int) -> Plan:
 def fail(snapshot: Snapshot, failed: Failed) -> Plan:
     """The job ends here. Its status keeps the root cause, if a worker was lost."""
     loss = failed.loss
-    message = f"{failed.reason}: {failed.message}"[: status.MAX_MESSAGE]
+    message = f"{failed.reason}: {failed.message}"[: job_status.MAX_MESSAGE]
     failure = None
     if loss is not None:
         failure = Failure(
@@ -52,7 +53,7 @@ def fail(snapshot: Snapshot, failed: Failed) -> Plan:
             exit_code=loss.exit_code,
             log_lines=loss.log_lines,
         )
-    ended = status.build(
+    ended = job_status.render(
         snapshot,
         Verdict(ReadyReason.FAILED, message, failed=failed.reason),
         world=snapshot.job.status.world,
@@ -84,7 +85,7 @@ def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
             actions.append(_delete(pod, f"the job is finished, podCleanup {policy}"))
     if policy is not PodCleanup.NONE and snapshot.service_uid is not None:
         actions.append(
-            DeleteService(names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
+            DeleteService(object_names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
     return (*actions, *disruption_budget.gone(snapshot), *network_policy.gone(snapshot))
 

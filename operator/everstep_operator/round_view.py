@@ -1,0 +1,21 @@
+"""What the planner may know of a job's rounds: the view that the round store gives, and that a plan reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.contract.document import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class RoundView:
+    """The round store's document, as far as a plan depends on it. A member in `gone` may still have a healthy pod: an
+    agent whose processes were lost withdraws from the round, and joins the next."""
+
+    round: int  # the last that was formed; 0: none yet
+    members: tuple[tuple[int, int], ...] = ()  # (index, incarnation) of each, in rank order
+    gone: tuple[int, ...] = ()  # indices of members that left it before they had finished
+    joining: tuple[int, ...] = ()  # indices that wait for the next
+    closed: str | None = None  # why there will be no further round
+    finished: bool = False  # closed because the processes of all members have succeeded
+    sizes: Sizes | None = None  # that agents were told; None: they keep the sizes that they were started with
