@@ -314,15 +314,13 @@ async def test_elastic_job_comes_to_its_size_though_the_operator_restarts_and_an
 async def form(stage: Stage, operator: Operator, job: Unstructured, members: dict[int, int]) -> None:
     """What an agent does when it writes the round that the agents of these workers (index: incarnation) form."""
     ref = JobRef("default", job.metadata.name, job.metadata.uid)
-    agent = Agent(ref, Worker("a-pod", 0, 0))
     chosen = tuple(Member(i, f"agent-{i}-{n}", n) for i, n in members.items())
 
     async def write() -> int | None:
-        seen = await operator.rounds.read(agent, 0)
+        seen = await operator.rounds.of(ref).read(0)
         before = decode(seen.document.encode()) if seen.document is not None else Document(Sizes(2, 8))
-        return await operator.rounds.swap(
-            agent, seen.version, encode(replace(before, round=before.round + 1, members=chosen))
-        )
+        after = encode(replace(before, round=before.round + 1, members=chosen))
+        return await operator.rounds.of(ref).swap(seen.version, after)
 
     writing = asyncio.create_task(write())
     await stage.until("the round is written", writing.done)
@@ -503,8 +501,8 @@ async def test_nothing_grows_with_the_jobs_that_came_and_went() -> None:
             assert await send(stage, operator, f"{name}-w{rank}-0", trained) == 204
         agent = Agent(JobRef("default", name, job.metadata.uid), Worker("a-pod", 0, 0))
         join_request = JoinRequest(Member(0, "agent-0-0"), 0, Sizes(2, 8)).encode()
-        operator.rounds.announce(agent, "agent-0-0", join_request, 3.0)
-        watching = asyncio.create_task(operator.rounds.watch(agent, 0, 0, 1.0))
+        operator.rounds.of(agent.job).announce(agent.worker, "agent-0-0", join_request, 3.0)
+        watching = asyncio.create_task(operator.rounds.of(agent.job).watch(agent.worker, 0, 0, 1.0))
         await stage.client.delete(PODS, "default", f"{name}-w1-0", grace_seconds=0)
         await stage.until("it is replaced", lambda: replaced(stage, f"{name}-w1-1"))
         if number % 2:
@@ -616,7 +614,7 @@ async def test_agents_that_wait_are_counted_while_they_wait() -> None:
         job = await stage.client.create(JOBS, "default", {**ELASTIC, "spec": spec})
         await stage.until("a pod is there", lambda: replaced(stage, "digits-w0-0"))
         await form(stage, operator, job, {0: 0, 1: 0})
-        sight = await operator.rounds.read(Agent(JobRef("default", "digits", job.metadata.uid), Worker("p", 0, 0)), 0)
+        sight = await operator.rounds.of(JobRef("default", "digits", job.metadata.uid)).read(0)
         path = f"{DOCUMENT_PATH}?version={sight.version}&lapses={sight.expirations}&wait=600"
         watching = asyncio.create_task(call(stage, operator, "digits-w0-0", "GET", path))
         await stage.until("it waits", lambda: samples(operator.metrics)["everstep_round_watches"] == 1)

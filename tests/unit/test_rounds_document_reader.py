@@ -11,8 +11,8 @@ import pytest
 from everstep.contract.document import Document, DocumentInvalid, Member, Seat, Sizes, encode
 from everstep.contract.fields import PIECE
 from everstep_operator.rounds.document_reader import DocumentReader
-from everstep_operator.rounds.documents import JobRef
-from support.operator.round_stage import Stage
+from everstep_operator.rounds.documents import JobRef, RoundsUnavailable
+from support.operator.round_stage import Stage, Term
 
 MANY = 4096
 LARGE = Document(
@@ -64,12 +64,28 @@ async def test_swap_and_load_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     await stage.start()
     rows, rounds = Rows(monkeypatch), stage.operator()
     watch = asyncio.create_task(rows.watch())
-    version = await rounds.swap(stage.agents[0], 0, encode(replace(LARGE, round=0, members=(), joining=LARGE.members)))
+    version = await rounds.of(stage.job).swap(0, encode(replace(LARGE, round=0, members=(), joining=LARGE.members)))
     assert version is not None
     again = stage.operator()
-    assert (await again.read(stage.agents[0], 0)).version == version
+    assert (await again.of(stage.job).read(0)).version == version
     watch.cancel()
     assert MANY > 2 * PIECE >= rows.most > 0
+
+
+async def test_swap_whose_document_is_read_while_the_leadership_changes_is_refused() -> None:
+    """The object that began to read belongs to a leadership that is over, also if the same replica leads again."""
+    stage, term = Stage(), Term()
+    await stage.start()
+    rounds = stage.operator(term=term)
+    body = encode(replace(LARGE, round=0, members=(), joining=LARGE.members))
+    swap = asyncio.create_task(rounds.of(stage.job).swap(0, body))
+    await asyncio.sleep(0)
+    term.epoch += 1
+    rounds.forget_all()
+    with pytest.raises(RoundsUnavailable, match="leadership has changed"):
+        await swap
+    assert await stage.stored() is None
+    assert await rounds.of(stage.job).swap(0, body) is not None
 
 
 async def test_small_document_and_that_of_another_namespace_do_not_wait_for_many_large_ones() -> None:

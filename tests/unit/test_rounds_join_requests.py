@@ -29,8 +29,8 @@ def join_request(member: Member, after: int = 0, sizes: Sizes = SIZES) -> JoinRe
 
 def announce(rounds: RoundStore, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
     """Announce and ask, as an agent does."""
-    rounds.announce(agent, member.agent, join_request(member, after, sizes).encode(), 30.0)
-    return rounds.ask(agent, member.agent)
+    rounds.of(agent.job).announce(agent.worker, member.agent, join_request(member, after, sizes).encode(), 30.0)
+    return rounds.of(agent.job).request_write(member.agent)
 
 
 async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[RoundStore]]:
@@ -94,7 +94,7 @@ async def test_a_hundred_join_requests_cost_a_few_writes() -> None:
 @in_virtual_time
 async def test_who_announces_without_asking_is_written_by_nobody() -> None:
     stage, (rounds,) = await staged()
-    rounds.announce(stage.agents[0], "a", join_request(A).encode(), 30.0)
+    rounds.of(stage.job).announce(stage.agents[0].worker, "a", join_request(A).encode(), 30.0)
     await asyncio.sleep(0.1)  # five times as long as join requests are gathered
     assert await stage.stored() is None
 
@@ -105,7 +105,7 @@ async def test_members_that_ask_again_meet_in_the_next_round_without_the_one_tha
     for agent, member in zip(stage.agents, (A, B), strict=True):
         announce(rounds, agent, member)
     await document(stage, 1)
-    rounds.withdraw(stage.agents[1], "b")
+    rounds.of(stage.job).withdraw(stage.agents[1].worker, "b")
     announce(rounds, stage.agents[0], A, after=1)
     assert (await document(stage, 2)).members == (A,)
 
@@ -116,10 +116,10 @@ async def test_closed_job_writes_nothing_more_and_says_so_at_once() -> None:
     announce(rounds, stage.agents[0], A)
     announce(rounds, stage.agents[1], B)
     formed = await document(stage, 1)
-    sight = await rounds.read(stage.agents[0], 0)
+    sight = await rounds.of(stage.job).read(0)
     closed = apply(formed, CloseJob("a", "done"))
     assert isinstance(closed, Document)
-    assert await rounds.swap(stage.agents[0], sight.version, encode(closed))
+    assert await rounds.of(stage.job).swap(sight.version, encode(closed))
     assert announce(rounds, stage.agents[0], A, after=1) == 0
 
 
@@ -132,29 +132,33 @@ async def test_who_watches_with_an_old_version_is_told_of_more_that_wait_when_al
     agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(count)]
 
     async def joins(i: int) -> VersionedDocument:
-        before = await rounds.read(agents[i], 0)
+        before = await rounds.of(stage.job).read(0)
         old = Document(sizes) if before.document is None else decode(before.document.encode())
         after, _ = join_all(old, [Join(Member(i, f"a{i}"), sizes)])
         if i == 3:  # the round of three, that the others would be added to
             after = replace(after, round=1, members=after.joining, joining=())
-        assert await rounds.swap(agents[i], before.version, encode(after)) is not None
-        return await rounds.read(agents[i], 0)
+        assert await rounds.of(stage.job).swap(before.version, encode(after)) is not None
+        return await rounds.of(stage.job).read(0)
 
     for i in range(4):
         seen = await joins(i)
-    watches = [asyncio.ensure_future(rounds.watch(a, seen.version, seen.expirations, 30.0)) for a in agents]
+    watches = [
+        asyncio.ensure_future(rounds.of(a.job).watch(a.worker, seen.version, seen.expirations, 30.0)) for a in agents
+    ]
     await asyncio.sleep(0.1)
     first = await joins(5)
     assert {told.version for told in await asyncio.gather(*watches) if told} == {first.version}
     newest = await joins(6)
     began = asyncio.get_running_loop().time()
-    again = asyncio.ensure_future(rounds.watch(agents[0], first.version, first.expirations, 30.0))
+    again = asyncio.ensure_future(
+        rounds.of(agents[0].job).watch(agents[0].worker, first.version, first.expirations, 30.0)
+    )
     if urgent:
         document = decode(str(newest.document).encode())
-        assert await rounds.swap(agents[1], newest.version, encode(replace(document, broken="a test says so")))
+        assert await rounds.of(agents[1].job).swap(newest.version, encode(replace(document, broken="a test says so")))
     told = await again
     assert told is not None
-    assert told.version == (await rounds.read(agents[1], 0)).version
+    assert told.version == (await rounds.of(agents[1].job).read(0)).version
     took = asyncio.get_running_loop().time() - began
     soon, later = (count * urgency.value for urgency in (Urgency.SOON, Urgency.LATER))
     assert took <= soon if urgent else soon < took <= later, "after the last time that all were told"

@@ -33,12 +33,12 @@ async def change(
     rounds: RoundStore, agent: Agent, event: Callable[[Document], Command], given: Document | None = None
 ) -> bool:
     """As an agent changes the document: read, decide, swap; whether it was taken."""
-    sight = await rounds.read(agent, 0)
+    sight = await rounds.of(agent.job).read(0)
     before = Document(SIZES) if sight.document is None else decode(sight.document.encode())
     after = apply(before, event(before))
     if isinstance(after, Rejected):
         return True  # it happened already, though nobody was told
-    return await rounds.swap(agent, sight.version, encode(after)) is not None
+    return await rounds.of(agent.job).swap(sight.version, encode(after), told_to_end=agent.told_to_end) is not None
 
 
 def join(member: Member) -> Callable[[Document], Command]:
@@ -149,7 +149,7 @@ async def test_document_that_was_lost_is_begun_anew_with_larger_numbers() -> Non
     await play(stage, rounds := stage.operator(), stage.operator)
     await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
     await stage.clock.advance(6)  # a read asks the API server again
-    assert (await rounds.read(stage.agents[0], 0)).document is None
+    assert (await rounds.of(stage.job).read(0)).document is None
     for _ in range(2):
         await change(rounds, stage.agents[0], join(A))
         await change(rounds, stage.agents[0], close)
@@ -163,19 +163,19 @@ async def test_sizes_that_the_operator_sets_hold_for_agents_that_were_started_wi
     await stage.start()
     told: list[JobRef] = []
     rounds = stage.operator(changed=told.append)
-    await rounds.set_sizes(stage.job, Sizes(1, 1))
+    await rounds.of(stage.job).set_sizes(Sizes(1, 1))
     assert rounds.view(stage.job) == RoundView(0, sizes=Sizes(1, 1))
     assert told == [stage.job], "the planner looks again"
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     assert (await stage.stored()) is not None
     assert rounds.view(stage.job) == RoundView(1, ((0, 0),), joining=(1,), sizes=Sizes(1, 1))
-    await rounds.set_sizes(stage.job, Sizes(2, 2))
+    await rounds.of(stage.job).set_sizes(Sizes(2, 2))
     document = await stage.stored()
     assert document is not None
     assert (document.round, document.sizes, document.ruled) == (1, Sizes(2, 2), True)
     new = stage.operator()
-    assert (await new.read(stage.agents[0], 0)).document == encode(document).decode()
+    assert (await new.of(stage.job).read(0)).document == encode(document).decode()
     await stage.judge()
 
 
@@ -183,12 +183,12 @@ async def test_sizes_that_are_the_same_or_of_a_closed_job_are_not_written() -> N
     stage = Stage()
     await stage.start()
     rounds = stage.operator(client := Mortal(stage.client))
-    await rounds.set_sizes(stage.job, SIZES)
-    await rounds.set_sizes(stage.job, SIZES)
+    await rounds.of(stage.job).set_sizes(SIZES)
+    await rounds.of(stage.job).set_sizes(SIZES)
     assert client.requests.count("create configmaps") == 1
     await change(rounds, stage.agents[0], join(A))
     await change(rounds, stage.agents[0], lambda _: CloseJob("a", "over"))
-    await rounds.set_sizes(stage.job, Sizes(2, 2))
+    await rounds.of(stage.job).set_sizes(Sizes(2, 2))
     document = await stage.stored()
     assert document is not None
     assert (document.closed, document.sizes) == ("over", SIZES)
@@ -198,15 +198,15 @@ async def test_agent_that_changes_the_sizes_or_forgets_whose_they_are_is_correct
     stage = Stage()
     await stage.start()
     rounds = stage.operator()
-    await rounds.set_sizes(stage.job, SIZES)
-    sight = await rounds.read(stage.agents[0], 0)
+    await rounds.of(stage.job).set_sizes(SIZES)
+    sight = await rounds.of(stage.job).read(0)
     assert sight.document is not None
     before = decode(sight.document.encode())
     forgot = json.loads(encode(replace(before, joining=(A,))))
     del forgot["ruled"]  # as an older release writes it
     for after in (json.dumps(forgot).encode(), encode(replace(before, joining=(A,), sizes=Sizes(1, 1)))):
-        sight = await rounds.read(stage.agents[0], 0)
-        assert await rounds.swap(stage.agents[0], sight.version, after) is None, "it is to read again"
+        sight = await rounds.of(stage.job).read(0)
+        assert await rounds.of(stage.job).swap(sight.version, after) is None, "it is to read again"
         assert await stage.stored() == replace(before, joining=(A,))
 
 
@@ -216,8 +216,8 @@ async def test_sizes_are_set_though_the_operator_dies_at_any_request_or_another_
         await stage.start()
         await change(stage.operator(), stage.agents[0], join(A))
         with contextlib.suppress(RoundsUnavailable):
-            await stage.operator(Mortal(stage.client, at)).set_sizes(stage.job, Sizes(2, 2))
-        await stage.operator().set_sizes(stage.job, Sizes(2, 2))
+            await stage.operator(Mortal(stage.client, at)).of(stage.job).set_sizes(Sizes(2, 2))
+        await stage.operator().of(stage.job).set_sizes(Sizes(2, 2))
         document = await stage.stored()
         assert document is not None
         assert (document.sizes, document.joining) == (Sizes(2, 2), (A,))
@@ -228,8 +228,8 @@ async def test_fields_of_a_newer_agent_are_kept_where_sizes_are_set() -> None:
     await stage.start()
     rounds = stage.operator()
     body = {**json.loads(encode(Document(SIZES, joining=(A,)))), "later": [1]}
-    await rounds.swap(stage.agents[0], 0, json.dumps(body).encode())
-    await rounds.set_sizes(stage.job, Sizes(2, 2))
+    await rounds.of(stage.job).swap(0, json.dumps(body).encode())
+    await rounds.of(stage.job).set_sizes(Sizes(2, 2))
     (kept,) = (await stage.client.list(CONFIGMAPS, NS)).items
     assert json.loads(kept.data["document"])["later"] == [1]
 
@@ -240,12 +240,12 @@ async def test_number_that_an_agent_asks_for_is_not_the_one_that_it_gets() -> No
     rounds = stage.operator()
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
-    sight = await rounds.read(stage.agents[0], 0)
+    sight = await rounds.of(stage.job).read(0)
     assert sight.document is not None
     greedy = replace(decode(sight.document.encode()), round=2**52, gone=())
-    assert await rounds.swap(stage.agents[0], sight.version, encode(greedy)) is None
+    assert await rounds.of(stage.job).swap(sight.version, encode(greedy)) is None
     assert await stage.published() == 2
-    again = await rounds.read(stage.agents[0], 0)
+    again = await rounds.of(stage.job).read(0)
     assert again.document is not None
     assert decode(again.document.encode()).round == 2
 
@@ -286,13 +286,13 @@ async def test_document_that_is_no_successor_is_refused_and_nothing_changes(
     rounds = stage.operator()
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
-    sight = await rounds.read(stage.agents[0], 0)
+    sight = await rounds.of(stage.job).read(0)
     assert sight.document is not None
     with pytest.raises(RoundsRefused, match=reason):
-        await rounds.swap(stage.agents[0], sight.version, encode(edit(decode(sight.document.encode()))))
+        await rounds.of(stage.job).swap(sight.version, encode(edit(decode(sight.document.encode()))))
     with pytest.raises(DocumentInvalid):
-        await rounds.swap(stage.agents[0], sight.version, b"\xff\xfe{\x00")
-    assert await rounds.read(stage.agents[0], 0) == sight
+        await rounds.of(stage.job).swap(sight.version, b"\xff\xfe{\x00")
+    assert await rounds.of(stage.job).read(0) == sight
     assert await stage.published() == 1
 
 
@@ -338,9 +338,9 @@ async def test_closed_job_stays_closed() -> None:
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     await change(rounds, stage.agents[0], lambda _: CloseJob("a", "done"))
-    sight = await rounds.read(stage.agents[0], 0)
+    sight = await rounds.of(stage.job).read(0)
     with pytest.raises(RoundsRefused, match="the job is closed: done"):
-        await rounds.swap(stage.agents[0], sight.version, encode(Document(SIZES)))
+        await rounds.of(stage.job).swap(sight.version, encode(Document(SIZES)))
     view = rounds.view(stage.job)
     assert view is not None
     assert view.closed == "done"
@@ -369,7 +369,7 @@ async def test_name_that_belongs_to_somebody_else_is_left_alone_and_said() -> No
     await stage.client.create(CONFIGMAPS, NS, {"metadata": {"name": "digits-rounds"}, "data": {"mine": "1"}})
     rounds = stage.operator()
     with pytest.raises(RoundsUnavailable, match="ConfigMap digits-rounds has a name that this job needs"):
-        await rounds.read(stage.agents[0], 0)
+        await rounds.of(stage.job).read(0)
     assert (await stage.client.get(CONFIGMAPS, NS, "digits-rounds")).data == {"mine": "1"}
 
 
@@ -381,7 +381,7 @@ async def test_job_that_is_new_is_not_looked_up_and_what_stands_there_all_the_sa
     rounds = stage.operator(client)
     assert rounds.view(stage.job, is_new=True) == RoundView(0)
     await change(stage.operator(), stage.agents[0], join(A))
-    await rounds.set_sizes(stage.job, Sizes(2, 2))
+    await rounds.of(stage.job).set_sizes(Sizes(2, 2))
     document = await stage.stored()
     assert document is not None
     assert (document.sizes, document.joining) == (Sizes(2, 2), (A,))
@@ -396,11 +396,11 @@ async def test_name_of_a_new_jobs_document_that_somebody_else_has_is_said_until_
     rounds = stage.operator(changed=told.append)
     assert rounds.view(stage.job, is_new=True) == RoundView(0)
     with pytest.raises(RoundsUnavailable, match="has a name that this job needs"):
-        await rounds.set_sizes(stage.job, SIZES)
+        await rounds.of(stage.job).set_sizes(SIZES)
     assert "digits-rounds" in (rounds.hindered(stage.job).taken or "")
     assert told == [stage.job]
     await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
-    await rounds.set_sizes(stage.job, SIZES)
+    await rounds.of(stage.job).set_sizes(SIZES)
     assert rounds.hindered(stage.job) == Hindered()
     document = await stage.stored()
     assert document is not None
@@ -447,7 +447,7 @@ async def test_sizes_that_the_api_server_refuses_wake_the_job_once() -> None:
     rounds = stage.operator(client, changed=told.append)
     for _ in range(5):
         with pytest.raises(RoundsUnavailable, match="being terminated"):
-            await rounds.set_sizes(stage.job, SIZES)
+            await rounds.of(stage.job).set_sizes(SIZES)
         assert rounds.view(stage.job) == RoundView(0)
         await stage.clock.advance(0.1)
     assert told == [stage.job]  # of the refusal
@@ -469,17 +469,17 @@ async def test_writes_of_one_job_are_bounded_in_number() -> None:
     stage = Stage()
     await stage.start()
     rounds = stage.operator()
-    sight = await rounds.read(stage.agents[0], 0)
+    sight = await rounds.of(stage.job).read(0)
     version: int | None = sight.version
     for i in range(200):
         assert version is not None
-        version = await rounds.swap(stage.agents[0], version, encode(Document(SIZES, restarts=i)))
+        version = await rounds.of(stage.job).swap(version, encode(Document(SIZES, restarts=i)))
     assert version is not None
     with pytest.raises(RoundsUnavailable, match="times a second"):
-        await rounds.swap(stage.agents[0], version, encode(Document(SIZES)))
+        await rounds.of(stage.job).swap(version, encode(Document(SIZES)))
     await stage.clock.advance(1)
-    sight = await rounds.read(stage.agents[0], 0)
-    assert await rounds.swap(stage.agents[0], sight.version, encode(Document(SIZES))) is not None
+    sight = await rounds.of(stage.job).read(0)
+    assert await rounds.of(stage.job).swap(sight.version, encode(Document(SIZES))) is not None
 
 
 # --- presence and a new leader
@@ -490,21 +490,21 @@ async def test_new_leader_counts_nobody_as_lapsed_who_had_no_time_to_come_back()
     await stage.start()
     old = stage.operator()
     for who, member in enumerate((A, B)):
-        old.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
+        old.of(stage.job).announce(stage.agents[who].worker, member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
     for who, event, _ in STORY[:3]:
         await change(old, stage.agents[who], event)
     new = stage.operator()
-    before = await new.read(stage.agents[0], 0)
-    assert before.expirations != (await old.read(stage.agents[0], 0)).expirations  # so that each looks
-    assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
+    before = await new.of(stage.job).read(0)
+    assert before.expirations != (await old.of(stage.job).read(0)).expirations  # so that each looks
+    assert set(json.loads(await new.of(stage.job).present(stage.agents[0].worker))) == {"a", "b"}
     await stage.clock.advance(10)
-    assert not new.renew(stage.agents[0], "a")
-    new.announce(stage.agents[0], "a", JoinRequest(A, 1, SIZES).encode(), 20.0)
+    assert not new.of(stage.job).renew(stage.agents[0].worker, "a")
+    new.of(stage.job).announce(stage.agents[0].worker, "a", JoinRequest(A, 1, SIZES).encode(), 20.0)
     await stage.clock.advance(9.5)
-    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations
+    assert (await new.of(stage.job).read(0)).expirations == before.expirations
     await stage.clock.advance(1)
-    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations + 1
-    assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
+    assert (await new.of(stage.job).read(0)).expirations == before.expirations + 1
+    assert set(json.loads(await new.of(stage.job).present(stage.agents[0].worker))) == {"a"}
 
 
 async def test_agent_is_not_told_what_was_only_supposed_of_a_job_that_seems_new() -> None:
@@ -515,7 +515,7 @@ async def test_agent_is_not_told_what_was_only_supposed_of_a_job_that_seems_new(
     await form(stage, old)
     new = stage.operator()
     assert new.view(stage.job, is_new=True) == RoundView(0)
-    assert set(json.loads(await new.present(stage.agents[0]))) == {"a", "b"}
+    assert set(json.loads(await new.of(stage.job).present(stage.agents[0].worker))) == {"a", "b"}
     assert new.view(stage.job, is_new=True) == old.view(stage.job)
 
 
@@ -524,7 +524,9 @@ async def form(stage: Stage, rounds: RoundStore) -> None:
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
+        rounds.of(stage.job).announce(
+            stage.agents[who].worker, member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0
+        )
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "called before all know that it leads"])
@@ -538,22 +540,22 @@ async def test_leader_that_leads_again_remembers_who_is_present_if_nobody_led_in
     term = Term()
     rounds = stage.operator(term=term)
     await form(stage, rounds)
-    before = await rounds.read(stage.agents[0], 0)
+    before = await rounds.of(stage.job).read(0)
     term.leads = False
     rounds.forget_all()
     await stage.clock.advance(30)  # nobody could renew
     term.leads, term.epoch = True, 2 + others
     if early:
-        await rounds.read(stage.agents[1], 0)
+        await rounds.of(stage.job).read(0)
     rounds.forget_all()
-    after = await rounds.read(stage.agents[0], 0)
+    after = await rounds.of(stage.job).read(0)
     assert after.expirations != before.expirations  # so that each looks
-    assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a", "b"}
-    assert rounds.renew(stage.agents[0], "a") is not bool(others)
+    assert set(json.loads(await rounds.of(stage.job).present(stage.agents[0].worker))) == {"a", "b"}
+    assert rounds.of(stage.job).renew(stage.agents[0].worker, "a") is not bool(others)
     await stage.clock.advance(20.5)  # one more lease: b is gone, and a if it was told to announce itself and did not
-    present = set(json.loads(await rounds.present(stage.agents[0])))
+    present = set(json.loads(await rounds.of(stage.job).present(stage.agents[0].worker)))
     assert present == set(), "nobody renewed in this time"
-    assert (await rounds.read(stage.agents[0], 0)).expirations == after.expirations + 2
+    assert (await rounds.of(stage.job).read(0)).expirations == after.expirations + 2
 
 
 async def test_join_request_of_who_was_present_is_written_by_the_leader_that_leads_again() -> None:
@@ -562,12 +564,14 @@ async def test_join_request_of_who_was_present_is_written_by_the_leader_that_lea
     term = Term()
     rounds = stage.operator(term=term)
     for who, member in enumerate((A, B)):
-        rounds.announce(stage.agents[who], member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0)
-        rounds.ask(stage.agents[who], member.agent)
+        rounds.of(stage.job).announce(
+            stage.agents[who].worker, member.agent, JoinRequest(member, 0, SIZES).encode(), 20.0
+        )
+        rounds.of(stage.job).request_write(member.agent)
     term.leads = False
     rounds.forget_all()
     term.leads, term.epoch = True, 2
-    await rounds.read(stage.agents[0], 0)  # whoever comes first
+    await rounds.of(stage.job).read(0)  # whoever comes first
     await stage.clock.advance(1)
     async with asyncio.timeout(5):
         while (document := await stage.stored()) is None or len(document.members) < 2:  # noqa: ASYNC110
@@ -584,8 +588,8 @@ async def test_pod_that_dies_between_two_leaderships_of_a_replica_is_not_remembe
     rounds.forget_all()
     rounds.withdraw_pod(stage.job.uid, stage.agents[1].worker)
     term.leads, term.epoch = True, 2
-    await rounds.read(stage.agents[0], 0)
-    assert set(json.loads(await rounds.present(stage.agents[0]))) == {"a"}
+    await rounds.of(stage.job).read(0)
+    assert set(json.loads(await rounds.of(stage.job).present(stage.agents[0].worker))) == {"a"}
 
 
 async def test_pod_answers_while_its_agent_renews_its_presence() -> None:
@@ -595,9 +599,9 @@ async def test_pod_answers_while_its_agent_renews_its_presence() -> None:
     rounds = stage.operator()
     a, b = stage.agents[:2]
     assert rounds.answers(stage.job, b.worker.pod_uid)  # it may announce itself in a moment
-    rounds.announce(a, A.agent, JoinRequest(A, 0, SIZES).encode(), 3.0)
+    rounds.of(a.job).announce(a.worker, A.agent, JoinRequest(A, 0, SIZES).encode(), 3.0)
     await stage.clock.advance(2.0)
-    assert rounds.renew(a, A.agent)
+    assert rounds.of(a.job).renew(a.worker, A.agent)
     await stage.clock.advance(2.0)
     assert rounds.answers(stage.job, a.worker.pod_uid)
     assert not rounds.answers(stage.job, b.worker.pod_uid)
@@ -612,12 +616,12 @@ async def test_pod_that_dies_while_its_agent_is_awaited_is_not_awaited_any_more(
     for who, event, _ in STORY[:3]:
         await change(old, stage.agents[who], event)
     new = stage.operator()
-    before = await new.read(stage.agents[0], 0)
+    before = await new.of(stage.job).read(0)
     new.withdraw_pod(stage.job.uid, Worker("unknown", 1, 3))
-    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations
+    assert (await new.of(stage.job).read(0)).expirations == before.expirations
     new.withdraw_pod(stage.job.uid, Worker("whatever", 1, 0))
-    assert (await new.read(stage.agents[0], 0)).expirations == before.expirations + 1
-    assert set(json.loads(await new.present(stage.agents[0]))) == {"a"}
+    assert (await new.of(stage.job).read(0)).expirations == before.expirations + 1
+    assert set(json.loads(await new.of(stage.job).present(stage.agents[0].worker))) == {"a"}
 
 
 async def test_view_of_a_job_that_is_not_known_yet_is_read_and_announced() -> None:
@@ -639,8 +643,10 @@ async def test_watch_ends_when_the_leadership_does() -> None:
     await stage.start()
     epoch = 1
     rounds = stage.operator(term=lambda: epoch)
-    sight = await rounds.read(stage.agents[0], 0)
-    waiting = asyncio.ensure_future(rounds.watch(stage.agents[0], sight.version, sight.expirations, 30.0))
+    sight = await rounds.of(stage.job).read(0)
+    waiting = asyncio.ensure_future(
+        rounds.of(stage.job).watch(stage.agents[0].worker, sight.version, sight.expirations, 30.0)
+    )
     await asyncio.sleep(0)
     assert rounds.watching == 1
     rounds.forget_all()  # it is told that it leads, which it knew
@@ -659,14 +665,16 @@ async def test_in_a_crowd_one_after_the_other_is_told_who_is_present_to_write_fo
     agents = [Agent(stage.job, Worker(f"uid-{i}", i, 0)) for i in range(40)]
     sizes = Sizes(1, 40)
     for i, agent in enumerate(agents):
-        rounds.announce(agent, f"agent-{i}", JoinRequest(Member(i, f"agent-{i}"), 0, sizes).encode(), 30.0)
-    assert len(json.loads(await rounds.present(agents[0]))) == 40
+        rounds.of(agent.job).announce(
+            agent.worker, f"agent-{i}", JoinRequest(Member(i, f"agent-{i}"), 0, sizes).encode(), 30.0
+        )
+    assert len(json.loads(await rounds.of(agents[0].job).present(agents[0].worker))) == 40
     with pytest.raises(RoundsUnavailable, match="another agent writes just now"):
-        await rounds.present(agents[1])
-    await rounds.present(agents[0])
-    assert await rounds.swap(agents[0], 0, encode(Document(sizes))) is not None
-    await rounds.present(agents[1])  # it wrote: the next one may
+        await rounds.of(agents[1].job).present(agents[1].worker)
+    await rounds.of(agents[0].job).present(agents[0].worker)
+    assert await rounds.of(agents[0].job).swap(0, encode(Document(sizes))) is not None
+    await rounds.of(agents[1].job).present(agents[1].worker)  # it wrote: the next one may
     with pytest.raises(RoundsUnavailable):
-        await rounds.present(agents[2])
+        await rounds.of(agents[2].job).present(agents[2].worker)
     await stage.clock.advance(0.3)
-    await rounds.present(agents[2])  # whoever had the turn did not use it
+    await rounds.of(agents[2].job).present(agents[2].worker)  # whoever had the turn did not use it

@@ -109,10 +109,16 @@ class JobRounds:
     # --- what agents call
 
     async def read(self, known: int) -> VersionedDocument:
+        """The newest document. `known` is the newest version that the agent has seen, here or at another leader."""
         await self._loaded(known, MAX_CACHE_SECONDS)
         return self._versioned()
 
     async def watch(self, worker: Worker, known: int, expirations: int, wait: float) -> VersionedDocument | None:
+        """The document as soon as version or expirations differ from these; None if they do not within `wait` seconds.
+
+        A change that only adds waiting agents is reported to all watchers together. Otherwise an agent that learns of
+        one newcomer would have an old version when it calls again, and would learn of each newcomer separately.
+        """
         await self._loaded(known)
         seen = self._versioned()
         if seen.expirations != expirations or not self._urgent <= known <= seen.version:
@@ -126,10 +132,24 @@ class JobRounds:
         return None if (seen.version, seen.expirations) == (known, expirations) else seen
 
     def is_late(self, expected: int) -> bool:
+        """Whether a swap would be refused whatever it writes: among many agents, most come too late."""
         return self._stored is not None and expected < self._stored.version
 
-    async def swap(self, expected: int, text: str, document: Document, *, told_to_end: bool = False) -> int | None:
+    async def swap(self, expected: int, data: bytes, *, told_to_end: bool = False) -> int | None:
+        """Write the document if the version is still `expected`. Returns its new version; None: the agent must read
+        again. `told_to_end`: whatever the processes of the agent do now is not their own doing.
+
+        A document that begins a round gets the next free number. If the agent has written another one, it must read
+        again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused, NotLeading, RoundsUnavailable
+        (the document may have been written).
+        """
+        if self.is_late(expected):
+            return None
+        text, document = await self._env.reader.read(data, self.ref)
+        self._env.epoch()  # a large document is read in many turns of the event loop: another replica may lead now
         async with self._lock:
+            if not self._env.is_current(self):
+                raise RoundsUnavailable("the leadership has changed: send it again")
             if self._stored is None or self._stored.version < expected:
                 await self._load()
             if self._stored is None or self._stored.version != expected:
@@ -142,6 +162,7 @@ class JobRounds:
             return version if document is asked else None
 
     def announce(self, worker: Worker, name: str, value: bytes, ttl: float) -> None:
+        """Make an agent present. Raises DocumentInvalid, PresenceRefused, PresenceFull."""
         join_request = decode_join_request(value)
         if join_request.member.agent != name:
             raise DocumentInvalid(f"presence.member.agent: {join_request.member.agent} is not {name}")
@@ -151,7 +172,11 @@ class JobRounds:
         self.presences.announce(join_request, value, ttl, worker, self._now())
         self.after_presence()
 
-    def ask(self, name: str) -> float:
+    def request_write(self, name: str) -> float:
+        """Write the join request that an agent has just announced, in one swap with others of the same moment.
+
+        Returns the seconds after which the agent should write it by itself; 0: at once.
+        """
         if self._document is not None and self._document.closed is not None:
             return 0.0  # the agent finds by itself why it cannot join
         self.presences.ask(name)
@@ -159,15 +184,18 @@ class JobRounds:
         return WRITE_GRACE_SECONDS + len(self.presences) * WRITE_GRACE_SECONDS_PER_AGENT
 
     def renew(self, worker: Worker, name: str) -> bool:
+        """False: the presence has expired. Raises PresenceRefused."""
         renewed = self.presences.renew(name, worker, self._now())
         self.after_presence()
         return renewed
 
     def withdraw(self, worker: Worker, name: str) -> None:
+        """Raises PresenceRefused."""
         self.presences.withdraw(name, worker)
         self.after_presence()
 
     async def present(self, worker: Worker) -> bytes:
+        """JSON: the announcement of each present agent, by its name."""
         await self._loaded(0)  # the document names the agents that are awaited
         now = self._now()
         self.presences.expire(now)
@@ -202,6 +230,7 @@ class JobRounds:
         return round_view(self._document)
 
     async def set_sizes(self, sizes: Sizes) -> None:
+        """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""
         async with self._lock:
             if self._stored is None:
                 await self._load()

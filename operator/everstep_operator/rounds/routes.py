@@ -113,51 +113,53 @@ class RoundRoutes:
 
     async def _read(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
-        sight = await self._rounds.read(agent, version)
+        sight = await self._rounds.of(agent.job).read(version)
         return (
             web.Response(status=304) if (sight.version, sight.expirations) == (version, expirations) else _seen(sight)
         )
 
     async def _watch(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
-        sight = await self._rounds.watch(agent, version, expirations, _seconds(request.query["wait"], "wait", MAX_WAIT))
+        wait = _seconds(request.query["wait"], "wait", MAX_WAIT)
+        sight = await self._rounds.of(agent.job).watch(agent.worker, version, expirations, wait)
         return web.Response(status=304) if sight is None else _seen(sight)
 
     async def _swap(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
-        if self._rounds.is_late(agent, expected):
+        if self._rounds.of(agent.job).is_late(expected):
             return _late()  # without reading the body
         body = await self._auth.body(request, MAX_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
-        version = await self._rounds.swap(agent, expected, body)
+        version = await self._rounds.of(agent.job).swap(expected, body, told_to_end=agent.told_to_end)
         if version is None:
             return _late()
         return web.Response(status=204, headers={VERSION_HEADER: str(version)})
 
     async def _present(self, _: web.Request, agent: Agent, __: Caller) -> web.Response:
-        return web.Response(body=await self._rounds.present(agent), content_type=_JSON)
+        return web.Response(body=await self._rounds.of(agent.job).present(agent.worker), content_type=_JSON)
 
     async def _announce(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         ttl = _seconds(request.headers.get(TTL_HEADER, ""), TTL_HEADER, float("inf"))
         body = await self._auth.body(request, MAX_JOIN_REQUEST_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
-        self._rounds.announce(agent, _agent(request), body, ttl)
+        rounds = self._rounds.of(agent.job)
+        rounds.announce(agent.worker, _agent(request), body, ttl)
         if JOIN_HEADER not in request.headers:
             return web.Response(status=204)
-        grace = self._rounds.ask(agent, _agent(request))
-        response = _seen(await self._rounds.read(agent, 0))  # the agent would ask for the document next
+        grace = rounds.request_write(_agent(request))
+        response = _seen(await rounds.read(0))  # the agent would ask for the document next
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response
 
     async def _renew(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
-        if self._rounds.renew(agent, _agent(request)):
+        if self._rounds.of(agent.job).renew(agent.worker, _agent(request)):
             return web.Response(status=204)
         return web.json_response({"reason": "it has expired: announce it again"}, status=410)
 
     async def _withdraw(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
-        self._rounds.withdraw(agent, _agent(request))
+        self._rounds.of(agent.job).withdraw(agent.worker, _agent(request))
         return web.Response(status=204)
 
 

@@ -20,6 +20,7 @@ there the leadership has no clock, and a busy machine does not end it. It takes 
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -239,33 +240,44 @@ class LeaderElector:
             log.warning("lease attempt failed", extra={"lease": self._name, "error": str(error)})
 
     async def _acquire_or_renew(self, sent: float) -> None:
-        if (written := self._last_written()) is not None:
-            body = self._body(written, epoch=written.spec.lease_transitions or 0)
-            try:
-                self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
-                return
-            except (Conflict, NotFound):
-                pass  # an earlier renewal was written though its answer was lost, or somebody changed the Lease
         try:
-            lease = await self._client.get(LEASES, self._namespace, self._name)
+            lease = await self._replace(self._last_written(), self._renewal)
         except NotFound:
             await self._create(sent)
             return
+        if lease is not None:
+            self._won(lease, sent)
+
+    async def _replace(self, known: Lease | None, body: Callable[[Lease], dict[str, Any] | None]) -> Lease | None:
+        """Replace the Lease by what `body` makes of it; None if that is None. A `known` Lease is replaced without a
+        read. If it has changed since, it is read once: an earlier write may have succeeded though its answer was lost.
+
+        Raises NotFound, Conflict if it changes between read and write, and other errors of the API server.
+        """
+        if known is not None and (replacement := body(known)) is not None:
+            with contextlib.suppress(Conflict, NotFound):
+                return await self._client.replace(LEASES, self._namespace, self._name, replacement)
+        replacement = body(await self._client.get(LEASES, self._namespace, self._name))
+        if replacement is None:
+            return None
+        return await self._client.replace(LEASES, self._namespace, self._name, replacement)
+
+    def _renewal(self, lease: Lease) -> dict[str, Any] | None:
+        """The body that renews or takes the Lease; None while another replica holds it."""
         self._observe(lease)
         assert self._seen is not None
         epoch = lease.spec.lease_transitions or 0
         match self.state():
             case Leading(mine, _) if mine == epoch and lease.spec.holder_identity == self._identity:
-                body = self._body(lease, epoch=epoch)
+                return self._body(lease, epoch=epoch)
             case _ if self._is_free(self._seen) or lease.spec.holder_identity == self._identity:
-                body = self._body(lease, epoch=epoch + 1)
+                return self._body(lease, epoch=epoch + 1)
             case _:
                 self._follow(f"held by {lease.spec.holder_identity}")
-                return
-        self._won(await self._client.replace(LEASES, self._namespace, self._name, body), sent)
+                return None
 
     def _last_written(self) -> Lease | None:
-        """The Lease as this leader wrote it last; None unless it leads. A renewal needs no look: the API server refuses
+        """The Lease as this leader wrote it last; None unless it leads. A renewal needs no read: the API server refuses
         it if the Lease has changed since."""
         match self.state(), self._seen:
             case Leading(epoch, _), _Seen(lease, _, False) if lease.spec.lease_transitions == epoch:
@@ -353,32 +365,24 @@ class LeaderElector:
         self._announce()
         if not isinstance(state, Leading) or seen is None:
             return
+
+        def emptied(lease: Lease) -> dict[str, Any] | None:
+            if (lease.spec.holder_identity, lease.spec.lease_transitions) != (self._identity, state.epoch):
+                return None  # another replica holds it: there is nothing to release
+            return _lease_body(
+                self._name,
+                version=lease.metadata.resource_version,
+                holder="",
+                duration=1,
+                acquired=micro_time(lease.spec.acquire_time or datetime.fromtimestamp(0, UTC)),
+                renewed=micro_time(self._clock.now()),
+                epoch=state.epoch,
+            )
+
         try:
-            await within(self._clock, self._timing.retry, self._empty(seen.lease, state.epoch))
+            await within(self._clock, self._timing.retry, self._replace(seen.lease, emptied))
         except (KubeError, TimeoutError) as error:
             log.warning("lease not released, it will expire", extra={"lease": self._name, "error": str(error)})
-
-    async def _empty(self, lease: Lease, epoch: int) -> None:
-        try:
-            await self._replace_by_empty(lease, epoch)
-        except Conflict:
-            # The renewal that the shutdown cut off may have been written.
-            found = await self._client.get(LEASES, self._namespace, self._name)
-            if (found.spec.holder_identity, found.spec.lease_transitions) != (self._identity, epoch):
-                return  # another one's already: there is nothing to release
-            await self._replace_by_empty(found, epoch)
-
-    async def _replace_by_empty(self, lease: Lease, epoch: int) -> None:
-        body = _lease_body(
-            self._name,
-            version=lease.metadata.resource_version,
-            holder="",
-            duration=1,
-            acquired=micro_time(lease.spec.acquire_time or datetime.fromtimestamp(0, UTC)),
-            renewed=micro_time(self._clock.now()),
-            epoch=epoch,
-        )
-        await self._client.replace(LEASES, self._namespace, self._name, body)
 
 
 def _lease_body(

@@ -48,10 +48,10 @@ class Life:
 
 
 async def change(rounds: RoundStore, agent: Agent, event: Command) -> bool:
-    sight = await rounds.read(agent, 0)
+    sight = await rounds.of(agent.job).read(0)
     after = apply(Document(SIZES) if sight.document is None else decode(sight.document.encode()), event)
     assert not isinstance(after, Rejected), after
-    return await rounds.swap(agent, sight.version, encode(after)) is not None
+    return await rounds.of(agent.job).swap(sight.version, encode(after)) is not None
 
 
 async def formed(life: Life, rounds: RoundStore) -> None:
@@ -67,8 +67,8 @@ async def test_round_is_published_then_kept_and_another_operator_goes_on_with_th
     assert (await life.published(), (await life.kept()).round) == (1, 1)
     assert [m.agent for m in (await life.kept()).members] == ["agent-0", "agent-1"]
     second = life.operator()
-    sight = await first.read(life.agents[0], 0)
-    assert (await second.read(life.agents[0], 0)).version == sight.version
+    sight = await first.of(life.ref).read(0)
+    assert (await second.of(life.ref).read(0)).version == sight.version
     assert await change(second, life.agents[0], Join(Member(0, "agent-0"), SIZES))
     # The first one does not know it: its swap is refused by the API server, and its next sight is the new one.
     assert not await change(first, life.agents[1], Join(Member(1, "agent-1"), SIZES))
@@ -82,7 +82,7 @@ async def test_operators_that_form_the_same_round_at_once_form_one(place: Place)
     for i in range(2):
         assert await change(operators[0], life.agents[i], Join(Member(i, f"agent-{i}"), SIZES))
     for one in operators:
-        await one.read(life.agents[0], 0)
+        await one.of(life.ref).read(0)
     done = await asyncio.gather(
         *(change(one, life.agents[0], Form("agent-0", 0, Waited.NOTHING)) for one in operators), return_exceptions=True
     )
@@ -117,9 +117,9 @@ async def test_largest_document_is_kept(place: Place) -> None:
     members = tuple(Member(i, f"agent-{i:04}", address="x" * 190) for i in range(4096))
     data = encode(Document(Sizes(1, 4096), joining=members))
     data += b" " * (MAX_BYTES - len(data))
-    version = await rounds.swap(life.agents[0], 0, data)
+    version = await rounds.of(life.ref).swap(0, data)
     assert version is not None
-    assert await rounds.swap(life.agents[0], version, encode(Document(SIZES))) is not None
+    assert await rounds.of(life.ref).swap(version, encode(Document(SIZES))) is not None
 
 
 async def test_document_goes_with_its_job(place: Place) -> None:
