@@ -100,7 +100,7 @@ soak: setup  ## what takes long: a hundred local runs with kills at random momen
 	EVERSTEP_FORKS=20000 $(BIN)/pytest tests/agent/test_agent_processes.py
 	EVERSTEP_SEEDS=0:50 $(BIN)/pytest -n 2 tests/run/test_run_sequences.py
 	EVERSTEP_SEEDS=0:50 $(BIN)/pytest tests/e2e/test_sequences.py
-	$(BIN)/pytest -m "long or turns"
+	$(BIN)/pytest -m long
 	$(BIN)/pytest -s tests/soak
 
 bench: setup  ## every benchmark, briefly

@@ -18,7 +18,7 @@ from support import ROOT, TESTS
 from support.checkpoint.events import Events
 from support.lanes import durations
 from support.lanes.hung import Hung
-from support.lanes.turns import Turns
+from support.lanes.long import Long
 from support.processes.forked import Forked
 from support.rendezvous.etcd_server import EtcdCluster
 from testcluster import builds, handle, images, packages, programs, project, stores
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DECLARED] = Declared()
-    config.pluginmanager.register(Turns())
+    config.pluginmanager.register(Long())
     if config.getoption(durations.OPTION):
         config.pluginmanager.register(durations.LongestFirst(durations.read()))
     config.pluginmanager.register(Hung(slack=60, limit=float(config.getini("timeout"))))

@@ -12,10 +12,8 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, TORCHRUN, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.turns(3),
-]  # two runs, and the import of a framework, on a machine that does much else
+# Two runs, and the import of a framework, on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12  # 64 samples, 12 a step, the last step of each of 2 epochs with 4
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
@@ -36,19 +34,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+@pytest.mark.long
 def test_profile_of_an_accelerate_loop_measures_each_rank(undisturbed: Played) -> None:
     profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
 
 
+@pytest.mark.long_but("4:forward1")
 @pytest.mark.parametrize(
     "kill",
     [
         "4:forward1",  # when the first half of the step's gradient is accumulated
         "6:evaluating",
-        pytest.param("0:forward0", marks=pytest.mark.long),
-        pytest.param("11:forward1", marks=pytest.mark.long),  # of the step that has fewer samples
-        pytest.param("7:end1", marks=pytest.mark.long),  # optimizer and schedule have moved
-        pytest.param("12:evaluating", marks=pytest.mark.long),  # behind the last step
+        "0:forward0",
+        "11:forward1",  # of the step that has fewer samples
+        "7:end1",  # optimizer and schedule have moved
+        "12:evaluating",  # behind the last step
     ],
 )
 def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bits(
@@ -66,6 +66,7 @@ def test_accelerate_loop_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the
         profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
+@pytest.mark.long
 def test_accelerate_loop_whose_order_has_a_seed_of_its_own_trains_too(tmp_path: Path) -> None:
     """As the reference shows it: under torchrun a loader that shuffles has to have one. Preparing it anew for each
     world gave it another sampler, and that was refused as a change of the script's."""
@@ -76,6 +77,7 @@ def test_accelerate_loop_whose_order_has_a_seed_of_its_own_trains_too(tmp_path: 
     assert len(played.survivors) == SIZE - 1
 
 
+@pytest.mark.long
 def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played, tmp_path: Path) -> None:
     played = play(tmp_path / "torchrun", agent=TORCHRUN, restarts=0)
     assert played.code == 0, played.output[-4000:]
@@ -84,6 +86,7 @@ def test_accelerate_loop_under_torchrun_takes_the_same_steps(undisturbed: Played
     assert [found["evaluated"][:2] for found in played.found] == [[STEPS, 20]] * SIZE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "said"), [("batches", "write `run.train(learn)`"), ("plain", "run.train(function)")])
 def test_accelerate_loop_whose_body_is_no_function_is_refused_with_the_call_to_write(
     kind: str, said: str, tmp_path: Path

@@ -12,7 +12,7 @@ import pytest
 from support.adapters.adapter_run import Ended, launch, run
 from support.adapters.adapter_script import commits
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.turns(3)]  # four runs, and the import of a framework
+pytestmark = pytest.mark.timeout(900)  # four runs, and the import of a framework
 
 STEPS = 30  # 40 samples, 4 a step, 3 epochs
 EVERY = 5  # steps from commit to commit
@@ -42,16 +42,17 @@ def disturbed(framework: str, ranks: int, folder: Path, *arguments: object) -> E
     return resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("framework", "ranks", "kind", "workers"),
     [
         ("huggingface", 0, "", 1),
-        pytest.param("huggingface", 2, "", 0, marks=pytest.mark.long),
-        pytest.param("accelerate", 0, "", 1, marks=pytest.mark.long),
-        pytest.param("accelerate", 2, "", 0, marks=pytest.mark.long),
+        ("huggingface", 2, "", 0),
+        ("accelerate", 0, "", 1),
+        ("accelerate", 2, "", 0),
         ("accelerate", 2, "elastic", 0),
         ("lightning", 0, "", 1),
-        pytest.param("lightning", 2, "elastic", 0, marks=pytest.mark.long),
+        ("lightning", 2, "elastic", 0),
     ],
 )
 def test_run_stopped_killed_and_resumed_ends_with_the_same_bits(
@@ -67,9 +68,10 @@ def test_run_stopped_killed_and_resumed_ends_with_the_same_bits(
     assert resumed.done == undisturbed.done
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("framework", "kind"),
-    [("huggingface", ""), pytest.param("accelerate", "", marks=pytest.mark.long), ("lightning", "elastic")],
+    [("huggingface", ""), ("accelerate", ""), ("lightning", "elastic")],
 )
 def test_resized_run_with_the_same_global_batch_takes_each_sample_once_an_epoch(
     framework: str, kind: str, tmp_path: Path

@@ -50,6 +50,7 @@ def parameters(model: torch.nn.Module) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+@pytest.mark.long
 def test_trainer_that_ended_inside_an_epoch_and_is_started_again_makes_no_further_step(tmp_path: Path) -> None:
     first = hf_callback(tmp_path / "c")
     trainer = hf_trainer(tmp_path, first, max_steps=7)
@@ -68,6 +69,7 @@ def test_trainer_puts_back_what_sigterm_did(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.long
 def test_trainer_with_model_init_goes_on_with_the_restored_parameters(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -125,6 +127,7 @@ class Endless(IterableDataset[dict[str, torch.Tensor]]):
                 yield points[i]
 
 
+@pytest.mark.long_but("False")
 @pytest.mark.parametrize("dispatched", [None, False])
 def test_trainer_with_a_stream_is_refused_by_its_class_with_what_to_write(
     dispatched: bool | None, tmp_path: Path
@@ -264,6 +267,7 @@ def test_lightning_run_that_ended_shows_its_metrics_to_what_follows_when_it_is_s
     assert shown[1] == shown[0]
 
 
+@pytest.mark.long_but("10")
 @pytest.mark.parametrize("kept", [5, 10])
 def test_lightning_run_that_goes_on_where_a_validation_was_due_counts_its_steps_once(kept: int, tmp_path: Path) -> None:
     """Lightning's loggers have their own count of steps."""
@@ -304,6 +308,7 @@ def test_lightning_run_that_goes_on_where_a_validation_was_due_counts_its_steps_
     assert (trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped) == (20, 20)
 
 
+@pytest.mark.long
 def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: Path) -> None:
     from support.adapters.lightning_module import Module
 
@@ -315,6 +320,7 @@ def test_lightning_run_with_a_checkpoint_path_and_a_commit_is_refused(tmp_path: 
         second.fit(Module(net()), DataLoader(Points(), batch_size=4), ckpt_path=tmp_path / "theirs.ckpt")
 
 
+@pytest.mark.long_but("limits1-8")
 @pytest.mark.parametrize(
     ("limits", "steps"),
     [

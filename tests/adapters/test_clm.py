@@ -18,10 +18,8 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.turns(3),
-]  # two runs, and the import of a framework, on a machine that does much else
+# Two runs, and the import of a framework, on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12  # 72 samples, 6 a step, a remainder
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to-convert.md"
@@ -78,19 +76,21 @@ def test_conversion_of_a_trainer_script_changes_two_lines_which_the_guide_shows(
     assert "\n".join(shown) in GUIDE.read_text(), f"docs/how-to-convert.md is to show\n{shown}"
 
 
+@pytest.mark.long
 def test_trainer_script_as_it_was_trains_under_torchrun(data: Path, tmp_path: Path) -> None:
     played = play(tmp_path / "before", "before.py", data, agent=TORCHRUN)
     assert played.code == 0, played.output[-4000:]
     assert [found["step"] for found in played.found] == [STEPS] * SIZE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kill",
     [
         "5:forward",
         "12:evaluating",  # behind the last step
-        pytest.param("0:forward", marks=pytest.mark.long),
-        pytest.param("8:evaluating", marks=pytest.mark.long),
+        "0:forward",
+        "8:evaluating",
     ],
 )
 def test_converted_trainer_script_whose_rank_is_killed_ends_as_the_undisturbed_one(
@@ -108,6 +108,7 @@ def test_converted_trainer_script_whose_rank_is_killed_ends_as_the_undisturbed_o
     assert results["eval_loss"] == undisturbed.found[0]["evaluated"][-1][1]
 
 
+@pytest.mark.long
 def test_converted_trainer_script_whose_rank_is_killed_after_the_training_ends_the_same(
     undisturbed: Played, data: Path, tmp_path: Path
 ) -> None:

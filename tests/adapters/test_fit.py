@@ -15,10 +15,8 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.turns(3),
-]  # two runs, and the import of a framework, on a machine that does much else
+# Two runs, and the import of a framework, on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12  # 96 samples, 24 a step, 3 epochs
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to-convert.md"
@@ -47,19 +45,21 @@ def test_conversion_of_a_lightning_script_changes_two_lines_which_the_guide_show
     assert "\n".join(shown) in GUIDE.read_text(), f"docs/how-to-convert.md is to show\n{shown}"
 
 
+@pytest.mark.long
 def test_lightning_script_as_it_was_trains_under_torchrun(tmp_path: Path) -> None:
     played = play(tmp_path / "before", "before.py", agent=TORCHRUN)
     assert played.code == 0, played.output[-4000:]
     assert [found["step"] for found in played.found] == [STEPS] * SIZE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kill",
     [
         "6:forward",  # in the middle of the second epoch; the new process would save into a folder of its own
         "0@6:forward",
-        pytest.param("8:validating", marks=pytest.mark.long),
-        pytest.param("0:forward", marks=pytest.mark.long),
+        "8:validating",
+        "0:forward",
     ],
 )
 def test_converted_lightning_script_whose_rank_is_killed_ends_as_the_undisturbed_one(
@@ -74,6 +74,7 @@ def test_converted_lightning_script_whose_rank_is_killed_ends_as_the_undisturbed
     assert len(played.survivors) == SIZE - 1 + (kill == "0:forward"), "the others kept theirs"
 
 
+@pytest.mark.long
 def test_converted_lightning_script_whose_rank_is_killed_in_its_test_ends_the_same(
     undisturbed: Played, tmp_path: Path
 ) -> None:

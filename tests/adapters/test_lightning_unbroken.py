@@ -13,10 +13,8 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.turns(3),
-]  # two runs, and the import of a framework, on a machine that does much else
+# Two runs, and the import of a framework, on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12  # 48 samples, 12 a step, 3 epochs
 PRELOAD = "lightning.pytorch,everstep.train.adapters.lightning"
@@ -35,20 +33,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Played:
     return played
 
 
+@pytest.mark.long
 def test_profile_of_lightning_measures_each_rank(undisturbed: Played) -> None:
     profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
 
 
+@pytest.mark.long_but("5:forward1")
 @pytest.mark.parametrize(
     "kill",
     [
         "5:forward1",  # in the second epoch, when the first half of the step's gradient is accumulated
         "6:validating",  # in the middle of an epoch
-        pytest.param("0:forward0", marks=pytest.mark.long),
-        pytest.param("7:forward0", marks=pytest.mark.long),
-        pytest.param("7:ended", marks=pytest.mark.long),  # optimizer and schedule have moved
-        pytest.param("8:validating", marks=pytest.mark.long),  # at an epoch's end
-        pytest.param("12:validating", marks=pytest.mark.long),  # behind the last step
+        "0:forward0",
+        "7:forward0",
+        "7:ended",  # optimizer and schedule have moved
+        "8:validating",  # at an epoch's end
+        "12:validating",  # behind the last step
     ],
 )
 def test_lightning_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bits(
@@ -65,6 +65,7 @@ def test_lightning_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_
         profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kill"),
     [
@@ -85,6 +86,7 @@ def test_lightning_that_saves_checkpoints_of_its_own_goes_on_in_its_process(
     assert (tmp_path / "killed" / "saved" / "last.ckpt").exists()
 
 
+@pytest.mark.long
 def test_lightning_that_is_not_to_go_on_in_process_ends_as_the_undisturbed_run_by_a_restart(tmp_path: Path) -> None:
     """But for last bits: without a session a new DDP lays out its buckets anew."""
     first = play(tmp_path / "undisturbed", kind="restarted")
@@ -98,6 +100,7 @@ def test_lightning_that_is_not_to_go_on_in_process_ends_as_the_undisturbed_run_b
             torch.testing.assert_close(found["model"][name], value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "said"), [("elastic", "in_process=False"), ("without", "callbacks=[…]")])
 def test_lightning_that_cannot_go_on_in_process_is_refused_with_what_to_write(
     kind: str, said: str, tmp_path: Path

@@ -16,11 +16,10 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import AGENT, SIZE, TORCHRUN, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = {"after.py": 12, "accumulated.py": 12}
 PRELOAD = "accelerate,accelerate.data_loader,everstep.train.adapters.accelerate"
-LONG = pytest.mark.long
 GUIDE = Path(__file__).parents[2] / "docs" / "reference" / "adapters.md"
 
 
@@ -44,22 +43,23 @@ def undisturbed(script: str, tmp_path: Path) -> Played:
     return _undisturbed[script]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "kill"),
     [
         ("after.py", "4:backward"),
         ("after.py", "6:gather"),  # in an evaluation
-        pytest.param("after.py", "0:backward", marks=LONG),
-        pytest.param("after.py", "0:forward", marks=LONG),
-        pytest.param("after.py", "3:forward", marks=LONG),  # before DDP sends its buffers
-        pytest.param("after.py", "7:end", marks=LONG),  # optimizer moved, schedule not
-        pytest.param("after.py", "11:backward", marks=LONG),  # of the last step, which has fewer samples
-        pytest.param("after.py", "12:gather", marks=LONG),  # behind the last step
+        ("after.py", "0:backward"),
+        ("after.py", "0:forward"),
+        ("after.py", "3:forward"),  # before DDP sends its buffers
+        ("after.py", "7:end"),  # optimizer moved, schedule not
+        ("after.py", "11:backward"),  # of the last step, which has fewer samples
+        ("after.py", "12:gather"),  # behind the last step
         ("accumulated.py", "4:backward1"),  # half of the step's gradient is there
-        pytest.param("accumulated.py", "0:backward0", marks=LONG),
-        pytest.param("accumulated.py", "3:forward1", marks=LONG),
-        pytest.param("accumulated.py", "7:end1", marks=LONG),
-        pytest.param("accumulated.py", "11:forward0", marks=LONG),
+        ("accumulated.py", "0:backward0"),
+        ("accumulated.py", "3:forward1"),
+        ("accumulated.py", "7:end1"),
+        ("accumulated.py", "11:forward0"),
     ],
 )
 def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_one(
@@ -80,13 +80,14 @@ def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_
         assert completed == [STEPS[script]] * SIZE, "no step is counted twice, and none is forgotten"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "kill"),
     [
         ("after.py", "4:all"),
-        pytest.param("after.py", "0:all", marks=LONG),
-        pytest.param("after.py", "11:all", marks=LONG),
-        pytest.param("accumulated.py", "4:all", marks=LONG),
+        ("after.py", "0:all"),
+        ("after.py", "11:all"),
+        ("accumulated.py", "4:all"),
     ],
 )
 def test_script_with_its_own_loops_whose_ranks_are_all_killed_goes_on_from_the_commit(
@@ -100,6 +101,7 @@ def test_script_with_its_own_loops_whose_ranks_are_all_killed_goes_on_from_the_c
         assert differing(found, wanted) == []
 
 
+@pytest.mark.long
 def test_number_of_processes_is_that_of_the_whole_job_before_a_script_trains(tmp_path: Path) -> None:
     """A batch of 4 and a schedule of 100 steps, as a script computes them from those of all processes."""
     reference, text = undisturbed("after.py", tmp_path), (HERE / "loop" / "after.py").read_text()
@@ -127,6 +129,7 @@ def test_own_loops_cost_a_script_five_lines_which_the_reference_shows() -> None:
     assert "\n".join(shown) in GUIDE.read_text(), f"docs/reference/adapters.md is to show\n{shown}"
 
 
+@pytest.mark.long
 def test_script_with_its_own_loops_as_it_was_trains_under_torchrun(tmp_path: Path) -> None:
     played = play(tmp_path / "before", "before.py", agent=TORCHRUN, restarts=0)
     assert played.code == 0, played.output[-4000:]
@@ -208,10 +211,10 @@ REFUSED = {
         "call it after accelerator.prepare(model, optimizer, loader)",
     ),
 }
-ORDINARY = ("counter", "collective", "accumulation by hand")  # the others in `make soak`
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ORDINARY else LONG) for n in REFUSED])
+@pytest.mark.long_but("accumulation by hand")
+@pytest.mark.parametrize("name", REFUSED)
 def test_own_loop_that_could_not_come_again_is_refused_with_the_line_to_write(name: str, tmp_path: Path) -> None:
     old, new, said = REFUSED[name]
     text = (HERE / "loop" / "after.py").read_text()
@@ -237,6 +240,7 @@ def test_own_loop_that_changes_parameters_by_hand_goes_on_from_the_commit_and_sa
     assert "write `if accelerator.sync_gradients:` before what changes parameters" in played.output
 
 
+@pytest.mark.long
 def test_own_loop_under_torchrun_is_refused_with_the_call_to_write(tmp_path: Path) -> None:
     played = play(tmp_path / "refused", agent=TORCHRUN, restarts=0)
     assert played.code != 0

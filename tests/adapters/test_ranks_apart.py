@@ -84,7 +84,7 @@ def is_refused(row: str, framework: str, column: int) -> bool:
     return word != "no"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("huggingface-stream-an `IterableDataset`-IterableDataset")
 @pytest.mark.parametrize(("framework", "way", "row", "said"), PROBES)
 def test_ranks_that_train_apart_are_refused_where_the_page_says_so(
     framework: str, way: str, row: str, said: str, tmp_path: Path
@@ -99,6 +99,7 @@ def test_ranks_that_train_apart_are_refused_where_the_page_says_so(
     assert "run.untracked" not in output, "a method that these scripts do not have"
 
 
+@pytest.mark.long_but("lightning-")
 @pytest.mark.parametrize("way", ["", "sent"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_ranks_that_train_together_are_let_through(framework: str, way: str, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_ranks_that_train_together_are_let_through(framework: str, way: str, tmp
     assert output.count("trained to the end") == 2
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("accelerate-stream-an `IterableDataset`-IterableDataset")
 @pytest.mark.parametrize(("framework", "way", "row", "said"), PROBES)
 def test_ranks_under_everstep_run_that_train_apart_are_refused_once_where_the_page_says_so(
     framework: str, way: str, row: str, said: str, tmp_path: Path
@@ -123,6 +124,7 @@ def test_ranks_under_everstep_run_that_train_apart_are_refused_once_where_the_pa
     assert len(list(folder.glob("began-*"))) == SIZE, "each was started once"
 
 
+@pytest.mark.long_but("huggingface")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_script_that_catches_the_refusal_fails_with_its_sentence(framework: str, tmp_path: Path) -> None:
     """Its exit code was 0 before, as if its run were complete."""
@@ -145,7 +147,7 @@ def held(folder: Path, output: str) -> None:
     } == kinds
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_switches_are_saved_and_another_structure_is_not(framework: str, tmp_path: Path) -> None:
     assert is_refused(STRUCTURE, framework, 3)
@@ -155,7 +157,7 @@ def test_switches_are_saved_and_another_structure_is_not(framework: str, tmp_pat
     held(tmp_path, output)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_under_everstep_run_switches_are_saved_and_another_structure_is_not(framework: str, tmp_path: Path) -> None:
     column = 1 if framework == "accelerate" else 2
@@ -166,7 +168,7 @@ def test_under_everstep_run_switches_are_saved_and_another_structure_is_not(fram
     held(tmp_path / "run", played.output)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_step_of_a_new_process_is_compared_where_the_page_says_so(framework: str, tmp_path: Path) -> None:
     """It computes another loss than the others do. The session refuses such a step."""

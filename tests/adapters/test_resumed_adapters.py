@@ -103,7 +103,7 @@ FRAMEWORKS = [huggingface, lightning, accelerate]
 Train = Callable[..., Net]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("accelerate")
 @pytest.mark.parametrize("train", FRAMEWORKS)
 def test_layer_that_a_callback_froze_stays_frozen_behind_a_commit(train: Train, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 16, 0)
@@ -114,7 +114,7 @@ def test_layer_that_a_callback_froze_stays_frozen_behind_a_commit(train: Train, 
         assert torch.equal(p, q), name
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("accelerate")
 @pytest.mark.parametrize("train", FRAMEWORKS)
 def test_other_data_are_refused_at_each_start(train: Train, tmp_path: Path) -> None:
     train(tmp_path, 8, 0)

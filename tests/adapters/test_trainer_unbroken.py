@@ -12,10 +12,8 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import SIZE, Played, differing
 from support.adapters.unbroken_run import play as play_script
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.turns(3),
-]  # two runs, and the import of a framework, on a machine that does much else
+# Two runs, and the import of a framework, on a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 12  # 96 samples, 24 a step, 3 epochs
 PRELOAD = "transformers.trainer,everstep.train.adapters.huggingface"
@@ -44,6 +42,7 @@ Path(os.environ["LOCAL_RANK"]).write_text(f"{arguments.world_size}")
 """
 
 
+@pytest.mark.long
 def test_script_that_asks_for_the_world_size_before_it_trains_hears_that_of_the_whole_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COUNTS)
     played = play_script(tmp_path / "counted", tmp_path / "train.py", preload=PRELOAD)
@@ -51,20 +50,22 @@ def test_script_that_asks_for_the_world_size_before_it_trains_hears_that_of_the_
     assert [(tmp_path / "counted" / str(rank)).read_text() for rank in range(SIZE)] == [str(SIZE)] * SIZE
 
 
+@pytest.mark.long
 def test_profile_of_trainer_measures_each_rank(undisturbed: Played) -> None:
     profiled.check(undisturbed.folder, undisturbed.folder / "commits", [0, 1, 2])
 
 
+@pytest.mark.long_but("7:evaluating")
 @pytest.mark.parametrize(
     "kill",
     [
         "6:forward2",  # when the first half of the step's gradient is accumulated
         "7:evaluating",  # in the evaluation at the end of the second epoch
-        pytest.param("0:forward1", marks=pytest.mark.long),
-        pytest.param("5:begin", marks=pytest.mark.long),
-        pytest.param("5:end", marks=pytest.mark.long),  # the optimizer has stepped
-        pytest.param("3:evaluated", marks=pytest.mark.long),  # others may not have heard of its result
-        pytest.param("11:evaluating", marks=pytest.mark.long),  # behind the last step
+        "0:forward1",
+        "5:begin",
+        "5:end",  # the optimizer has stepped
+        "3:evaluated",  # others may not have heard of its result
+        "11:evaluating",  # behind the last step
     ],
 )
 def test_trainer_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bits(
@@ -83,6 +84,7 @@ def test_trainer_of_a_lost_peer_goes_on_in_its_process_and_ends_with_the_same_bi
         profiled.check(played.folder, played.folder / "commits", [0, 2], left_out=1)
 
 
+@pytest.mark.long
 def test_trainer_that_is_begun_without_the_callback_is_refused_by_name(tmp_path: Path) -> None:
     played = play(tmp_path / "plain", "plain", restarts=0)
     assert played.code != 0

@@ -59,6 +59,7 @@ def test_a_script_sees_what_python_and_torchrun_give_it(script: Path, tmp_path: 
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_module_and_an_executable_are_run_too(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
@@ -88,6 +89,7 @@ def test_classes_of_the_script_reach_processes_that_it_spawns(script: Path) -> N
     assert (done.returncode, done.stdout) == (0, "Item\n"), done.stderr
 
 
+@pytest.mark.long
 def test_each_process_has_random_numbers_of_its_own(script: Path) -> None:
     write(script, "import numpy, random, torch\nprint(random.random(), numpy.random.rand(), float(torch.rand(())))\n")
     done = run("--nproc-per-node=2", script, EVERSTEP_PRELOAD="numpy,torch")
@@ -141,6 +143,7 @@ def test_a_console_that_is_gone_ends_nothing(script: Path) -> None:
         assert b"what it said is not shown" in agent.stderr.read()
 
 
+@pytest.mark.long
 def test_ranks_that_are_filtered_out_are_not_heard(script: Path) -> None:
     write(script, "import os\nprint('rank', os.environ['RANK'])\n")
     done = run("--nproc-per-node=3", "--local-ranks-filter=0,2", script)
@@ -167,6 +170,7 @@ def test_an_error_ends_the_agent_with_its_code_and_is_in_the_error_file_and_the_
     assert first["error"] == "ValueError: no such luck"
 
 
+@pytest.mark.long_but("os.abort()-134")
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
@@ -184,6 +188,7 @@ def test_the_agents_exit_code_is_that_of_the_process(script: Path, ending: str, 
     assert ("at exit" in done.stdout) == ("at exit" in ending)
 
 
+@pytest.mark.long
 def test_a_program_that_fails_is_restarted_as_often_as_is_allowed(script: Path, tmp_path: Path) -> None:
     write(
         script,
@@ -196,6 +201,7 @@ def test_a_program_that_fails_is_restarted_as_often_as_is_allowed(script: Path, 
     assert run("--max-restarts=1", script, cwd=tmp_path).returncode == 5
 
 
+@pytest.mark.long
 def test_a_process_that_cannot_be_started_again_ends_the_agent(script: Path) -> None:
     """Say, on a full disk."""
     write(
@@ -230,6 +236,7 @@ def test_when_the_agent_is_killed_its_processes_die_with_it(script: Path) -> Non
     started.end()
 
 
+@pytest.mark.long
 def test_a_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Path) -> None:
     started = Started(script, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(86))")
     below = started.below()
@@ -240,6 +247,7 @@ def test_a_signal_reaches_the_processes_which_may_end_in_their_own_way(script: P
     assert gone(below)
 
 
+@pytest.mark.long
 def test_processes_that_do_not_end_when_asked_are_killed(script: Path) -> None:
     started = Started(script, "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "--shutdown-timeout=0.5")
     below = started.below()
@@ -274,6 +282,7 @@ def test_a_fork_server_that_dies_takes_its_processes_with_it_and_all_begin_again
     assert "the fork server ended" in said
 
 
+@pytest.mark.long
 def test_a_rendezvous_of_torchs_own_is_run_by_torchrun(script: Path) -> None:
     write(script, "import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])\n")
     done = run("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=c", script)

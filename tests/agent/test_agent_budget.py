@@ -17,7 +17,7 @@ from support.agent.agent_job import Job
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 LIMIT = 200
 MOST = 6  # processes that a rank may need: its first, those after charged failures, and one that was under way
 
@@ -77,6 +77,7 @@ def starts(folder: Path) -> dict[str, int]:
     return {path.name: len(path.read_text()) for path in folder.glob("starts-*")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "who", "code"), [("raise", "all", 1), ("raise", "1", 1), ("3", "all", 3), ("step", "all", 1)]
 )
@@ -97,6 +98,7 @@ def test_a_script_that_the_session_refuses_is_not_restarted(script: Path, tmp_pa
     assert max(starts(tmp_path).values()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("3", 3)])
 def test_an_error_after_the_start_uses_up_the_restarts_of_a_job_of_three_agents(
     job: Callable[..., Job], script: Path, tmp_path: Path, how: str, code: int

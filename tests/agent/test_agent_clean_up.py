@@ -60,6 +60,7 @@ def script(body: str, error: str, *, between: bool, ranks: tuple[int, ...]) -> s
     return text
 
 
+@pytest.mark.long_but("step")
 @pytest.mark.parametrize(
     ("body", "between", "ranks"),
     [(AROUND, False, (1,)), (AROUND, True, (1,)), (CAUGHT, False, (1,)), (AROUND, False, (0, 1, 2))],
@@ -77,7 +78,7 @@ def test_error_that_a_restart_heals_is_restarted(
     assert everstep.load(str(tmp_path / "commits")).step == 12
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_exit_code_of_the_script_is_the_job_s(tmp_path: Path) -> None:
     text = script(AROUND, "sys.exit(3)", between=True, ranks=(0, 1, 2))
     ended = play(tmp_path, text, *EVERSTEP_RUN, "--max-restarts=0")

@@ -66,6 +66,7 @@ def check(steps: dict[int, dict[str, Any]], agents: int) -> int:
     return number
 
 
+@pytest.mark.long
 def test_survivors_and_newcomers_know_their_place_by_their_environment(job: Callable[..., Job], tmp_path: Path) -> None:
     run = job(SCRIPT, tmp_path, flags=TWO_EACH)
     agents = run.start(3)

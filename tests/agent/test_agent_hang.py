@@ -76,7 +76,6 @@ def test_an_agent_that_was_stopped_does_not_count_the_time_that_it_did_not_look(
     assert look(watch, None, 1000.0)[1] is Found.GOES_ON
 
 
-@pytest.mark.turns(3)
 @pytest.mark.timeout(180)
 def test_the_rank_that_does_not_arrive_is_named_with_its_line_and_replaced_while_the_others_go_on(
     job: Callable[..., Job], tmp_path: Path, request: pytest.FixtureRequest

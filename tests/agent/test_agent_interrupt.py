@@ -56,7 +56,7 @@ def steps(folder: Path) -> list[int]:
     return [one[-1] for one in found if one]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_ctrl_c_saves_the_step_that_all_ranks_have_made(tmp_path: Path) -> None:
     log, wanted = tmp_path / "log", {"out": str(tmp_path), "pause": 0.01, "url": str(tmp_path / "commits")}
     agent = start(log, "--nproc-per-node=3", str(SESSION), json.dumps(wanted))
@@ -74,6 +74,7 @@ def test_ctrl_c_saves_the_step_that_all_ranks_have_made(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" not in log.read_text()
 
 
+@pytest.mark.long
 def test_a_rank_that_ignores_ctrl_c_is_killed_long_before_the_shutdown_timeout(script: Path) -> None:
     ignores = "if os.environ['RANK'] == '1':\n    signal.signal(signal.SIGINT, signal.SIG_IGN)"
     started = Started(script, ignores, "--shutdown-timeout=600")
@@ -83,6 +84,7 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_long_before_the_shutdown_timeout(s
     assert gone(below)
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     """In a step that does not end, so that nothing can be saved."""
     log, wanted = tmp_path / "log", {"out": str(tmp_path), "hold_at": 3, "url": str(tmp_path / "commits")}

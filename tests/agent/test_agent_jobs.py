@@ -19,7 +19,7 @@ from support.processes.children import children
 from support.rendezvous.etcd_server import EtcdCluster
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = [pytest.mark.timeout(240 + 20 * KILLS), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240 + 20 * KILLS)
 
 
 def goes_on(run: Job, agents: list[Agent], since: float) -> float:
@@ -31,6 +31,7 @@ def goes_on(run: Job, agents: list[Agent], since: float) -> float:
     return max(step["at"] for step in first) - since
 
 
+@pytest.mark.long
 def test_processes_and_agents_are_killed_at_random_moments_and_all_parameters_stay_equal(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_processes_and_agents_are_killed_at_random_moments_and_all_parameters_st
     assert run.differing() == {}
 
 
+@pytest.mark.long
 def test_a_job_that_comes_to_its_end_ends_every_agent_well(job: Callable[..., Job], tmp_path: Path) -> None:
     run = job(*session(tmp_path, steps=30), cold=True)  # as users start them; the other tests begin warm
     run.start(3)
@@ -69,6 +71,7 @@ def test_a_job_that_comes_to_its_end_ends_every_agent_well(job: Callable[..., Jo
     assert len({e["digest"] for e in ends}) == 1
 
 
+@pytest.mark.long
 def test_an_agent_that_comes_as_the_others_end_ends_well_too(job: Callable[..., Job], tmp_path: Path) -> None:
     """Whenever it comes, while they train or while they end. If they had ended, it may be of another run."""
     run = job(*session(tmp_path, steps=200, pause=0.01))
@@ -84,6 +87,7 @@ def test_an_agent_that_comes_as_the_others_end_ends_well_too(job: Callable[..., 
     assert all("an earlier run used --rdzv-id=" in log for log in late), late
 
 
+@pytest.mark.long
 def test_a_script_that_never_calls_us_begins_again_from_its_own_checkpoint_with_the_survivors(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -123,6 +127,7 @@ def test_a_script_that_never_calls_us_begins_again_from_its_own_checkpoint_with_
         print(f"three again after {trained(began, 3):.1f} s")
 
 
+@pytest.mark.long
 def test_survivor_whose_peers_machine_dies_without_a_word_stays_and_meets_its_replacement(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -141,6 +146,7 @@ def test_survivor_whose_peers_machine_dies_without_a_word_stays_and_meets_its_re
     assert replacement.process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_program_error_is_counted_for_the_whole_job_and_ends_it_when_there_were_too_many(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -154,6 +160,7 @@ def test_a_program_error_is_counted_for_the_whole_job_and_ends_it_when_there_wer
     assert restarts <= {"0", "1", "2"}
 
 
+@pytest.mark.long
 def test_the_store_is_away_during_a_run_and_during_a_fault(
     job: Callable[..., Job], etcd: EtcdCluster, tmp_path: Path
 ) -> None:

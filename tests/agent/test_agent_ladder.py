@@ -50,7 +50,7 @@ def test_a_process_that_does_not_come_in_time_is_replaced_uncharged_and_the_othe
     assert all(agent.process.poll() is None for agent in agents), "--max-restarts is 0: nobody was charged"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_all_agents_killed_at_once_go_on_from_the_last_commit_to_the_bit(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def script(tmp_path: Path) -> Path:
 # --- how many processes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
 def test_as_many_processes_as_torchrun_would_start(script: Path, wanted: str) -> None:
     script.write_text(COUNT)
@@ -49,6 +50,7 @@ def test_as_many_processes_as_torchrun_would_start(script: Path, wanted: str) ->
     assert (done.returncode, done.stdout) == (0, f"{count}\n" * count), done.stderr
 
 
+@pytest.mark.long
 def test_cpus_that_the_agent_may_not_use_are_not_counted(script: Path) -> None:
     script.write_text(COUNT)
     one = str(min(os.sched_getaffinity(0)))
@@ -56,6 +58,7 @@ def test_cpus_that_the_agent_may_not_use_are_not_counted(script: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
+@pytest.mark.long
 def test_a_gpu_that_is_not_there_is_named_and_nothing_is_started(script: Path) -> None:
     script.write_text(COUNT)
     done = run("--nproc-per-node=gpu", script, CUDA_VISIBLE_DEVICES="")
@@ -144,6 +147,7 @@ def test_standalone_processes_find_each_other_and_reduce(script: Path) -> None:
 # --- a refusal
 
 
+@pytest.mark.long_but("raise refused from None-1")
 @pytest.mark.parametrize(
     ("ends", "starts"),
     [
@@ -172,6 +176,7 @@ def test_refusal_is_final_whatever_way_it_leaves_the_script(script: Path, ends: 
         assert said in next(line for line in lines if "refused" in line)
 
 
+@pytest.mark.long
 def test_refusal_of_all_ranks_is_printed_once_and_briefly(script: Path) -> None:
     script.write_text(
         "from everstep.checkpoint.errors import StateMismatch\n"
@@ -187,6 +192,7 @@ def test_refusal_of_all_ranks_is_printed_once_and_briefly(script: Path) -> None:
     assert "fc.weight has another shape" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_refusal_and_error_of_one_rank_each_are_printed_both_with_their_ranks(script: Path, tmp_path: Path) -> None:
     """Each rank prints before it lets the other one do so, and ends when both have."""
     script.write_text(
@@ -229,6 +235,7 @@ def torchrun(script: Path, error_file: Path) -> Any:
     return json.loads(error_file.read_text())
 
 
+@pytest.mark.long
 def test_whoever_starts_the_agent_gets_the_first_error_as_from_torchrun(script: Path, tmp_path: Path) -> None:
     script.write_text(FAILS)
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
@@ -258,6 +265,7 @@ def test_an_agent_that_succeeds_leaves_no_error(script: Path, tmp_path: Path) ->
 # --- flags
 
 
+@pytest.mark.long
 def test_binding_to_the_cpus_beside_a_gpu_that_is_not_there_is_refused_by_the_flags_name(script: Path) -> None:
     script.write_text(COUNT)
     done = run("--numa-binding=node", script, CUDA_VISIBLE_DEVICES="")
@@ -289,6 +297,7 @@ async def run_bound(script: Path, tmp_path: Path, cpus: list[int]) -> int:
         await parent.close()
 
 
+@pytest.mark.long
 def test_flags_that_change_nothing_are_named(script: Path) -> None:
     script.write_text("pass\n")
     done = run("--start-method=forkserver", "--monitor-interval=3", script, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

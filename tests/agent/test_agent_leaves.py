@@ -21,7 +21,7 @@ from support.agent.ordinary_scripts import play
 from support.processes.commits import commits
 from support.rendezvous.etcd_server import EtcdCluster
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(180)
 PREEMPTED = 86
 
 
@@ -58,6 +58,7 @@ def unbroken(run: Job, pids: list[int]) -> list[float]:
     return sorted(pauses, reverse=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_of_three_is_told_to_stop_and_the_others_lose_no_step_and_no_sample(
     job: Callable[..., Job], tmp_path: Path, rank: int
@@ -98,6 +99,7 @@ def _pause(run: Job, pid: int, last: int) -> float:
     return float(at[last + 1] - at[last])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("nodes", "apart"), [("2:3", 0.0), ("1:3", 0.3)])
 def test_all_are_told_to_stop_and_the_newest_step_is_in_one_commit(
     job: Callable[..., Job], tmp_path: Path, nodes: str, apart: float
@@ -138,6 +140,7 @@ def test_processes_that_are_told_to_stop_when_they_end_already_end_as_those_that
     assert len(commits(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_who_is_told_to_stop_after_others_have_left_saves_what_all_have_trained(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -154,6 +157,7 @@ def test_who_is_told_to_stop_after_others_have_left_saves_what_all_have_trained(
     assert again(run) == []
 
 
+@pytest.mark.long
 def test_one_of_two_that_are_both_needed_is_told_to_stop_and_both_save_and_stop(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -165,6 +169,7 @@ def test_one_of_two_that_are_both_needed_is_told_to_stop_and_both_save_and_stop(
     assert commits(tmp_path) == [newest(run)]
 
 
+@pytest.mark.long
 def test_a_signal_to_the_whole_group_of_an_agent_ends_no_process_behind_its_back(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -178,6 +183,7 @@ def test_a_signal_to_the_whole_group_of_an_agent_ends_no_process_behind_its_back
     assert again(run) == []
 
 
+@pytest.mark.long
 def test_who_left_can_be_followed_by_a_new_agent(job: Callable[..., Job], tmp_path: Path) -> None:
     """An agent that is drained, and its replacement: each change at the end of a step."""
     run = job(*session(tmp_path, pause=0.01))
@@ -193,6 +199,7 @@ def test_who_left_can_be_followed_by_a_new_agent(job: Callable[..., Job], tmp_pa
     assert run.differing() == {}
 
 
+@pytest.mark.long
 def test_a_leaver_in_a_step_that_is_longer_than_its_time_is_killed_and_the_others_repeat_the_step(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -214,6 +221,7 @@ def test_a_leaver_in_a_step_that_is_longer_than_its_time_is_killed_and_the_other
     assert run.differing() == {}
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_makes_all_save_and_stop(
     job: Callable[..., Job], etcd: EtcdCluster, tmp_path: Path
 ) -> None:
@@ -234,6 +242,7 @@ def test_a_store_that_is_away_makes_all_save_and_stop(
     assert commits(tmp_path)[0] >= 1
 
 
+@pytest.mark.long
 def test_a_script_that_never_calls_us_is_ended_and_the_others_begin_again_from_its_checkpoint(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def lives(pid: int) -> bool:
     return stat(pid)[0] != "Z"
 
 
+@pytest.mark.long_but("killed")
 @pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"], ids=["killed", "failed"])
 def test_a_helper_of_a_process_that_died_is_gone_before_the_next_one_begins(ends: str, begin: Begin) -> None:
     """No trace of it is left, not even as a process that nobody reaps."""
@@ -122,6 +123,7 @@ open("next", "w").write(str(there))
     assert lives(run.helper("free")), "a process in a session of its own was set free on purpose"
 
 
+@pytest.mark.long
 def test_a_helper_of_a_process_that_succeeded_ends_with_the_job_and_is_named(begin: Begin) -> None:
     run = begin(
         """
@@ -149,6 +151,7 @@ else:
     assert "start_new_session=True" in run.log()
 
 
+@pytest.mark.long
 def test_helpers_end_when_the_agent_is_asked_to_stop(begin: Begin) -> None:
     run = begin("start('helper')\ntime.sleep(600)\n")
     helper = run.helper()
@@ -174,6 +177,7 @@ def test_helpers_end_when_the_fork_server_is_killed(begin: Begin) -> None:
     assert gone([warm, helper])
 
 
+@pytest.mark.long
 def test_orphans_of_a_process_are_reaped(begin: Begin) -> None:
     """In a container the agent may be the first process, and what nobody reaps fills the table of processes."""
     run = begin(

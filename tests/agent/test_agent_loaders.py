@@ -15,7 +15,7 @@ import torch
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 SIZE, SAMPLES, BATCH = 3, 50, 4
 
 BEFORE = """
@@ -147,11 +147,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return find
 
 
-# A loss in the first step has no loader's position to restore; test_recovery_bits.py has it each time.
-FIRST = pytest.param("plain", 0, marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize(("name", "kill"), [FIRST, *((name, 5) for name in LOOPS)])
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kill"), [("plain", 0), *((name, 5) for name in LOOPS)])
 def test_a_run_with_loaders_of_the_script_ends_alike_when_one_of_three_is_killed(
     name: str, kill: int, undisturbed: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -166,6 +163,7 @@ def test_a_run_with_loaders_of_the_script_ends_alike_when_one_of_three_is_killed
         assert all(torch.equal(a, b) for a, b in zip(end["parameters"], disturbed[0]["parameters"], strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "distributed"])
 def test_ranks_share_each_epoch_with_no_sample_twice(
     name: str, undisturbed: Callable[[str], list[dict[str, Any]]]

@@ -31,6 +31,7 @@ def leader(run: Job, agents: list[Agent]) -> Agent:
     return next(a for a in agents if run.steps(a.trainers()[0])[-1]["rank"] == 0)
 
 
+@pytest.mark.long
 def test_recovered_faults_take_a_few_lines_each_and_every_round_says_how_long_it_took(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

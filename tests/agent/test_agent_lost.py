@@ -19,7 +19,7 @@ from support.agent.agent_job import HERE, LIMIT
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 SCRIPT = HERE / "gan_script.py"
 
 
@@ -73,6 +73,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             one.process.wait()
 
 
+@pytest.mark.long
 def test_step_of_two_optimizers_that_was_lost_between_them_is_repeated_in_the_process(run: Callable[..., Run]) -> None:
     still = run("still", "")
     assert still.end() == 0, still.log.read_text()
@@ -86,6 +87,7 @@ def test_step_of_two_optimizers_that_was_lost_between_them_is_repeated_in_the_pr
     assert [*range(1, 41)] in steps.values(), "the survivor makes each step once"
 
 
+@pytest.mark.long_but("from-the-start")
 @pytest.mark.parametrize("saves", [True, False], ids=["from-the-commit", "from-the-start"])
 def test_kill_between_two_optimizers_is_charged_to_nobody_and_changes_nothing(
     saves: bool, run: Callable[..., Run], tmp_path: Path
@@ -114,6 +116,7 @@ def test_kill_between_two_optimizers_is_charged_to_nobody_and_changes_nothing(
         assert sum(o == list(range(1, 41)) for o in orders.values()) == 2, orders
 
 
+@pytest.mark.long
 def test_state_that_arrives_damaged_costs_a_new_process_and_no_restart(run: Callable[..., Run], tmp_path: Path) -> None:
     job = run("job", "", "die", "mutate")
     job.until("fails its checksum")
@@ -123,6 +126,7 @@ def test_state_that_arrives_damaged_costs_a_new_process_and_no_restart(run: Call
     assert len(job.final()) == 1
 
 
+@pytest.mark.long
 def test_peer_that_is_lost_behind_a_loop_that_was_left_costs_new_processes_and_no_restart(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def said(agents: list[Agent]) -> list[str]:
     return [agent.log.read_text() for agent in agents]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_rank_in_another_collective_ends_the_job_with_its_name_instead_of_a_timeout(
     job: Callable[..., Job], tmp_path: Path
@@ -178,6 +179,7 @@ def test_a_rank_in_another_collective_ends_the_job_with_its_name_instead_of_a_ti
     assert all("mismatch_script.py" in stacks for stacks in last.values())
 
 
+@pytest.mark.long_but("size-rank 1 waits in all_reduce\\\\(float32\\\\[20000\\\\]\\\\)")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("odd", "words"),
@@ -208,6 +210,7 @@ def test_an_abort_that_is_no_mismatch_is_told_with_its_line_and_charged(
     assert not any("do not match" in log for log in said(agents))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_all_ranks_that_wait_in_the_same_collective_repeat_the_step_in_the_same_processes(
     job: Callable[..., Job], tmp_path: Path

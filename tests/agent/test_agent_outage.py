@@ -31,8 +31,8 @@ def operators(tmp_path: Path) -> Iterator[OperatorServer]:
 
 
 # The long one is as long as an installation by hand; both outlast each lease and each patience of a call.
-@pytest.mark.turns(3)
-@pytest.mark.parametrize("seconds", [12, pytest.param(90, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [12, 90])
 def test_world_trains_on_while_strangers_answer_for_its_round_store_and_nothing_is_charged(
     operators: OperatorServer, job: Callable[..., Job], tmp_path: Path, seconds: float
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.agent.phase_field import Cell, Field
 from support.rendezvous.etcd_server import EtcdCluster
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 
 FAULTS = ("process", "agent", "stop")
 FORMING = (("coming", 1), ("forming", 1), ("connecting", 1), ("connecting", 2), ("formed", 1))
@@ -76,16 +76,6 @@ CELLS += [
         ("load", "loaded", "rank 0", "agent"),
     )
 ]
-IN_MAKE_TEST = (
-    "shrink-agreeing-holder-process",
-    "grow-sending_middle-holder-process",
-    "grow-receiving_last-new-process",
-    "grow-connecting-new-agent",
-    "grow-collective-new-process",
-    "save-put_data-other-process",
-    "load-get_into_data-rank_0-process",
-    "2_each-training-collective-other-process",
-)
 
 
 class Fields:
@@ -117,17 +107,10 @@ def fields(etcd: EtcdCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made.close()
 
 
-def marked(cell: Cell) -> Any:
-    return pytest.param(cell, id=str(cell), marks=() if str(cell) in IN_MAKE_TEST else pytest.mark.long)
-
-
-@pytest.mark.parametrize("cell", [marked(cell) for cell in CELLS])
+@pytest.mark.long_but("save-put_data-other-process", "grow-receiving_last-new-process")
+@pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_struck_at_a_point_of_a_recovery_all_go_on_with_the_bits_of_an_undisturbed_run(
     cell: Cell, fields: Fields
 ) -> None:
     """Case 46, and every phase: join, forming, first step, save, load, state transfer."""
     fields.get(**cell.job).hit(cell)
-
-
-def test_every_cell_of_make_test_is_one_of_all() -> None:
-    assert set(IN_MAKE_TEST) <= {str(cell) for cell in CELLS}

@@ -131,7 +131,7 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_real_libraries_are_imported_before_the_scripts_first_line(tmp_path: Path) -> None:
     """Of the three that have an adapter, without a word to the agent."""

@@ -58,7 +58,7 @@ async def test_a_signal_that_follows_the_fork_at_once_reaches_the_process_and_it
         await fork_server.close()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("late", [False, True], ids=["while it dies", "before that is known"])
 async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_next(tmp_path: Path, late: bool) -> None:
     """Its port is announced by then."""
@@ -94,6 +94,7 @@ async def test_a_store_that_is_asked_for_when_its_host_dies_is_hosted_by_the_nex
         await fork_server.close()
 
 
+@pytest.mark.long
 async def test_a_signal_to_all_of_a_jobs_processes_does_not_end_the_one_that_hosts_stores(tmp_path: Path) -> None:
     """Slurm sends SIGTERM to all processes of a step, and the ranks still need their store to save."""
     ended: asyncio.Queue[int] = asyncio.Queue()

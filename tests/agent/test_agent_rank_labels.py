@@ -68,6 +68,7 @@ def test_each_rank_of_a_job_labels_its_traceback_with_its_own_rank(tmp_path: Pat
     assert len(re.findall(r"^\[rank\d\]: Traceback", printed, re.MULTILINE)) == 3, printed
 
 
+@pytest.mark.long
 def test_process_without_a_rank_has_no_label(tmp_path: Path) -> None:
     printed = stderr_of(tmp_path, "killed")
     assert re.search(r"^ValueError: a new process fails, and has no rank yet$", printed, re.MULTILINE), printed

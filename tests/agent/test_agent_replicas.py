@@ -18,7 +18,7 @@ from everstep.storage import open_store
 from support.processes import warm_agent
 from support.processes.warm_python import warm
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).resolve().parents[2]
 
 # What stands around the snippet of docs/reference/session.md.
@@ -91,6 +91,7 @@ EVERSTEP_RUN = (warm_agent.__file__,)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", [EVERSTEP_RUN, TORCHRUN], ids=["everstep-run", "torchrun"])
 def test_loop_of_the_documentation_trains_equal_replicas(launcher: tuple[str, ...], tmp_path: Path) -> None:
     ended = play(tmp_path, snippet(), *launcher)
@@ -102,9 +103,8 @@ def test_loop_of_the_documentation_trains_equal_replicas(launcher: tuple[str, ..
 
 
 # Who compares the replicas is the session, whatever started it.
-@pytest.mark.parametrize(
-    "launcher", [EVERSTEP_RUN, pytest.param(TORCHRUN, marks=pytest.mark.long)], ids=["everstep-run", "torchrun"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [EVERSTEP_RUN, TORCHRUN], ids=["everstep-run", "torchrun"])
 def test_gradients_that_nobody_averages_are_refused_though_the_learning_rate_begins_at_zero(
     launcher: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -116,6 +116,7 @@ def test_gradients_that_nobody_averages_are_refused_though_the_learning_rate_beg
     assert Catalog(open_store(str(tmp_path / "commits"))).list() == ()
 
 
+@pytest.mark.long
 def test_gradients_that_the_loop_averages_itself_are_its_own_business(tmp_path: Path) -> None:
     ended = play(tmp_path, LOOP.replace("MODEL", "Net()").replace("AVERAGE", AVERAGED), *EVERSTEP_RUN)
     assert ended.returncode == 0, ended.stderr

@@ -11,7 +11,7 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from support.agent.ordinary_scripts import play, said
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 
 OWN_GROUPS = """
 with everstep.start() as run:
@@ -40,6 +40,7 @@ with everstep.start() as run:
 """
 
 
+@pytest.mark.long
 def test_groups_of_all_ranks_are_made_anew_in_each_round(tmp_path: Path) -> None:
     ended = play(tmp_path, OWN_GROUPS)
     assert ended.returncode == 0, ended.stderr
@@ -97,6 +98,7 @@ with everstep.start() as run:
 """
 
 
+@pytest.mark.long
 def test_what_a_process_that_builds_alone_cannot_know_is_refused_with_the_line(tmp_path: Path) -> None:
     ended = play(tmp_path, BUILDS)
     assert ended.returncode == 0, ended.stderr
@@ -107,6 +109,7 @@ def test_what_a_process_that_builds_alone_cannot_know_is_refused_with_the_line(t
         assert all(words in why for why in found), f"{line}: {found}"
 
 
+@pytest.mark.long
 def test_rank_that_the_world_does_not_have_is_refused_with_the_line(tmp_path: Path) -> None:
     ended = play(
         tmp_path,
@@ -128,6 +131,7 @@ with everstep.start() as run:
     raise AssertionError(ended.stderr)
 
 
+@pytest.mark.long
 def test_a_group_made_before_the_session_is_refused_with_its_line(tmp_path: Path) -> None:
     ended = play(tmp_path, "dist.init_process_group('gloo')\nwith everstep.start() as run:\n    pass\n")
     assert ended.returncode == 1
@@ -170,6 +174,7 @@ with everstep.start("commits") as run:
 """
 
 
+@pytest.mark.long
 def test_an_evaluation_whose_peer_is_lost_comes_again_on_all_members(tmp_path: Path) -> None:
     ends = []
     for name in ("undisturbed", "killed"):
@@ -214,6 +219,7 @@ with everstep.start("commits") as run:
 """
 
 
+@pytest.mark.long_but("break")
 @pytest.mark.parametrize("how", ["break", "sys.exit()"])
 def test_a_loop_that_all_ranks_leave_is_complete_and_saved(how: str, tmp_path: Path) -> None:
     ended = play(tmp_path, LEFT.replace("WHO", "True").replace("HOW", how))
@@ -221,6 +227,7 @@ def test_a_loop_that_all_ranks_leave_is_complete_and_saved(how: str, tmp_path: P
     assert [found.step for found in Catalog(open_store(str(tmp_path / "commits"))).list()] == [5]
 
 
+@pytest.mark.long
 def test_a_loop_that_one_rank_leaves_ends_by_name(tmp_path: Path) -> None:
     (tmp_path / "killed").touch()
     sooner = "from everstep.train import early_exit\nearly_exit.LEAST_SECONDS = 3.0\n"
@@ -298,6 +305,7 @@ with everstep.start() as run:
 """
 
 
+@pytest.mark.long
 def test_sends_and_objects_are_right_after_a_loss_and_what_nobody_repeats_is_refused(tmp_path: Path) -> None:
     ended = play(tmp_path, IN_STEPS)
     assert ended.returncode == 0, ended.stderr
@@ -335,6 +343,7 @@ with everstep.start() as run:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "words"),
     [

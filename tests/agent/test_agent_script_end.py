@@ -35,7 +35,8 @@ def play(folder: Path, leave: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT, check=False, env=environ)
 
 
-@pytest.mark.parametrize("leave", ["break", pytest.param("sys.exit()", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("leave", ["break", "sys.exit()"])
 def test_run_is_complete_where_all_ranks_have_left_it_and_goes_on_from_there(leave: str, tmp_path: Path) -> None:
     done = play(tmp_path, leave)
     assert done.returncode == 0, done.stderr
@@ -51,19 +52,21 @@ def test_run_is_complete_where_all_ranks_have_left_it_and_goes_on_from_there(lea
     assert done.stderr.count("the run is complete already: its commit has 9 steps, of 9") == 1
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_script_that_one_rank_ends_with_success_is_none(tmp_path: Path) -> None:
     done = play(tmp_path, "if run.rank == 1: sys.exit(0)")
     assert done.returncode == 1, done.stderr
     assert "rank 1 left the loop after step 3, and ranks [0] did not within 20 s" in done.stderr
 
 
+@pytest.mark.long
 def test_script_that_one_rank_ends_with_a_code_of_its_own_ends_with_that_at_once(tmp_path: Path) -> None:
     done = play(tmp_path, "if run.rank == 1: sys.exit(3)")
     assert done.returncode == 3, done.stderr
     assert "left the loop" not in done.stderr
 
 
+@pytest.mark.long
 def test_second_run_of_a_process_is_refused_by_what_it_is(tmp_path: Path) -> None:
     done = play(tmp_path, "run.close(); everstep.start(sys.argv[1] + '2')")
     assert done.returncode == 1
@@ -72,6 +75,7 @@ def test_second_run_of_a_process_is_refused_by_what_it_is(tmp_path: Path) -> Non
     assert everstep.load(str(tmp_path / "run")).step == 3
 
 
+@pytest.mark.long_but("one")
 @pytest.mark.parametrize("who", ["True", "run.rank == 1"], ids=["all", "one"])
 def test_process_that_is_ended_in_its_loop_by_exit_code_0_has_failed(who: str, tmp_path: Path) -> None:
     done = play(tmp_path, f"if {who}: os._exit(0)")
@@ -79,7 +83,7 @@ def test_process_that_is_ended_in_its_loop_by_exit_code_0_has_failed(who: str, t
     assert "exit code 0, but the process was ended before its run was complete, by os._exit(0)" in done.stderr
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_process_that_is_ended_so_behind_its_run_has_not(tmp_path: Path) -> None:
     """As scripts do whose libraries hang when the interpreter ends. A child keeps the connection to the agent open."""
     script = SCRIPT.replace("LEAVE", "pass") + "child = os.fork()\nif not child: time.sleep(30)\nos._exit(0)\n"

@@ -32,6 +32,7 @@ def both(run: Job, agents: list[Agent], since: float) -> bool:
     return len(pids) == 4 and bool(run.trains(pids, since, 4))
 
 
+@pytest.mark.long
 def test_replica_that_lost_a_process_or_its_agent_comes_back_and_the_other_goes_on(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.agent.agent_job import HERE, Job
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_a_rank_that_is_five_times_slower_is_named_and_stays(job: Callable[..., Job], tmp_path: Path) -> None:
     wanted = json.dumps({"out": str(tmp_path), "pause": 0.03, "slow_rank": 1})
     run = job(HERE / "session_script.py", wanted)

@@ -34,6 +34,7 @@ def run(folder: Path, *argv: str) -> tuple[subprocess.CompletedProcess[str], lis
 NOWHERE = ("--nnodes=2", "--rdzv-backend=etcd-v3", "--rdzv-endpoint=127.0.0.1:9", "--rdzv-id=j")
 
 
+@pytest.mark.long_but("argv3-127-can't run 'no-such-program': No such file or directory")
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -56,6 +57,7 @@ def test_program_that_is_not_there_is_told_before_any_round(
     assert (records[0]["exit_code"], str(records[0]["error"]).startswith(said)) == (code, True), records
 
 
+@pytest.mark.long_but("import sys\\nsys.exit('the data set is empty')\\n-1-the data set is empty")
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
@@ -102,6 +104,7 @@ def test_what_may_be_there_is_left_to_its_process(tmp_path: Path, monkeypatch: p
     assert str(tmp_path) not in sys.path
 
 
+@pytest.mark.long
 def test_the_agent_repeats_a_refusal_whole_with_the_line_to_write(tmp_path: Path) -> None:
     line = "write `run.track(model=model)` before the loop"
     (tmp_path / "train.py").write_text(f"raise RuntimeError('because ' * 60 + {line!r})\n")

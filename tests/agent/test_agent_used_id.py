@@ -43,6 +43,7 @@ def script(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [("--rdzv-id=nightly",), ()])
 def test_a_second_run_under_a_used_name_is_refused_with_the_remedy(
     flags: tuple[str, ...], etcd: EtcdCluster, prefix: str, script: Path
@@ -67,6 +68,7 @@ def test_a_name_of_a_run_that_failed_is_used_too(etcd: EtcdCluster, prefix: str,
     assert "an earlier run used --rdzv-id=none" in said
 
 
+@pytest.mark.long
 def test_a_worker_of_a_training_job_that_comes_too_late_has_nothing_to_do(
     etcd: EtcdCluster, prefix: str, script: Path
 ) -> None:

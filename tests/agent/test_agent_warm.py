@@ -57,6 +57,7 @@ def devices(pid: int) -> list[str]:
     return [name for name in opened(pid).values() if name.startswith("/dev/nvidia")]
 
 
+@pytest.mark.long
 def test_after_it_has_imported_torch_the_parent_has_one_thread_and_no_context_of_a_gpu(started: object) -> None:
     agent, said = started("torch,torch.distributed,torch._dynamo")  # type: ignore[operator]
     assert said == "cuda False False\n"
@@ -65,6 +66,7 @@ def test_after_it_has_imported_torch_the_parent_has_one_thread_and_no_context_of
     assert devices(warm) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "why"),
     [

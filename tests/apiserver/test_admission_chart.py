@@ -120,6 +120,7 @@ def answers(granted: Any) -> dict[Request, bool]:
     return {request: answer == "true" for request, answer in zip(requests, done.stdout.split(), strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("request_", ALLOWED, ids="-".join)
 def test_operator_may_do_what_it_does(answers: dict[Request, bool], request_: Request) -> None:
     assert answers[request_]
@@ -309,6 +310,7 @@ def test_guard_of_the_operators_own_writes_does_not_hang_on_the_policy_for_jobs(
     assert policies("--set", "operatorPolicy.enabled=false") == {"everstep-trainingjobs"}
 
 
+@pytest.mark.long
 def test_one_schedulable_node_beside_tainted_ones_takes_both_replicas(crd: Any, helm: Any) -> None:
     """The scheduler would leave the second replica pending for ever if tainted nodes counted as places for it."""
     control_plane = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}

@@ -346,6 +346,7 @@ def test_policy_has_no_expression_that_its_type_checker_warns_about(guarded: Any
     assert read()["status"]["typeChecking"] == {}
 
 
+@pytest.mark.long
 def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> None:
     """`{namespace}` keeps tenants out of each other's part of a bucket (case 11)."""
     plane = guarded.control_plane

@@ -135,6 +135,7 @@ OF_A_SUSPENDED_JOB: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long_but("checkpoint_url")
 @pytest.mark.parametrize("change", OF_A_SUSPENDED_JOB.values(), ids=OF_A_SUSPENDED_JOB)
 def test_update_that_suspends_or_resumes_a_job_may_change_it_too_case_06(jobs: Any, change: dict[str, Any]) -> None:
     """As queues do: Kueue puts a template back as it suspends a job, and sets node selectors as it resumes it."""

@@ -85,6 +85,7 @@ def restored(url: Path) -> int | None:
         return run.restore({"step": 0})
 
 
+@pytest.mark.long
 def test_run_on_the_url_of_a_living_one_is_refused_and_that_one_goes_on(
     run_in: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_run_on_the_url_of_a_living_one_is_refused_and_that_one_goes_on(
     first.end()
 
 
+@pytest.mark.long
 def test_run_takes_over_from_a_killed_one_at_once(run_in: Callable[..., Run], tmp_path: Path, caplog: Any) -> None:
     first = run_in()
     assert first.save(1) == "Committed"
@@ -121,6 +123,7 @@ def test_stopped_run_counts_as_dead_and_is_fenced_when_it_goes_on(
     assert first.save(2) == "Fenced"
 
 
+@pytest.mark.long
 def test_same_job_never_waits_for_an_earlier_start_that_still_lives(
     run_in: Callable[..., Run], tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +144,7 @@ def test_process_takes_over_from_itself(tmp_path: Path, caplog: Any) -> None:
         first.save(1, {"step": 1}).wait(30)
 
 
+@pytest.mark.long
 def test_world_that_goes_on_from_memory_asks_nobody(run_in: Callable[..., Run], tmp_path: Path, caplog: Any) -> None:
     """Its rendezvous was lost, and who has the log is a member that it left out."""
     left_out = run_in(EVERSTEP_RENDEZVOUS="before", EVERSTEP_ROUND="1")
@@ -151,6 +155,7 @@ def test_world_that_goes_on_from_memory_asks_nobody(run_in: Callable[..., Run], 
     assert left_out.save(2) == "Fenced"
 
 
+@pytest.mark.long
 def test_run_that_begins_in_a_round_is_refused_too(
     run_in: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +245,7 @@ def test_own_run_is_never_waited_for(owner: OpenRecord, claim: Claim) -> None:
         World(every=3).wait(replace(claim, job_uid="z", rendezvous="z"), owner)
 
 
+@pytest.mark.long
 def test_process_that_a_launcher_has_started_again_takes_the_log_of_one_that_hangs(tmp_path: Path) -> None:
     """Whose thread still writes signs: a rank 0 in a collective, cut off from its peers and not from the store."""
     hangs = Run(tmp_path)

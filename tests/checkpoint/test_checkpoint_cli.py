@@ -95,6 +95,7 @@ def test_verify_names_the_damaged_file_and_fails(url: str) -> None:
     assert len(told[0]["problems"]) == 1
 
 
+@pytest.mark.long
 def test_pinned_commit_survives_gc_until_it_is_unpinned(url: str) -> None:
     assert done("pin", url, "--step", "10") == "step 10 (record 1) is pinned\n"
     assert "pinned" in done("ls", url)
@@ -108,6 +109,7 @@ def test_pinned_commit_survives_gc_until_it_is_unpinned(url: str) -> None:
     assert done("gc", url, "--keep", "1") == "nothing to delete\n"
 
 
+@pytest.mark.long
 def test_tagged_commit_survives_gc_and_is_found_by_its_tag(url: str) -> None:
     assert done("tag", url, "good", "--step", "10") == "step 10 (record 1) is tagged good\n"
     assert "tag good" in done("ls", url)
@@ -121,6 +123,7 @@ def test_tagged_commit_survives_gc_and_is_found_by_its_tag(url: str) -> None:
     assert ckpt("tag", url, "a/b").returncode == 1
 
 
+@pytest.mark.long
 def test_restore_makes_a_log_that_a_run_goes_on_from(url: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     assert done("restore", url, copy, "--step", "20").startswith("step 20: ")
@@ -139,7 +142,7 @@ def test_export_writes_files_for_other_tools(url: str, tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors")["weight"].shape == (3, 4)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("arguments10-3-/proc")
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -171,6 +174,7 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(
     assert "hunter2" not in told
 
 
+@pytest.mark.long
 def test_looking_needs_no_torch(url: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.argv = ['everstep', 'ckpt', 'verify', sys.argv[1]];"

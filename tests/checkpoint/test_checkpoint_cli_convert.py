@@ -41,6 +41,7 @@ def url(tmp_path: Path) -> str:
     return url
 
 
+@pytest.mark.long
 def test_exports_come_back_as_commits_that_do_not_differ(url: str, tmp_path: Path) -> None:
     for form, name in (("torch", "all.pt"), ("dcp", "folder")):
         told = done("export", url, tmp_path / name, "--format", form, "--step", "1")
@@ -81,6 +82,7 @@ def test_cat_prints_a_tensor_or_a_value_by_its_name(url: str) -> None:
     assert done("cat", url, "lr/now/1", "--json") == '"nan"\n'
 
 
+@pytest.mark.long_but("arguments3-1-file.bin: is no file that torch.save writes")
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

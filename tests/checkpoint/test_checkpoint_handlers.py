@@ -82,7 +82,7 @@ def check(store: Any, handles: list[SaveHandle]) -> None:
         assert step_of(state) == found.step
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["saves", "closes", "waits"])
 @pytest.mark.timeout(300)
 def test_handler_after_any_line_of_a_save_hangs_nothing_and_tears_nothing(what: str) -> None:
@@ -148,6 +148,7 @@ def test_save_in_which_a_handler_closes_says_that_it_was_not_made() -> None:
         checkpointer.add_metrics(1, {"loss": 1.0})
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_signals_that_come_at_random_moments_hang_no_save() -> None:
     checkpointer, state, step, heard = Checkpointer(store=MemoryStore("x"), keep=2), state_of(0), 0, 0

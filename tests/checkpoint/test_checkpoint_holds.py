@@ -304,6 +304,7 @@ def in_every_order(
         yield ones, store, *act(store, [int(i in ones) for i in range(10)], [one, other])
 
 
+@pytest.mark.long_but("pin")
 @pytest.mark.parametrize("kind", KINDS)
 def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, kind: str) -> None:
     # Case 84, exhaustively.
@@ -318,7 +319,7 @@ def test_hold_and_deletion_that_meet_never_both_succeed_in_any_order(runs: Any, 
     assert {(True, False), (False, True)} <= seen
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("tag-1")
 @pytest.mark.parametrize("holders", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_holds_and_two_deletions_that_meet_never_both_succeed(runs: Any, kind: str, holders: int) -> None:
@@ -363,6 +364,7 @@ def compact(store: Any, record: CommitRecord) -> bool:
     return bool(compactor.run(()))
 
 
+@pytest.mark.long_but("kept")
 @pytest.mark.parametrize("kind", KINDS)
 def test_hold_and_compaction_of_a_commit_without_shards_never_both_succeed_in_any_order(kind: str) -> None:
     original = MemoryStore()

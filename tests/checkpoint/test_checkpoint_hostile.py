@@ -239,11 +239,13 @@ KNOWN: list[Callable[[Json], object]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long_but("<lambda>0")
 @pytest.mark.parametrize("change", KNOWN, ids=lambda c: getattr(c, "__name__", "x"))
 def test_known_attack_is_stepped_over_in_time_and_memory(change: Callable[[Json], object], tmp_path: Path) -> None:
     attack(changed(change), tmp_path, steps_over=True)
 
 
+@pytest.mark.long_but("b'[[],[],[],[]'")
 @pytest.mark.parametrize(
     "line",
     [
@@ -418,12 +420,14 @@ def mutations(draw: st.DrawFn) -> bytes:
 quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.long
 @quick
 @given(mutations())
 def test_mutated_record_gives_right_values_or_a_refusal(record: bytes) -> None:
     attack(record)
 
 
+@pytest.mark.long
 @settings(quick, max_examples=8)
 @given(mutations())
 def test_mutated_record_ends_no_command_with_a_traceback(

@@ -307,6 +307,7 @@ def test_commit_that_a_run_went_back_to_stays_until_its_first_commit(tmp_path: P
     run.close()
 
 
+@pytest.mark.long
 def test_dying_at_any_call_of_the_clean_up_before_a_save_loses_nothing(root: Path, in_child: InChild) -> None:
     assert in_child(lambda: die_in_save(root, 4, r"create log/\d+")) == -signal.SIGKILL
     assert in_child(lambda: die_in_save(root, 4, "commit data/")) == -signal.SIGKILL

@@ -517,7 +517,7 @@ def play(url: Path, end: str, store: str = "pass", start: str = "main()") -> sub
     )
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("exit code")
 @pytest.mark.parametrize("name", ENDS)
 def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path) -> None:
     end, code = ENDS[name]
@@ -529,6 +529,7 @@ def test_script_that_ends_in_order_keeps_its_last_save(name: str, tmp_path: Path
     assert set(into["w"].tolist()) == {100.0}
 
 
+@pytest.mark.long
 def test_handler_that_ends_the_script_in_close_leaves_the_last_save_to_its_end(tmp_path: Path) -> None:
     end = f"""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -542,6 +543,7 @@ def test_handler_that_ends_the_script_in_close_leaves_the_last_save_to_its_end(t
     assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 100
 
 
+@pytest.mark.long
 def test_close_that_was_interrupted_and_is_called_again_goes_on(tmp_path: Path) -> None:
     end = f"""
     def interrupt(*_):
@@ -560,6 +562,7 @@ def test_close_that_was_interrupted_and_is_called_again_goes_on(tmp_path: Path) 
     assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 100
 
 
+@pytest.mark.long
 def test_save_in_a_function_of_atexit_is_refused_with_an_exit_code(tmp_path: Path) -> None:
     done = play(tmp_path, "atexit.register(lambda: run.save(100, state))")
     assert done.returncode == 1, done.stderr
@@ -567,7 +570,7 @@ def test_save_in_a_function_of_atexit_is_refused_with_an_exit_code(tmp_path: Pat
     assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 99
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["run.save(100, state)", "run.should_save(100)", "run.restore(state)"])
 def test_forked_child_cannot_use_its_parents_checkpointer(call: str, tmp_path: Path) -> None:
     end = f"""
@@ -581,12 +584,14 @@ def test_forked_child_cannot_use_its_parents_checkpointer(call: str, tmp_path: P
     assert "this process was forked from the one that the Checkpointer belongs to" in done.stderr
 
 
+@pytest.mark.long
 def test_script_that_ends_by_an_error_waits_for_no_save(tmp_path: Path) -> None:
     done = play(tmp_path, f"{LAST}; raise ValueError('a mistake')", store="time.sleep(50)")
     assert done.returncode == 1
     assert "a mistake" in done.stderr
 
 
+@pytest.mark.long
 def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Path) -> None:
     done = play(tmp_path, LAST, store="raise PermissionError('no space')")
     assert done.returncode == 1, done.stderr
@@ -595,6 +600,7 @@ def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Pa
     assert "handlers ran" in done.stdout
 
 
+@pytest.mark.long
 def test_child_of_multiprocessing_that_fails_waits_for_no_save(tmp_path: Path) -> None:
     start = """
 import multiprocessing
@@ -614,7 +620,7 @@ print(everstep.Checkpointer(sys.argv[1]).restore(state), state["step"])
 """
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_scripts_that_only_restore_cast_no_suspicion(runs: Any, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     runs(store).save(5, 9)

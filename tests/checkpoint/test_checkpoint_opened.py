@@ -149,6 +149,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[str, list[str]]]]:
         server.server_close()
 
 
+@pytest.mark.long_but("False")
 @pytest.mark.parametrize("ranges", [True, False])
 def test_web_server_gives_the_newest_commit(ranges: bool, serve: Any, tmp_path: Path, runs: Any) -> None:
     with everstep.Checkpointer(str(tmp_path / "run"), on_event=lambda kind, **_: None) as run:
@@ -175,6 +176,7 @@ def test_web_server_gives_the_newest_commit(ranges: bool, serve: Any, tmp_path: 
         everstep.open_commit(url, start=99)
 
 
+@pytest.mark.long_but("19")
 @pytest.mark.parametrize("broken", [19, 20])
 def test_connection_that_breaks_leads_to_no_older_commit(broken: int, serve: Any, tmp_path: Path, runs: Any) -> None:
     runs(open_store(str(tmp_path / "run"))).save(*range(1, 21))

@@ -2,8 +2,8 @@
 
 On every kind of store, with a shard of several parts. The calls are enumerated: a first run counts them, then one real
 process after another gets SIGKILL before each, or, where a store can tear them, in the middle of a write. To die after
-a call is to die before the next. Another store is another class of three lines at the end: `make test` has files and
-S3, `make nightly` all.
+a call is to die before the next. Another store is another class of three lines at the end: `make test` has files,
+`make nightly` all.
 """
 
 from collections.abc import Callable
@@ -96,6 +96,7 @@ class TestLocal(Dying):
         assert len({i.name.split("/")[1] for i in store.list("data/")}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.s3
 @pytest.mark.usefixtures("s3_server")
 class TestS3(Dying):

@@ -169,6 +169,7 @@ def test_record_that_is_written_byte_by_byte_is_read(tmp_path: Path) -> None:
     assert found == {"a": 1}
 
 
+@pytest.mark.long_but("inplace")
 @pytest.mark.parametrize("scheme", ["pieces", "refusing", "silent", "inplace"])
 def test_readers_beside_a_run_see_whole_commits_that_only_grow_newer(scheme: str, tmp_path: Path) -> None:
     """Random pauses between the pieces, and readers that never stop; the run deletes what it does not keep."""

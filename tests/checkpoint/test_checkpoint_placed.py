@@ -15,7 +15,7 @@ run = partial(results_of, PROGRAM)
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "examples"), [(1, 100), (2, 60)])
 def test_state_with_tensors_of_any_placement_comes_back_equal(ranks: int, examples: int, tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"check:{ranks}:{tmp_path / 'store'}:examples={examples}")
@@ -45,6 +45,7 @@ ODD = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_cut_tensor_that_no_commit_holds_is_refused_by_name_before_anything_is_saved(tmp_path: Path) -> None:
     specs = [f"refused:{1 + i % 2}:{tmp_path / str(i)}:kind={k}:place={p}" for i, (k, p) in enumerate(ODD)]
     for (kind, place), world in zip(ODD, run(tmp_path / "out", *specs), strict=True):

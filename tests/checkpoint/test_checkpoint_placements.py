@@ -27,7 +27,7 @@ def moved(tmp_path: Path, shapes: str, saved: tuple[int, ...], loaded: tuple[int
     return sum(world[0]["count"] for world in worlds)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_placements_of_pytorchs_table_move_between_worlds_of_one_to_four(tmp_path: Path) -> None:
     assert moved(tmp_path, "few", (1, 2, 3, 4), (1, 2, 3, 4)) > 2000
@@ -53,6 +53,7 @@ def test_tensor_whose_part_is_no_box_is_refused_by_name_before_anything_is_writt
 PLACES = ("", "", "", "/0")  # of the tensor in the state of each call
 
 
+@pytest.mark.long
 def test_tensor_that_some_ranks_cut_otherwise_than_fsdp_is_refused_on_all_of_them(tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"otherwise:6:{tmp_path / 'store'}")
     for number, rank in enumerate(world):

@@ -157,6 +157,7 @@ wraps = st.lists(st.sampled_from(list(WRAPS)), max_size=3)
 refused = (st.sampled_from(list(REFUSED)), wraps, states.states, st.sampled_from(["value", "object"]))
 
 
+@pytest.mark.long
 @given(*refused)
 @times(FEW)
 def test_what_no_commit_holds_is_found_anywhere_in_a_state(
@@ -284,20 +285,14 @@ PLANTED = [
     (_replaced, states.states), (_ties_without_offsets, states.tied_states),
     (_ties_without_strides, states.tied_states),
 ]  # fmt: skip
-HALF_A_MINUTE = {_ties_without_strides}
 
 
+@pytest.mark.long_but("lists_for_tuples")
 @pytest.mark.parametrize(
     ("plant", "drawn"),
-    [
-        pytest.param(
-            plant, drawn, id=plant.__name__.strip("_"), marks=[pytest.mark.long] if plant in HALF_A_MINUTE else []
-        )
-        for plant, drawn in PLANTED
-    ],
+    [pytest.param(plant, drawn, id=plant.__name__.strip("_")) for plant, drawn in PLANTED],
 )
 @pytest.mark.timeout(600)
-@pytest.mark.turns(3)  # thousands of states until one shows it
 def test_planted_defect_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
     drawn: SearchStrategy[dict[str, states.Object]],

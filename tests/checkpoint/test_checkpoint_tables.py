@@ -54,7 +54,7 @@ def divided(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> 
             assert {name for part in parts for name in part} == want.keys(), (case, len(world))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_stages_experts_and_shards_of_four_ranks_load_into_each_other_in_worlds_of_one_to_four(tmp_path: Path) -> None:
     divided(tmp_path, (4,), (1, 2, 3, 4))
 
@@ -65,7 +65,7 @@ def test_stages_experts_and_shards_of_any_world_load_into_each_other_in_any(tmp_
     divided(tmp_path, (1, 2, 3), (1, 2, 3, 4))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_tuned_model_has_its_body_from_one_checkpoint_and_goes_on_from_another(tmp_path: Path) -> None:
     root = tmp_path / "store"
     trained, *tuned = divide(tmp_path / "out", *(f"{'tune' if n else 'pretrained'}:{n or 2}:{root}" for n in range(5)))
@@ -83,7 +83,7 @@ def test_some_ranks_read_a_sharded_state_whole_and_alone(tmp_path: Path) -> None
     assert all(result["same"] for world in worlds for result in world)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_sharded_state_passes_through_a_file_system_that_only_fsspec_knows(tmp_path: Path) -> None:
     schemes = {1: "pieces", 2: "inplace", 3: "pieces", 4: "inplace"}
     specs = (f"elsewhere:{n}:{tmp_path / str(n)}:scheme={scheme}" for n, scheme in schemes.items())

@@ -39,7 +39,7 @@ def together(world: list[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SAVED)
 def test_what_ranks_hold_under_different_names_is_saved_once_and_comes_back_in_any_division(
     kind: str, tmp_path: Path
@@ -60,6 +60,7 @@ def test_what_ranks_hold_under_different_names_is_saved_once_and_comes_back_in_a
         assert max(parts[0], parts[2]) / min(parts[0], parts[2]) < 1.3, "the holders of a stage write an even part each"
 
 
+@pytest.mark.long
 def test_union_that_is_not_one_state_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"refuse:2:{tmp_path / 'store'}")
     first, second = world
@@ -100,6 +101,7 @@ def test_names_that_a_commit_lacks_or_that_no_rank_asks_for_are_told(tmp_path: P
     assert first["swapped values"] == [["both", [3.0] * 3], ["more0", [2.0] * 3], ["own1", [1.0] * 3]]
 
 
+@pytest.mark.long_but("hsdp")
 @pytest.mark.parametrize("saved", ["hsdp", "fsdp_tp"])
 def test_state_on_a_mesh_of_two_dimensions_loads_on_others(saved: str, tmp_path: Path) -> None:
     root = tmp_path / "store"

@@ -18,13 +18,14 @@ PROGRAM = PROGRAMS / "worlds.py"
 run = partial(results_of, PROGRAM)
 LOADED = (1, 3, 7, 16)
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def sizes(root: Path) -> list[int]:
     return [p.stat().st_size for p in sorted(root.glob("data/*/*.safetensors"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kinds(kind: str, tmp_path: Path) -> None:
     # Case 83: replicated and sharded state, with Adam's; then each loaded as the other.
@@ -39,6 +40,7 @@ def test_state_saved_by_eight_ranks_loads_bit_identical_on_other_numbers_and_kin
         assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
 
 
+@pytest.mark.long
 def test_state_that_tensor_parallelism_has_cut_is_written_once_by_all_replicas_and_loads_elsewhere(
     tmp_path: Path,
 ) -> None:
@@ -52,6 +54,7 @@ def test_state_that_tensor_parallelism_has_cut_is_written_once_by_all_replicas_a
         assert {(r["step"], r["digest"]) for r in world} == {(3, saved[0]["digest"])}, len(world)
 
 
+@pytest.mark.long
 def test_world_that_only_looks_has_the_same_state_and_leaves_no_trace(tmp_path: Path) -> None:
     root = tmp_path / "store"
     (saved,) = run(tmp_path / "out", f"save:2:{root}:kind=fsdp")
@@ -61,12 +64,14 @@ def test_world_that_only_looks_has_the_same_state_and_leaves_no_trace(tmp_path: 
     assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
 
 
+@pytest.mark.long_but("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_of_one_row_and_empty_ones_come_back(ranks: int, tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"thin:{ranks}:{tmp_path / 'store'}")
     assert world == [{"same": True}] * ranks
 
 
+@pytest.mark.long
 def test_rank_that_waits_for_ranks_which_do_not_call_says_so(tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"left_out:2:{tmp_path / 'store'}")
     assert world[0]["told"] == [
@@ -75,11 +80,13 @@ def test_rank_that_waits_for_ranks_which_do_not_call_says_so(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.long
 def test_every_save_of_ranks_that_are_faster_than_the_store_is_committed(tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"hurried:2:{tmp_path / 'store'}")
     assert world == [{"steps": list(range(8, 0, -1))}] * 2
 
 
+@pytest.mark.long_but("weights")
 @pytest.mark.parametrize("what", ["value", "generator", "weights", "expert", "missing"])
 def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(what: str, tmp_path: Path) -> None:
     (world,) = run(tmp_path / "out", f"differ:2:{tmp_path / 'store'}:what={what}")
@@ -91,6 +98,7 @@ def test_state_that_is_each_ranks_own_is_refused_by_name_and_never_committed(wha
     assert first["latest"] == second["latest"] == 1
 
 
+@pytest.mark.long
 def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tmp_path: Path) -> None:
     root = tmp_path / "store"
     worlds = [f"load:{n}:{root}:kind=ddp:far=yes" for n in (1, 2, 4)]
@@ -102,6 +110,7 @@ def test_replicated_state_is_read_once_by_the_world_and_not_once_by_each_rank(tm
         assert max(read) <= stored / len(read) + 2 * 4096, "even but for a chunk"
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_page_cache_each_read_all_of_a_replicated_state(tmp_path: Path) -> None:
     root = tmp_path / "store"
     saved, loaded = run(tmp_path / "out", f"save:2:{root}:kind=ddp", f"load:3:{root}:kind=ddp")
@@ -109,6 +118,7 @@ def test_ranks_that_share_a_page_cache_each_read_all_of_a_replicated_state(tmp_p
     assert {r["digest"] for r in loaded} == {saved[0]["digest"]}
 
 
+@pytest.mark.long
 def test_sharded_state_is_read_by_those_who_need_it(tmp_path: Path) -> None:
     root = tmp_path / "store"
     worlds = run(tmp_path / "out", f"save:4:{root}:kind=fsdp", *[f"load:{n}:{root}:kind=fsdp" for n in (2, 4)])
@@ -117,6 +127,7 @@ def test_sharded_state_is_read_by_those_who_need_it(tmp_path: Path) -> None:
         assert max(r["read"] for r in world) < 1.7 * stored / len(world), "its own part, and chunks on the borders"
 
 
+@pytest.mark.long_but("ddp")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_restored_training_goes_on_bit_identical(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "store"
@@ -124,6 +135,7 @@ def test_restored_training_goes_on_bit_identical(kind: str, tmp_path: Path) -> N
     assert [r["same"] for r in world] == [True, True]
 
 
+@pytest.mark.long
 def test_tensors_of_every_placement_move_between_meshes(tmp_path: Path) -> None:
     # Rows, columns, both, HSDP (replicas of shards), the same axis twice, all of it everywhere; f32 and bf16.
     root = tmp_path / "store"
@@ -135,6 +147,7 @@ def test_tensors_of_every_placement_move_between_meshes(tmp_path: Path) -> None:
         assert {(r["step"], r["digest"], r["sharded"]) for r in world} == {(1, saved[0]["digest"], True)}
 
 
+@pytest.mark.long
 def test_axes_that_do_not_divide_under_fsdp_over_tensor_parallelism_come_back_at_any_size(tmp_path: Path) -> None:
     # Of 7 rows over 3 x 2 ranks torch's own plan gives the last row to another rank than FSDP2 does.
     root = tmp_path / "store"
@@ -147,6 +160,7 @@ def test_axes_that_do_not_divide_under_fsdp_over_tensor_parallelism_come_back_at
     assert six == [{"step": 1, "same": True}] * 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["flip", "delete", "swap"])
 def test_damage_to_any_ranks_shard_falls_back_one_commit_on_every_rank_and_names_the_file(
     damage: str, tmp_path: Path
@@ -177,6 +191,7 @@ def test_damage_to_any_ranks_shard_falls_back_one_commit_on_every_rank_and_names
         assert any(name in text for r in world for text in r["told"]), (name, world)
 
 
+@pytest.mark.long
 def test_ranks_that_want_different_things_each_read_their_own(tmp_path: Path) -> None:
     root = tmp_path / "store"
     *_, world = run(tmp_path / "out", f"steps:2:{root}:last=1", f"restore:2:{root}:odd=less")
@@ -185,6 +200,7 @@ def test_ranks_that_want_different_things_each_read_their_own(tmp_path: Path) ->
     assert world[1]["read"] == 0
 
 
+@pytest.mark.long
 def test_state_that_does_not_fit_on_one_rank_stops_them_all(tmp_path: Path) -> None:
     root = tmp_path / "store"
     *_, world = run(tmp_path / "out", f"steps:2:{root}:last=1", f"restore:2:{root}:odd=more")
@@ -201,12 +217,14 @@ def test_parameter_that_diverged_on_one_rank_makes_no_commit(tmp_path: Path) -> 
     assert [json.loads(p.read_text().splitlines()[0]).get("step") for p in sorted(root.glob("log/*"))][:2] == [None, 1]
 
 
+@pytest.mark.long
 def test_sharded_parameters_that_change_during_the_write_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     # Case 82; a hash of the logical state proves it.
     (world,) = run(tmp_path / "out", f"mutate:2:{tmp_path / 'store'}")
     assert [(r["same"], r["changed"]) for r in world] == [(True, True)] * 2
 
 
+@pytest.mark.long
 def test_folder_that_ranks_do_not_share_is_named_before_the_first_step(tmp_path: Path) -> None:
     # A path on each node's own disk. One of them holds a log of its own, with a record of the same number.
     root = tmp_path / "store"
@@ -220,6 +238,7 @@ def test_folder_that_ranks_do_not_share_is_named_before_the_first_step(tmp_path:
     assert one == [{}, {}, {}]
 
 
+@pytest.mark.long
 def test_sharded_state_of_an_optimizer_goes_by_names_where_the_order_changed(tmp_path: Path) -> None:
     worlds = run(tmp_path / "out", *(f"permuted:2:{tmp_path / kind}:kind={kind}" for kind in ("fsdp", "ddp")))
     assert [r["same"] for world in worlds for r in world] == [[True, True]] * 4

@@ -78,7 +78,6 @@ def test_owner_deleted_takes_its_dependents(control_plane: ControlPlane, namespa
     until(lambda: not exists(control_plane, f"/api/v1/namespaces/{namespace}/pods/child"), "garbage collection")
 
 
-@pytest.mark.turns(3)
 def test_token_bound_to_a_pod_ends_with_the_pod(control_plane: ControlPlane, namespace: str) -> None:
     uid = create(control_plane, pod(namespace, "bearer"))["metadata"]["uid"]
     issued = control_plane.kubectl(
@@ -146,6 +145,7 @@ def test_admission_policy_bound_refuses_what_its_expression_forbids(
         control_plane.kubectl("delete", "validatingadmissionpolicybinding,validatingadmissionpolicy", name)
 
 
+@pytest.mark.long
 def test_api_server_killed_and_started_keeps_what_was_stored(control_plane: ControlPlane, namespace: str) -> None:
     made = create(control_plane, pod(namespace, "kept"))
     control_plane.stop_apiserver()
@@ -156,6 +156,7 @@ def test_api_server_killed_and_started_keeps_what_was_stored(control_plane: Cont
     assert stored["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
 
 
+@pytest.mark.long
 def test_api_server_paused_keeps_requests_waiting_until_it_goes_on(control_plane: ControlPlane) -> None:
     control_plane.pause_apiserver()
     try:

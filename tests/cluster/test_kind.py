@@ -206,6 +206,7 @@ def test_image_comes_although_a_node_loses_a_layer_meanwhile(
     assert [missing(image, node) for node in kind_cluster.nodes()] == [None] * len(asked)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_worker_node_killed_loses_its_pods_in_seconds_and_comes_back(
     kind_cluster: Cluster, namespace: str, hello: dict[str, str]

@@ -48,6 +48,7 @@ def test_a_name_that_is_not_there_is_refused_with_what_to_write(name: str) -> No
         getattr(hvd, name)
 
 
+@pytest.mark.long
 def test_a_script_finds_everstep_under_the_name_of_horovod(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -64,7 +65,7 @@ def test_a_script_finds_everstep_under_the_name_of_horovod(tmp_path: Path) -> No
     assert done.stdout.endswith("True\n")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_a_process_that_multiprocessing_starts_anew_imports_the_script_too(tmp_path: Path) -> None:
     """As DataLoader's workers do with `multiprocessing_context="spawn"`, and with Python 3.14 in any case."""
     (tmp_path / "script.py").write_text(

@@ -80,6 +80,7 @@ def distributed(**options: Any) -> Callable[[], torch.Tensor]:
     return body
 
 
+@pytest.mark.long_but("predivide")
 @pytest.mark.parametrize(
     ("options", "close"),
     [({}, 1e-12), ({"gradient_predivide_factor": 2.0}, 1e-12), ({"op": hvd.Sum}, 1e-12),

@@ -227,6 +227,7 @@ async def test_two_controllers_are_refused(world: World) -> None:
     assert {cause.field for cause in caught.value.causes} == {"metadata.ownerReferences"}
 
 
+@pytest.mark.long
 async def test_namespace_goes_with_all_that_is_in_it(world: World) -> None:
     place = await world.new_namespace()
     await world.client.create(CONFIGMAPS, place, configmap("c"))

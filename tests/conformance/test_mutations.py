@@ -76,6 +76,7 @@ def test_suite_passes_as_it_is_and_is_large() -> None:
     assert _first_failure() is None
 
 
+@pytest.mark.long_but("generation_counts_status_writes")
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mistake_makes_the_suite_fail(mutation: str) -> None:
     with MUTATIONS[mutation]():

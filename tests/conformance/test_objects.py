@@ -62,6 +62,7 @@ async def test_namespace_that_does_not_exist_is_not_found(world: World) -> None:
     assert (await world.client.list(PODS, "nowhere")).items == ()
 
 
+@pytest.mark.long
 async def test_terminating_namespace_refuses_what_is_new(world: World) -> None:
     holds = {**configmap("holds"), "metadata": {"name": "holds", "finalizers": ["everstep.dev/test"]}}
     await world.client.create(CONFIGMAPS, world.namespace, holds)

@@ -13,7 +13,7 @@ SEEDS = range(8)
 LENGTH = 150
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("4")
 @pytest.mark.apiserver
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_random_requests_have_the_same_answers_in_both_worlds(crd: Any, seed: int) -> None:

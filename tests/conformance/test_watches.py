@@ -125,6 +125,7 @@ async def test_recreated_object_is_deleted_and_added(world: World) -> None:
     assert uids == [old.metadata.uid, new.metadata.uid]
 
 
+@pytest.mark.long
 async def test_watch_ends_by_itself_after_a_bookmark_at_the_newest_version(world: World) -> None:
     for number in range(4):  # an API server does not promise it, and with few processors does not always send one
         async with world.watching(CONFIGMAPS, timeout_seconds=6) as watcher:
@@ -140,6 +141,7 @@ async def test_watch_ends_by_itself_after_a_bookmark_at_the_newest_version(world
     assert int(last.resource_version) >= int(made.metadata.resource_version)
 
 
+@pytest.mark.long
 async def test_watch_resumed_at_its_bookmark_misses_nothing_and_repeats_nothing(world: World) -> None:
     async with world.watching(CONFIGMAPS, timeout_seconds=6) as watcher:
         await world.client.create(CONFIGMAPS, world.namespace, configmap("a"))
@@ -156,6 +158,7 @@ async def test_watch_from_a_forgotten_version_is_gone(world: World) -> None:
     assert caught.value.status == 410
 
 
+@pytest.mark.long_but("apiserver")
 async def test_two_watches_are_told_the_same(world: World) -> None:
     async with world.watching(PODS) as one, world.watching(PODS) as two:
         await world.client.create(PODS, world.namespace, pod("w"))

@@ -182,6 +182,7 @@ def test_workers_read_the_same_and_this_process_opens_nothing_then(workers: int,
     assert not any(differ(found[i], plain[i]) for i in plain)
 
 
+@pytest.mark.long_but("False")
 @pytest.mark.parametrize("begun", [False, True])
 def test_reading_disturbs_no_worker_that_reads_from_the_same_open_file(begun: bool, tmp_path: Path) -> None:
     """A file that the dataset opened before its one worker was forked has one position for all processes."""

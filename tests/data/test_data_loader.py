@@ -67,7 +67,7 @@ def close(loaders: list[ElasticLoader]) -> None:
 # Failures 85 and 86: kills and resizes with real workers that have prefetched.
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("13")
 @pytest.mark.parametrize("number", range(24))
 def test_85_86_kills_and_resizes_with_workers_and_prefetch_use_each_sample_once(number: int) -> None:
     """One epoch; a kill drops the loaders with all they have prefetched and goes back to the last commit."""
@@ -313,6 +313,7 @@ def test_world_comes_from_torchruns_environment_where_nothing_else_says_it(monke
 # Workers: how they start, how they fail, how they end.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked_read_the_same(context: str) -> None:
     # A list: a started process cannot import the test module's own classes.
@@ -356,6 +357,7 @@ def test_sample_that_cannot_be_read_is_named_and_nothing_is_skipped(workers: int
     loader.close()
 
 
+@pytest.mark.long
 def test_killed_worker_is_an_error_and_the_loop_can_go_on_with_new_ones() -> None:
     loader = ElasticLoader(Numbers(60), global_batch=5, num_workers=1, prefetch_factor=1)
     loop = iter(loader)

@@ -114,6 +114,7 @@ def test_any_item_is_equally_likely_at_any_position(n: int) -> None:
     assert abs(deviations(float(((counts - expected) ** 2 / expected).sum()), (n - 1) ** 2)) < 5
 
 
+@pytest.mark.long_but("512")
 @pytest.mark.parametrize("n", [100, 257, 512, 600])
 def test_inversions_fixed_points_and_neighbours_are_those_of_a_random_order(n: int) -> None:
     draws = 1000

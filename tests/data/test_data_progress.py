@@ -136,6 +136,7 @@ def run_sequence(number: int) -> None:
         assert len(set(setup.order(epoch))) == len(setup.order(epoch))
 
 
+@pytest.mark.long_but("0")
 @pytest.mark.parametrize("tenth", range(10))
 def test_85_a_thousand_random_kills_and_resizes_use_each_sample_once_in_one_order(tenth: int) -> None:
     given = os.environ.get("EVERSTEP_DATA_SEED")

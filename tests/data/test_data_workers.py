@@ -52,7 +52,6 @@ def wait_for(condition: object, seconds: float, what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("context", "thread"), [("fork", "main"), ("fork", "thread"), ("spawn", "main"), ("forkserver", "main")]
 )

@@ -72,7 +72,7 @@ def loader(kind: str, **options: Any) -> ElasticLoader:
     return ElasticLoader(Stream(SOURCES[kind](), N, every=32), global_batch=14, collate_fn=ids, **options)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("plain")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_sample_once_in_one_order_at_any_world_size_and_from_any_position(kind: str) -> None:
     both = loader(kind)

@@ -17,16 +17,16 @@ LIMIT = 1500  # seconds; a job trains for five minutes, and is broken several ti
 PREFIX = "digits/"  # of the example's checkpoint URL
 
 
+@pytest.mark.long
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.turns(4)
 @pytest.mark.timeout(LIMIT + 300)
 @pytest.mark.parametrize(
     ("page", "said"),
     [
         ("docs/tutorial.md", "condition met"),
         # It waits for the end of a job that trains for five minutes.
-        pytest.param("README.md", "final step=3000", marks=pytest.mark.long),
+        ("README.md", "final step=3000"),
     ],
 )
 def test_cluster_commands_of_a_document_end_well_as_they_stand_there(page: str, said: str, installed: Cluster) -> None:

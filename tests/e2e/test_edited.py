@@ -42,10 +42,10 @@ def variables(pod: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.parametrize("backend", ["everstep", pytest.param("c10d", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["everstep", "c10d"])
 def test_job_suspended_edited_and_resumed_without_an_operator_runs_one_program(
     backend: str, new_job: Callable[..., Job]
 ) -> None:

@@ -16,7 +16,7 @@ from support.e2e.driver import Job
 from support.scenarios.player import wait_for
 from testcluster import programs
 
-pytestmark = [pytest.mark.kind, pytest.mark.turns(2)]
+pytestmark = pytest.mark.kind
 
 
 def trains(job: Job, size: int, after: int) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def expect_instruments(job: Job) -> None:
         assert job.cluster.s3.client().get_object(Bucket=bucket, Key=key)["ContentLength"] > 1000
 
 
+@pytest.mark.long
 def test_pods_deleted_by_force_are_replaced_one_at_a_time_and_the_others_keep_their_processes(
     new_job: Callable[..., Job],
 ) -> None:

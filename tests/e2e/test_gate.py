@@ -100,9 +100,9 @@ def kill_mid_save(job: Job, node: str) -> str:
     pytest.fail(f"no save was under way at any of {MOMENTS} moments: the workload no longer saves all the time")
 
 
+@pytest.mark.long_but("worker 0")
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("script", "together"), [("digits", False), ("ledger", True)], ids=["worker 0", "all workers, of the session"]
 )

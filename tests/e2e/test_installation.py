@@ -14,13 +14,13 @@ PAUSE = 0.05
 REST = 120.0  # seconds of training for the installation, a lost process, and a machine that does much else
 
 
+@pytest.mark.long
 @pytest.mark.kind
 @pytest.mark.alone
-@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     # Both are longer than every lease and every patience of a call; the second is as long as it takes by hand.
     ("script", "launcher", "away"),
-    [("ledger", "everstep-run", 30.0), pytest.param("digits", "torchrun", 90.0, marks=pytest.mark.long)],
+    [("ledger", "everstep-run", 30.0), ("digits", "torchrun", 90.0)],
 )
 def test_chart_uninstalled_and_installed_under_a_running_job_ends_no_worker_and_charges_nothing(
     new_job: Callable[..., Job], script: str, launcher: str, away: float

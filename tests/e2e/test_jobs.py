@@ -14,7 +14,7 @@ from support.scenarios.player import wait_for
 pytestmark = pytest.mark.kind
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[..., Job]) -> None:
     first, second = new_job(), new_job()
     assert first.name == second.name
@@ -31,7 +31,7 @@ def test_two_jobs_of_one_name_disturbed_apart_do_not_meet(new_job: Callable[...,
     second.expect_restarts("total", 0)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("no program")
 @pytest.mark.parametrize(
     ("backend", "command", "words"),
     [
@@ -66,7 +66,7 @@ def test_program_that_is_not_there_ends_the_job_with_its_words(
     assert words in job.kubectl("describe", "tjob", job.name)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_running_job_deleted_leaves_nothing_behind(new_job: Callable[..., Job]) -> None:
     job = new_job()
     job.apply(workers=2, steps=2000, pause=0.05, every=20)
@@ -87,7 +87,7 @@ def test_running_job_deleted_leaves_nothing_behind(new_job: Callable[..., Job]) 
     again.expect_samples()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_kubectl_get_and_describe_read_as_designed(new_job: Callable[..., Job]) -> None:
     job = new_job(name=f"look-{secrets.token_hex(2)}")
     job.apply(workers=2, steps=300, pause=0.05, every=20)

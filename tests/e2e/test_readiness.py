@@ -19,6 +19,7 @@ def is_ready(conditions: list[dict[str, Any]]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
+@pytest.mark.long
 def test_c10d_job_is_ready_when_its_last_worker_has_joined(new_job: Callable[..., Job]) -> None:
     job = new_job()
     manifest = job.elastic(steps=200, pause=0.05)

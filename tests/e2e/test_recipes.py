@@ -73,9 +73,9 @@ def ended(job: Job, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
     return Ended(commit.step, commit.state, "", folder)
 
 
+@pytest.mark.long
 @pytest.mark.kind
-@pytest.mark.turns(4)
-@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("name", [*RECIPES, *LONG])
 def test_recipe_with_a_killed_pod_ends_with_the_bits_of_an_undisturbed_run(
     name: str, new_job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,16 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from support.e2e.driver import Job, takes_from_others
-from support.scenarios.rows import ON_THE_CLUSTER, ROWS, Row
+from support.scenarios.rows import ROWS, Row
 
 
 def marks(row: Row) -> list[pytest.MarkDecorator]:
-    alone = [pytest.mark.alone] if takes_from_others(row.text()) else []
-    return alone if row in ON_THE_CLUSTER else [*alone, pytest.mark.long]
+    return [pytest.mark.alone] if takes_from_others(row.text()) else []
 
 
+@pytest.mark.long
 @pytest.mark.kind
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=marks(row)) for row in ROWS])
 def test_job_restarted_as_a_whole_ends_as_if_undisturbed(row: Row, new_job: Callable[..., Job]) -> None:
     new_job().play(row.text())

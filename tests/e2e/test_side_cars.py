@@ -24,7 +24,7 @@ def container_named(pod: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["everstep", "c10d"])
 def test_side_cars_neither_keep_a_job_alive_nor_fail_it(new_job: Callable[..., Job], backend: str) -> None:
     """A plain side-car that never ends, one that fails while the worker trains, and a native one; a worker fails."""
@@ -60,7 +60,7 @@ def test_side_cars_neither_keep_a_job_alive_nor_fail_it(new_job: Callable[..., J
     wait_for("the pods are gone", lambda: job.pods() == [], 60)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long_but("c10d")
 @pytest.mark.parametrize("backend", ["everstep", "c10d"])
 def test_exit_0_because_of_an_eviction_or_a_suspension_is_no_success(new_job: Callable[..., Job], backend: str) -> None:
     job = new_job()

@@ -1,9 +1,8 @@
 """The lanes of tests: `lanes.py LANE…` runs them one after another, and ends with the tests that had to be repeated.
 
 A lane that fails is the last one that runs. What the lanes need is built beside the first ones (`background.py`); a
-lane waits for what it needs itself. What its tests start is made sure of first (`testcluster/packages.py`). Of the
-tests that take turns (`turns.py`), those of the present commit run; with `--whole` all of them do, and a lane that
-fails does not end the run.
+lane waits for what it needs itself. What its tests start is made sure of first (`testcluster/packages.py`). With
+`--whole` a lane that fails does not end the run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from support import ROOT
 from support.lanes import durations, ledger, results
 from support.lanes.background import Background
 from support.lanes.repeats import Outcome, Repeated, play, report
-from support.lanes.turns import TURN, of_commit
 from testcluster import builds, packages
 from testcluster.proc import ClusterError
 
@@ -57,7 +55,7 @@ class Lane:
 SLOWEST = 15  # tests whose seconds are told at the end of a lane: what has to leave when it takes too long
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 BY_TEST = ("--dist", "worksteal")
-SERVERS = ("control plane", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite", "s3rver")
+SERVERS = ("control plane", "etcd", "helm", "versitygw", "fake-gcs-server", "azurite")
 NODES = ("helm", "versitygw", "node programs", "node file systems")
 OF_SERVERS = (
     "run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
@@ -66,16 +64,16 @@ OF_SERVERS = (
 # Fast ones first, so that a mistake shows within a minute; then those that need few builds, beside which the others'
 # builds run; then servers; then nodes.
 LANES = {
-    "unit": Lane(("unit",), (), 2, BY_FILE, 180),
-    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 480, ("etcd",)),
-    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 240, ("etcd",)),
-    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 1500, SERVERS),
-    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 720, NODES),
-    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 540, NODES),
+    "unit": Lane(("unit",), ("-m", "not long"), 2, BY_FILE, 120),
+    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 90, ("etcd",)),
+    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 90, ("etcd",)),
+    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 375, SERVERS),
+    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 65, NODES),
+    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 160, NODES),
     # `make nightly` alone has it.
     "long": Lane(
         ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS, "e2e"), ("-m", "long"), 1, (), WHOLE_LIMIT,
-        (*SERVERS, *NODES),
+        (*SERVERS, "s3rver", *NODES),
     ),
 }  # fmt: skip
 
@@ -141,9 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("lane", nargs="+", choices=sorted(LANES))
     parser.add_argument("--lint", action="store_true", help="`make lint` first, while the builds begin")
-    parser.add_argument(
-        "--whole", action="store_true", help="all turns at once; a lane that fails does not end the run"
-    )
+    parser.add_argument("--whole", action="store_true", help="a lane that fails does not end the run")
     parser.add_argument("--record", action="store_true", help=f"keep the tests' seconds in {durations.FILE.name}")
     parser.add_argument("--results", type=Path, help="a file for each test's outcome, seconds and commit, as JSON")
     return parser.parse_args()
@@ -177,11 +173,6 @@ def _end(run: Run, arguments: argparse.Namespace) -> int:
 def main() -> int:
     arguments = _arguments()
     os.chdir(ROOT)  # the names of tests count from here
-    if arguments.whole:
-        os.environ.pop(TURN, None)
-    else:
-        turn = os.environ.setdefault(TURN, str(of_commit(ROOT)))
-        _say(f"of tests that take turns, those of {TURN}={turn}\n")
     run = Run(ledger.commit_of(ROOT))
     background = Background(_needed(arguments.lane), STATE)
     try:

@@ -90,6 +90,7 @@ def without_checkout(unpacked: Path, *arguments: str) -> subprocess.CompletedPro
     return call(sys.executable, "-S", *arguments, PYTHONPATH=path)
 
 
+@pytest.mark.long
 def test_operator_starts_from_its_own_wheel_and_the_librarys(unpacked: Path) -> None:
     told = without_checkout(unpacked, "-m", "everstep_operator.main", "--version")
     assert (told.returncode, told.stdout) == (0, f"everstep-operator {everstep.__version__}\n"), told.stderr

@@ -67,6 +67,7 @@ def tokens(folder: Path) -> int:
     return sum(files.count("token") for _, _, files in os.walk(folder))
 
 
+@pytest.mark.long_but("9")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_survives_a_kubelet_that_dies(number: signal.Signals, tmp_path: Path) -> None:
     kubelet = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], start_new_session=True)

@@ -141,6 +141,7 @@ async def test_forced_deletion_kills_at_once(machine: Start) -> None:
     assert await m.pod("forced") is None
 
 
+@pytest.mark.long
 async def test_node_switched_off_while_a_pod_ends_leaves_nothing_of_it(tmp_path: Path) -> None:
     before = kubelet_world.remains(tmp_path)
     for turns in range(30):  # of the event loop, between the end of the processes and the node's

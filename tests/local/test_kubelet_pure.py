@@ -225,6 +225,7 @@ def test_log_gives_back_what_was_written_to_it(tmp_path: Path) -> None:
     assert long in texts["stdout"]
 
 
+@pytest.mark.long
 def test_tail_is_found_across_a_rotation(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = Log(str(path), limit=10**6)

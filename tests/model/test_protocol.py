@@ -27,13 +27,13 @@ def holds(report: Report) -> None:
     assert report.violation is None, report.describe()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(("indices", "rounds", "faults"), [(1, 2, 2), (1, 3, 1), (2, 2, 1)])
 def test_operators_on_stale_caches_keep_one_owner_a_round(indices: int, rounds: int, faults: int) -> None:
     holds(explore(ClusterModel(indices=indices, rounds=rounds, faults=faults), LIMIT))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("claims", "saves", "faults"),
     [
@@ -48,7 +48,7 @@ def test_writers_that_each_believe_to_be_alone_keep_one_line_of_commits(
     holds(explore(LogModel(claims=claims, saves=saves, faults=faults), LIMIT))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("claims0-1-2-earlier release")
 @pytest.mark.parametrize("copies", [True, False], ids=["copies", "earlier release"])
 @pytest.mark.parametrize(
     ("claims", "saves", "faults"), [((OLD, NEW), 1, 2), ((OLD, OTHER), 1, 2), ((OLD, OLD, NEW), 1, 1)]
@@ -83,7 +83,7 @@ def test_rule_for_damaged_records_switched_off_breaks_an_invariant(rule: LogRule
     assert found in report.violation, report.describe()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("1-1")
 @pytest.mark.parametrize(("rounds", "faults"), [(2, 0), (1, 1), (2, 1)])
 def test_pods_and_writers_together_keep_state_whole_and_in_one_line(rounds: int, faults: int) -> None:
     holds(explore(WholeModel(rounds=rounds, faults=faults), LIMIT))
@@ -99,6 +99,7 @@ def test_cluster_without_further_faults_brings_up_a_whole_round_from_every_state
     holds(explore(model, LIMIT, stuck))
 
 
+@pytest.mark.long_but("claims2-1-newcomer2")
 @pytest.mark.parametrize(
     ("claims", "saves", "newcomer"),
     [
@@ -160,6 +161,7 @@ LOG_NEEDS = {
 }
 
 
+@pytest.mark.long_but("NEWER_OPEN_FENCES")
 @pytest.mark.parametrize("rule", list(LOG_NEEDS), ids=lambda r: r.name)
 def test_log_rule_switched_off_breaks_an_invariant(rule: LogRule) -> None:
     claims = (OLD, NEW, OTHER) if rule is LogRule.JOB_ORDER else (OLD, NEW)
@@ -191,7 +193,7 @@ def test_same_model_explored_twice_gives_the_same_trace() -> None:
     assert explore(LogModel(off), LIMIT) == explore(LogModel(off), LIMIT)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("2-2-2-2-ETCD")
 @pytest.mark.parametrize("counted", list(Counted), ids=lambda c: c.name)
 @pytest.mark.parametrize(
     ("processes", "formed", "steps", "faults"), [(2, 3, 1, 1), (3, 2, 1, 1), (2, 2, 2, 2), (2, 3, 2, 0)]
@@ -203,6 +205,7 @@ def test_worlds_that_form_in_living_processes_open_the_log_in_their_order(
     holds(explore(model, LIMIT))
 
 
+@pytest.mark.long_but("OPERATOR-all cut off")
 @pytest.mark.parametrize("lost", [True, False], ids=["all lost", "all cut off"])
 @pytest.mark.parametrize("counted", list(Counted), ids=lambda c: c.name)
 def test_job_goes_on_from_every_state_in_a_new_world(counted: Counted, lost: bool) -> None:
@@ -210,7 +213,7 @@ def test_job_goes_on_from_every_state_in_a_new_world(counted: Counted, lost: boo
     holds(explore(model, LIMIT, lambda s: worlds.goes_on(model, s, lost=lost)))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("NEW_RENDEZVOUS_NEW_OWNER-ETCD-")
 @pytest.mark.parametrize(
     ("rule", "counted", "found"),
     [

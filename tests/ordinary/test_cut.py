@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cut")
 
 
-@pytest.mark.turns(3)
-@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.long) for kill in MORE)])
+@pytest.mark.long
+@pytest.mark.parametrize("kill", [*KILLS, *MORE])
 def test_rank_killed_is_replaced_and_the_run_ends_with_the_undisturbed_bits(
     kill: str, tmp_path: Path, folder: Path
 ) -> None:
@@ -40,7 +40,7 @@ def test_rank_killed_is_replaced_and_the_run_ends_with_the_undisturbed_bits(
     assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("kill", ["1@5:gradients", "1@5:optimizer"])
 def test_script_with_an_evaluation_ends_with_the_undisturbed_bits(kill: str, tmp_path: Path, folder: Path) -> None:
     """Members that voted and lost the answer, and a new one, meet about the evaluations too when a round begins."""
@@ -55,10 +55,8 @@ def test_script_with_an_evaluation_ends_with_the_undisturbed_bits(kill: str, tmp
     assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
 
 
-@pytest.mark.turns(3)
-@pytest.mark.parametrize(
-    "kill", ["0@5:backward", pytest.param("1@5:gradients", marks=pytest.mark.long), "3@5:optimizer"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kill", ["0@5:backward", "1@5:gradients", "3@5:optimizer"])
 def test_sequence_parallel_script_with_groups_of_its_own_ends_with_the_undisturbed_bits(
     kill: str, tmp_path: Path, folder: Path
 ) -> None:
@@ -70,7 +68,7 @@ def test_sequence_parallel_script_with_groups_of_its_own_ends_with_the_undisturb
     assert len(list((tmp_path / "killed").glob("*.began"))) == SIZE + 1, "one process was replaced, and three went on"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("2@5:optimizer")
 @pytest.mark.parametrize("kill", ["0@5:backward", "2@5:optimizer"])
 def test_agent_of_each_replica_replaces_its_own_process(
     kill: str, tmp_path: Path, folder: Path, etcd_endpoint: str
@@ -87,7 +85,7 @@ def test_agent_of_each_replica_replaces_its_own_process(
     assert differences(found(tmp_path), undisturbed(folder, "tensor_parallel")) == ""
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_shard_that_nobody_holds_comes_from_the_commit_in_the_same_processes(tmp_path: Path, folder: Path) -> None:
     code, log = under_agent(tmp_path / "killed", SCRIPTS / "tensor_parallel.py", "1@6:backward", size=2)
     assert code == 0, log[-3000:]
@@ -96,7 +94,7 @@ def test_shard_that_nobody_holds_comes_from_the_commit_in_the_same_processes(tmp
     assert len(list((tmp_path / "killed").glob("*.began"))) == 2 + 1
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
@@ -109,6 +107,7 @@ def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path:
     assert differences(found(tmp_path), undisturbed(folder, name)) == ""
 
 
+@pytest.mark.long
 def test_run_computes_what_one_process_does(tmp_path: Path) -> None:
     # Without dropout, which draws for other rows. Batches of nine: replicas have five and four, with their weights.
     script = tmp_path / "script.py"
@@ -153,12 +152,10 @@ REFUSED = {
         "run.average_gradients",
     ),
 }  # fmt: skip
-ALWAYS = ("unaveraged", "unseeded", "buffers", "pipeline")  # the others in `make soak`: each starts four processes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in REFUSED]
-)
+@pytest.mark.long_but("unseeded")
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused_by_name(name: str, tmp_path: Path) -> None:
     old, new, said = REFUSED[name]
     script = tmp_path / "script.py"

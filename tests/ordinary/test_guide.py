@@ -36,13 +36,14 @@ def test_extras_that_the_guide_installs_are_there() -> None:
     assert set(line.split(",")) <= set(extras)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("Random seeds")
 @pytest.mark.parametrize("title", [*KILLS, *CONTRACT])
 def test_example_whose_rank_is_killed_ends_as_the_undisturbed_one(title: str, tmp_path: Path) -> None:
     (text,) = blocks(CONTRACT.get(title, GUIDE), title)
     check_kills(tmp_path, text, KILLS.get(title, ("0@5:backward", "6:optimizer")))
 
 
+@pytest.mark.long
 def test_early_stopping_stops_early_and_again_when_it_is_started_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     (text,) = blocks(GUIDE, "Early stopping")

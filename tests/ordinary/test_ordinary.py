@@ -85,7 +85,23 @@ def test_each_script_has_one_row() -> None:
     assert sorted(row.script for row in ROWS) == sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long_but(
+    "nothing_tracked-torchrun",
+    "unweighted_micro_batches-torchrun",
+    "iterable_dataset-torchrun",
+    "split_unseeded-torchrun",
+    "default_list-torchrun",
+    "recent_losses-torchrun",
+    "group_by_hand-everstep-run",
+    "powersgd-everstep-run",
+    "buffer_of_first_batch-everstep-run",
+    "losses_tracked-everstep-run",
+    "random_in_step-everstep-run",
+    "plateau-torchrun",
+    "batch_norm-torchrun",
+    "gan-torchrun",
+    "closure_by_eval-everstep-run",
+)
 @pytest.mark.parametrize(("row", "launcher"), list(cases()))
 def test_script_with_a_rank_killed_ends_as_undisturbed_or_is_refused(
     row: Row, launcher: str, etcd_endpoint: str, tmp_path: Path, undisturbed: Path

@@ -14,18 +14,14 @@ from support.ordinary.ordinary_rows import ROWS, Row
 
 pytestmark = pytest.mark.timeout(360)
 
-FEW = {"first_loss", "weight_by_eval_later"}  # in `make test` too
 # A run that ends of itself has to take more steps than a rehearsal needs.
 LONGER = {"until=12": "until=30", "waited >= 9": "waited >= 12"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(row, id=row.script, marks=[] if row.script in FEW else [pytest.mark.long])
-        for row in ROWS
-        if row.unseen
-    ],
+    [pytest.param(row, id=row.script) for row in ROWS if row.unseen],
 )
 def test_row_that_a_loss_makes_wrong_unseen_is_found_by_a_rehearsal(row: Row, tmp_path: Path) -> None:
     text, ends = row.path.read_text(), "early_stop" in row.script

@@ -36,7 +36,7 @@ def began(folder: Path) -> int:
     return len(list(folder.glob("*.began")))
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("own_scaled-1@5:backward")
 @pytest.mark.parametrize(
     ("name", "kill"),
     [
@@ -49,7 +49,7 @@ def began(folder: Path) -> int:
         (TORCHS, "0@5:gradients"),
         (TORCHS, "3@5:begin"),
         *(
-            pytest.param(name, kill, marks=pytest.mark.long)
+            (name, kill)
             for name in NAMES
             for kill in ("0@5:gradients", "1@5:optimizer", "1@5:tail", "2@5:between", "0+1@5:backward")
         ),
@@ -86,7 +86,7 @@ def test_rank_of_six_is_replaced_in_three_replicas_of_two_and_two_of_three(
     assert began(tmp_path / "killed") == 6 + 1, "what was killed was replaced, and the others went on"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_place_that_nobody_holds_comes_from_the_commit(name: str, tmp_path: Path, folder: Path) -> None:
     code, log = under_agent(tmp_path / "killed", SCRIPTS / f"{name}.py", "1@6:backward", size=2)
@@ -116,7 +116,7 @@ def end(job: Job) -> str:
     return log
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folder: Path, etcd_endpoint: str) -> None:
     with agents(tmp_path, etcd_endpoint, SCRIPTS / f"{STAGES}.py", "1@6:backward", "2") as job:
         job.start(2)
@@ -125,7 +125,7 @@ def test_process_of_another_agent_is_replaced_in_its_place(tmp_path: Path, folde
     assert differences(found(tmp_path), undisturbed(folder, STAGES, size=2)) == ""
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_path: Path, etcd_endpoint: str) -> None:
     # Of four agents the first and the last are lost: ranks 1 and 2 are ranks 0 and 1 then, and have built other places.
     script = tmp_path / "script.py"
@@ -148,7 +148,7 @@ def test_process_that_is_given_another_place_ends_and_a_new_one_builds_that(tmp_
     assert second["found"]["tracked model"]["0.weight"].shape == (16,)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, FOUR, SCALED, UNEVEN, TORCHS])
 def test_undisturbed_run_has_the_bits_of_one_under_torchrun(name: str, tmp_path: Path, folder: Path) -> None:
     parent_is_ready()
@@ -218,20 +218,10 @@ REFUSED = {
         r"model\.1\.up\) is trained by the tracked optimizer.*nothing that is tracked holds it",
     ),
 }  # fmt: skip
-ALWAYS = (
-    "unaveraged",
-    "half",
-    "ddp",
-    "names",
-    "scaled",
-    "shapes",
-    "type",
-)  # the others in `make soak`: each starts four processes
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.long) for case in REFUSED]
-)
+@pytest.mark.long_but("half")
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_right_is_refused_by_name(case: str, tmp_path: Path) -> None:
     name, old, new, said = REFUSED[case]
     script = tmp_path / "script.py"
@@ -243,7 +233,7 @@ def test_what_cannot_be_right_is_refused_by_name(case: str, tmp_path: Path) -> N
     assert re.search(f"LoopError: .*{said}", log), log[-3000:]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "kill"), [(SIZE, "1@5:backward"), (2, "1@6:backward")])
 def test_ddp_over_the_replicas_of_a_place_has_the_bits_of_averaging_by_hand(
     size: int, kill: str, tmp_path: Path, folder: Path

@@ -46,6 +46,7 @@ def test_script_as_it_was_trains_under_torchrun(name: str, tmp_path: Path) -> No
     assert (tmp_path / "snapshot.bin").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kills"), [("trainer", ("3:backward", "5:between", "9:backward")), ("gpt", ("3:backward", "6:gradients"))]
 )

@@ -45,6 +45,7 @@ with everstep.start("commits", every_steps=4) as run:
 ASKS = "if run.rank == 0: print(loss.item())"
 
 
+@pytest.mark.long_but("not asked")
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("asks", [ASKS, "pass"], ids=["asked", "not asked"])
 def test_new_process_that_is_not_compared_says_so_and_what_differs(asks: str, tmp_path: Path) -> None:

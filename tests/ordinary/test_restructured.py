@@ -59,14 +59,14 @@ def test_every_section_of_the_page_is_run() -> None:
     assert text.count("\nBefore:\n\n```python") == len(FOUND) == text.count("```python") / 2
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("Environments")
 @pytest.mark.parametrize("title", KILLS)
 def test_after_whose_rank_is_killed_ends_as_undisturbed(title: str, tmp_path: Path) -> None:
     _, text = blocks(PAGE, title)
     check_kills(tmp_path, text, KILLS[title])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_after_with_accelerate_whose_rank_is_killed_ends_as_undisturbed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     _, text = blocks(PAGE, ACCELERATE)

@@ -24,8 +24,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS)
 
 
-@pytest.mark.turns(6)
-@pytest.mark.parametrize("whom", ["one", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("whom", ["one", "all"])
 def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -> None:
     step = check_library_kill(NAME, tmp_path, calm, ARGUMENTS[1:], whom)
     record(NAME, "steps of the run in the job's status", step, "", expected=STEPS)

@@ -18,7 +18,7 @@ NAME = "activation_checkpointing"
 ARGUMENTS = ("--steps", "40", "--every-steps", "10")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shared: SharedRuns) -> None:
     check_kill(NAME, tmp_path, shared(NAME, ARGUMENTS, 2), ARGUMENTS, (12, 36), 2)
 

@@ -28,7 +28,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, 2, [OVERFLOW])
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (12, 28), 2, through=[OVERFLOW])
 

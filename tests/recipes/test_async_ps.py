@@ -19,7 +19,7 @@ BOUND, WORKERS = 3, 2
 OLDEST = (2 * BOUND + 1) * (WORKERS - 1)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_gradients_are_as_new_as_the_bound_says_and_kills_stop_nobody(tmp_path: Path) -> None:
     """The fast worker is killed, and replaced only after the server was killed too: until then the slow one goes on."""
     arguments = ("--steps", "150", "--every-steps", "5", "--bound", str(BOUND))
@@ -36,7 +36,7 @@ def test_gradients_are_as_new_as_the_bound_says_and_kills_stop_nobody(tmp_path: 
     assert second >= int(committed) > 0
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_killed_pods_cost_no_accuracy(tmp_path: Path) -> None:
     arguments = ("--steps", "600", "--every-steps", "50")
     calm, _ = played(NAME, tmp_path / "calm", arguments, 1 + WORKERS)

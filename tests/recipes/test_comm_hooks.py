@@ -33,7 +33,7 @@ def furthest(left: Ended, right: Ended) -> float:
     return max(float((one - other).abs().max()) for one, other in parts)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace_where_each_step_averages_the_rests(tmp_path: Path) -> None:
     """The new process then has all that the lost one had: it is given the state of the hook."""
     arguments = (*ARGUMENTS, "--average-every", "1")
@@ -66,6 +66,7 @@ def test_a_restore_changes_nothing(tmp_path: Path, method: str) -> None:
     assert changed == []
 
 
+@pytest.mark.long
 def test_fewer_bytes_have_the_accuracy_of_all(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     launched(tmp_path, 2, [PROGRAMS / "compressed.py", EXAMPLES / NAME, "240", found])

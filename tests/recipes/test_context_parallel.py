@@ -25,12 +25,13 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, (str(STEPS), "2"), 4, [NOTED])
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "8")
     check_kill(NAME, tmp_path, calm, arguments, (9, 18), 2)
 
 
+@pytest.mark.long
 def test_logits_and_gradients_are_those_of_whole_texts(calm: Ended) -> None:
     logits, gradients = check(calm, 2)
     record(NAME, "largest difference of a logit from the model of whole texts, 2 ranks", logits, "")

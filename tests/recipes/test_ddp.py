@@ -27,13 +27,13 @@ OPTIONS = {
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS)
     check_kill(NAME, tmp_path / "hit", calm, ARGUMENTS, (15, 45))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     one, three = (undisturbed(NAME, tmp_path / str(n), ("--steps", "1", "--dropout", "0"), processes=n) for n in (1, 3))
     alone, together = (e.state["optimizer"]["state"] for e in (one, three))
@@ -58,7 +58,6 @@ def test_gradients_over_an_epoch_are_those_of_one_process(tmp_path: Path, option
         torch.testing.assert_close(together[i]["exp_avg"], state["exp_avg"], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.turns(4)
 def test_gradients_travel_once_a_step(tmp_path: Path) -> None:
     through = [PROGRAMS / "bytes_averaged.py"]
     small = ("--steps", "4", "--bucket-mb", "0.03")

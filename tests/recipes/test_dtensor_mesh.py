@@ -24,15 +24,15 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, 4)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (9, 18), 2)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long_but("pixels-2")
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("pixels", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in [("classes", 2), ("none", 1)])],
+    [("pixels", 2), ("classes", 2), ("none", 1)],
 )
 def test_another_layout_has_the_same_results(tmp_path: Path, calm: Ended, layout: str, ranks: int) -> None:
     """Sums are made in another order, so the last bits may differ."""
@@ -45,7 +45,7 @@ def test_another_layout_has_the_same_results(tmp_path: Path, calm: Ended, layout
     assert furthest < 1e-5, layout
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_a_commit_of_one_layout_is_restored_in_another(tmp_path: Path, calm: Ended) -> None:
     """Bit by bit: two replicas with divided hidden units made it, and one replica with divided pixels goes on."""
     shutil.copytree(calm.folder / "commits", tmp_path / "commits")

@@ -22,7 +22,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, through=[PROGRAMS / "bytes_sent.py"])
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (8, 24))
 
@@ -38,7 +38,7 @@ def test_parameters_travel_once_a_period(calm: Ended) -> None:
     assert all(given == 30 * size and passes == 30 * 12 for given, passes in sent), sent
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_worker_leaves_between_two_periods(tmp_path: Path, calm: Ended) -> None:
     through = [PROGRAMS / "unhurried.py", Path("12:2")]
     left = disturbed(NAME, tmp_path, ARGUMENTS, at=["12:scale=2"], through=through, elastic="2:3")

@@ -22,13 +22,13 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, 2)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     """Also in the metrics of the evaluations, which are part of the state."""
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (12, 36), 2)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_a_worker_killed_in_an_evaluation_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     through = [PROGRAMS / "killed_evaluating.py", tmp_path / "killed"]
     hit = undisturbed(NAME, tmp_path, ARGUMENTS, 2, through)

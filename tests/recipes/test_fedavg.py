@@ -23,11 +23,12 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, through=[PROGRAMS / "bytes_sent.py"])
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (8, 24))
 
 
+@pytest.mark.long
 def test_parameters_travel_once_a_round(calm: Ended) -> None:
     size = sum(value.nbytes for value in calm.state["model"].values())
     sent = [(int(given), int(passes)) for given, passes in re.findall(r"sent (\d+) bytes for (\d+)", calm.output)]
@@ -39,7 +40,7 @@ def test_parameters_travel_once_a_round(calm: Ended) -> None:
     assert share < 1 / 10
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_worker_leaves_between_two_rounds(tmp_path: Path, calm: Ended) -> None:
     through = [PROGRAMS / "unhurried.py", Path("12:2")]
     left = disturbed(NAME, tmp_path, ARGUMENTS, at=["12:scale=2"], through=through, elastic="2:3")

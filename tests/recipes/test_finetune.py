@@ -41,12 +41,12 @@ def arguments(weights: Path) -> tuple[str, ...]:
     return ("--steps", "60", "--every-steps", "20", "--base", str(weights))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, weights: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, arguments(weights), (15, 45))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_frozen_weights_are_those_of_their_file(tmp_path: Path, weights: Path) -> None:
     through = [PROGRAMS / "finetune_base.py"]
     ended = undisturbed(NAME, tmp_path, (str(weights), "20"), 2, through)
@@ -58,7 +58,7 @@ def test_frozen_weights_are_those_of_their_file(tmp_path: Path, weights: Path) -
     assert trained(ended), "the adapters have learned nothing"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_other_frozen_weights_than_those_of_the_run_are_refused(tmp_path: Path, weights: Path, calm: Ended) -> None:
     other = load_file(weights)
     other["places.weight"][0, 0] += 1

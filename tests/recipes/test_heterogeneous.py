@@ -31,7 +31,7 @@ def furthest(left: Ended, right: Ended) -> float:
     return max(float((mine[name] - others[name]).abs().max()) for name in mine)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) -> None:
     """Shares follow measured times, so sums are made in another order. At all shares the gradient is the same."""
     hit = disturbed(NAME, tmp_path, (*STEPS, "--every-steps", "10"), 2, [kill(NAME, 8, 25, workers=2)])
@@ -40,7 +40,7 @@ def test_a_killed_worker_changes_rounding_alone(tmp_path: Path, alone: Ended) ->
     assert furthest(hit, alone) < 1e-4
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_unequal_ranks_end_a_step_together(tmp_path: Path, alone: Ended) -> None:
     mixed = undisturbed(NAME, tmp_path, STEPS, 2, [PROGRAMS / "slow_ranks.py"])
     record(NAME, "largest difference of a parameter of unequal ranks from one process", furthest(mixed, alone), "")
@@ -59,7 +59,7 @@ def backed_up(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return undisturbed(BACKUP, tmp_path_factory.mktemp("backed_up"), STEPS, 1)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_backup_worker_leaves_no_trace(tmp_path: Path, backed_up: Ended) -> None:
     hit = disturbed(BACKUP, tmp_path, (*STEPS, "--every-steps", "10"), 2, [kill(NAME, 8, 25, workers=2)])
     assert hit.status()["restarts"] == 1, hit.output
@@ -68,7 +68,7 @@ def test_a_killed_backup_worker_leaves_no_trace(tmp_path: Path, backed_up: Ended
     assert changed == []
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_the_slower_of_two_backup_workers_is_not_waited_for(tmp_path: Path, backed_up: Ended) -> None:
     mixed = undisturbed(BACKUP, tmp_path, STEPS, 2, [PROGRAMS / "slow_ranks.py"])
     assert furthest(mixed, backed_up) == 0, "the gradient of whoever was first is that of one process"

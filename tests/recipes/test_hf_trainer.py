@@ -23,7 +23,7 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 @pytest.mark.parametrize("whom", ["one", "all"])
 def test_killed_workers_leave_no_trace(tmp_path: Path, calm: Ended, whom: str) -> None:
     assert check_library_kill(NAME, tmp_path, calm, ARGUMENTS, whom, COMPARED) == STEPS

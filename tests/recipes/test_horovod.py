@@ -40,22 +40,18 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS, through=THROUGH, EVERSTEP_CHECKPOINT_EVERY_STEPS="5")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     check_kill(NAME, tmp_path, calm, ARGUMENTS, (5, 25))
 
 
 # In each moment a survivor's state is another: of the last commit, steps behind it, or of a commit that others lack.
 # With 4 batches for a commit the 17th step is in the second epoch, and the last commit, the third, in the first.
-SHORT = (4, "stepped:17:0", 3)
-LONG = [(4, "step:11:1", 2), (1, "step:12:1", 11), (1, "committed:9:2", 9), (1, "step:8:1,settling:2:0", 7),
-        (1, "step:8:0,settled:2:1", 7), (1, "finishing:1:2", 31)]  # fmt: skip
-MOMENTS = [
-    pytest.param(*SHORT, marks=pytest.mark.turns(4)),
-    *(pytest.param(*one, marks=pytest.mark.long) for one in LONG),
-]
+MOMENTS = [(4, "stepped:17:0", 3), (4, "step:11:1", 2), (1, "step:12:1", 11), (1, "committed:9:2", 9),
+           (1, "step:8:1,settling:2:0", 7), (1, "step:8:0,settled:2:1", 7), (1, "finishing:1:2", 31)]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batches", "moments", "commits"), MOMENTS)
 def test_survivors_keep_their_processes_and_all_go_on_from_the_last_commit(
     tmp_path: Path, shared: SharedRuns, batches: int, moments: str, commits: int
@@ -69,7 +65,7 @@ def test_survivors_keep_their_processes_and_all_go_on_from_the_last_commit(
     assert differences(calm, hit) == []
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_profile_measures_the_steps_of_each_rank_and_changes_none(tmp_path: Path, calm: Ended) -> None:
     seen = undisturbed(
         NAME, tmp_path, ARGUMENTS, through=(KILLED, Path("profile:6:0")), EVERSTEP_CHECKPOINT_EVERY_STEPS="5"
@@ -137,7 +133,6 @@ def plain(folder: Path, *through: str | Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.turns(4)
 def test_a_script_that_is_not_elastic_begins_again_from_its_own_file(tmp_path: Path) -> None:
     chance = random.Random(NAME)
     at, victim = chance.randint(20, 40), chance.randrange(3)

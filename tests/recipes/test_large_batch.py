@@ -18,8 +18,8 @@ ARGUMENTS = ("--steps", "30", "--every-steps", "10")
 WORKER, BATCH, RATE, WARM_UP = 32, 96, 0.01, 20  # of the script
 
 
-@pytest.mark.turns(6)
-@pytest.mark.parametrize("optimizer", ["lamb", pytest.param("lars", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["lamb", "lars"])
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, optimizer: str) -> None:
     arguments = (*ARGUMENTS, "--optimizer", optimizer)
     calm = undisturbed(NAME, tmp_path / "calm", arguments, 2)
@@ -27,7 +27,6 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, optimizer: str) -> None
     check_kill(NAME, tmp_path / "hit", calm, arguments, (8, 25), 2, figure=figure)
 
 
-@pytest.mark.turns(4)
 def test_the_rate_follows_each_resize(tmp_path: Path) -> None:
     """Of a run that is stopped, and continued by other numbers of workers."""
     for steps, workers in ((25, 3), (50, 2), (60, 4)):

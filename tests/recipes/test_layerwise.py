@@ -26,7 +26,6 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ("--steps", str(STEPS)), 4, [NOTED])
 
 
-@pytest.mark.turns(6)
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "8")
     check_kill(NAME, tmp_path, calm, arguments, (9, 18), 2)

@@ -17,13 +17,12 @@ NAME = "moe"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     calm = undisturbed(NAME, tmp_path / "calm", ARGUMENTS, processes=4)
     check_kill(NAME, tmp_path / "hit", calm, ARGUMENTS, (15, 40), 4)
 
 
-@pytest.mark.turns(4)
 def test_tokens_are_conserved(tmp_path: Path) -> None:
     """What a rank gives arrives, and comes back; without room at an expert less is given than there is."""
     script = PROGRAMS / "moe_tokens.py"
@@ -40,7 +39,7 @@ def test_tokens_are_conserved(tmp_path: Path) -> None:
     assert [r[1] for r in ranks] == [r[4] for r in ranks], "each rank gets back what it gave"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_experts_go_from_two_ranks_to_four(tmp_path: Path) -> None:
     """With room for every token, and no loss by replica, the division changes nothing but the order of sums."""
     room = ("--capacity", "8", "--balance", "0")

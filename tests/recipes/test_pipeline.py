@@ -18,8 +18,8 @@ NAME = "pipeline"
 ARGUMENTS = ("--steps", "60", "--every-steps", "20")
 
 
-@pytest.mark.turns(6)
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
     arguments = (*ARGUMENTS, "--schedule", schedule)
     calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=4)
@@ -28,10 +28,8 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path, schedule: str) -> None:
     check_kill(NAME, tmp_path / "hit", calm, arguments, (15, 40), 4, seed=seed, figure=figure, restarts=4)
 
 
-@pytest.mark.turns(4)
-@pytest.mark.parametrize(
-    "schedule", [*(pytest.param(s, marks=pytest.mark.long) for s in ("gpipe", "1f1b")), "interleaved"]
-)
+@pytest.mark.long_but("interleaved")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_the_loss_is_that_of_the_model_in_one_piece(tmp_path: Path, schedule: str) -> None:
     """By the parameters that twenty steps make of it."""
     whole = undisturbed(NAME, tmp_path / "whole", ("--steps", "20"), 1, [PROGRAMS / "whole_model.py"])
@@ -68,7 +66,7 @@ def _in_whole(name: str, place: int, schedule: str) -> str:
     return f"{index}.{rest}"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_a_rank_is_idle_as_long_as_the_schedule_says(tmp_path: Path) -> None:
     """(p - 1) / (m + p - 1) of a step, of p stages and m micro-batches: exactly, by the order of the passes. By the
     clock, a rank that comes later to a step than the other is idle for less of it; so the more idle one is held to its

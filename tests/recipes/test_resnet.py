@@ -28,8 +28,8 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ARGUMENTS)
 
 
-@pytest.mark.turns(6)
-@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("worker", [0, 1])
 def test_a_killed_worker_changes_no_parameter(tmp_path: Path, calm: Ended, worker: int) -> None:
     step = kill(NAME, 15, 50).partition(":")[0]
     curves = tmp_path / "curves"

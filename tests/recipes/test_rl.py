@@ -24,7 +24,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return played(NAME, tmp_path_factory.mktemp("calm"), ARGUMENTS, 2)[0]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_killed_processes_stop_nobody_else_and_leave_no_trace(tmp_path: Path, calm: Ended) -> None:
     """The rollout worker that was killed is replaced only after the learner was killed too: until then the learner
     trains with what the other worker makes."""
@@ -47,7 +47,7 @@ def test_killed_processes_stop_nobody_else_and_leave_no_trace(tmp_path: Path, ca
     assert again == 1, made
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_killed_pods_leave_no_trace(tmp_path: Path, calm: Ended) -> None:
     hit = disturbed(NAME, tmp_path, ARGUMENTS, through=[KILLED, Path(f"{PER}:{4 * PER}:5:0")], elastic="2:3")
     assert sorted(re.findall(r"WorkerLost: worker (\d)", hit.output)) == ["0", "1"], hit.output

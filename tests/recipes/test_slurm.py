@@ -48,7 +48,7 @@ def resumed(output: str) -> int:
     return stopped[0]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["requeue", "warn"])
 def test_a_killed_process_and_a_requeue_leave_no_trace(
     slurm: Slurm, shared: SharedRuns, tmp_path: Path, how: str

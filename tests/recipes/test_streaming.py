@@ -28,14 +28,14 @@ def arguments(shards: str, cache: Path) -> tuple[str, ...]:
     return ("--steps", str(steps), "--every-steps", "15", "--shards", f"file://{shards}", "--cache", str(cache))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, shards: str) -> None:
     asked = arguments(shards, tmp_path / "cache")
     calm = undisturbed(NAME, tmp_path / "calm", asked)
     check_kill(NAME, tmp_path / "hit", calm, asked, (10, 35))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_each_sample_comes_once_an_epoch_over_resizes(tmp_path: Path, shards: str) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()

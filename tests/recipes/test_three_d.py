@@ -23,13 +23,13 @@ def calm(shared: SharedRuns) -> Ended:
     return shared(NAME, ("--steps", str(STEPS)), 8)
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path, calm: Ended) -> None:
     arguments = ("--steps", str(STEPS), "--every-steps", "10")
     check_kill(NAME, tmp_path, calm, arguments, (6, 14), 4, restarts=4)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_parameters_are_those_of_the_model_in_one_piece(tmp_path: Path, calm: Ended) -> None:
     whole = undisturbed(NAME, tmp_path, ("--steps", str(STEPS)), 1, [PROGRAMS / "whole_model.py"])
     furthest = 0.0

@@ -19,7 +19,7 @@ ARGUMENTS = ("--steps", "50", "--every-steps", "20")
 SCRIPT = PROGRAMS / "zero_memory.py"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.long
 def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     """Of stage 1 with offload a step has the most to lose: whole gradients, of some of its micro-batches."""
     arguments = (*ARGUMENTS, "--stage", "1", "--offload")
@@ -28,7 +28,7 @@ def test_a_killed_worker_leaves_no_trace(tmp_path: Path) -> None:
     check_kill(NAME, tmp_path / "hit", calm, arguments, (15, 35), workers=4, figure=figure)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_a_killed_worker_of_torchs_own_stage_1_leaves_no_trace(tmp_path: Path) -> None:
     arguments = ("--steps", "30", "--every-steps", "10", "--stage", "1", "--optimizer", "zero_redundancy")
     calm = undisturbed(NAME, tmp_path / "calm", arguments, processes=2)
@@ -77,7 +77,7 @@ def check_torchs_own(sizes: list[dict[str, dict[str, int]]], whole: dict[str, in
         record(NAME, figure, most, "", expected=(2 + 2 / ranks) / 4)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.long
 def test_a_commit_goes_from_four_shards_to_two_to_three(tmp_path: Path) -> None:
     four = undisturbed(NAME, tmp_path, ("--steps", "3", "--shard", "4"), processes=4)
     launched(tmp_path, 2, [SCRIPT, tmp_path, "3", tmp_path / "commits"])

@@ -20,7 +20,7 @@ from support.recovery import bits_script, recovery_script
 from support.recovery.recovery_agents import LIMIT, Agents, Process
 from support.recovery.recovery_script import Wanted
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 
 Play = Callable[..., Agents]
 
@@ -34,9 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PARTS = ("parts", "unused")
 STEPS = 24
-# The late step has the three reducers that differ in it from the plain one; `plain` itself begins anew at either.
-LATE_PLAIN = pytest.param("plain", 12, marks=pytest.mark.long)
-CASES = [("plain", 1), LATE_PLAIN, ("views", 12), ("static", 12), ("parts", 1), ("unused", 12)]
+CASES = [("plain", 1), ("plain", 12), ("views", 12), ("static", 12), ("parts", 1), ("unused", 12)]
 
 
 def wanted(variant: str, **more: Any) -> Wanted:
@@ -74,6 +72,7 @@ def held(agents: Agents, step: int) -> None:
     agents.wait(lambda: all(len(agents.steps(p)) == step for p in agents.members), "a member does not train")
 
 
+@pytest.mark.long_but("views-12")
 @pytest.mark.parametrize(("variant", "step"), CASES)
 def test_process_replaced_at_a_fixed_size_leaves_the_bits_as_they_were(play: Play, variant: str, step: int) -> None:
     agents = begin(play, variant, hold_at=step)
@@ -89,6 +88,7 @@ def test_process_replaced_at_a_fixed_size_leaves_the_bits_as_they_were(play: Pla
     assert ended(agents) == undisturbed(play, variant)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "step"), CASES)
 def test_job_restored_after_a_loss_of_all_ends_with_the_bits_of_an_undisturbed_one(
     play: Play, variant: str, step: int, tmp_path: Path

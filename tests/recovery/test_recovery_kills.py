@@ -18,7 +18,7 @@ from support.recovery.recovery_agents import Agents, Process
 from support.recovery.recovery_script import Points, Wanted
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "6"))
-pytestmark = [pytest.mark.timeout(120 + 10 * KILLS), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(120 + 10 * KILLS)
 
 Play = Callable[..., Agents]
 
@@ -41,12 +41,13 @@ def resources(p: Process) -> tuple[int, int]:
     return tuple(len(os.listdir(f"/proc/{p.pid}/{name}")) for name in ("task", "fd"))  # type: ignore[return-value]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ddp",
     [
         pytest.param({}, id="plain"),
-        # The same deaths; what this reducer does differently, test_recovery_bits.py has each time at fixed steps.
-        pytest.param({"gradient_as_bucket_view": True, "static_graph": True}, id="static", marks=pytest.mark.long),
+        # The same deaths; what this reducer does differently, test_recovery_bits.py has at fixed steps.
+        pytest.param({"gradient_as_bucket_view": True, "static_graph": True}, id="static"),
     ],
 )
 def test_survivors_of_kills_at_random_moments_go_on_with_equal_parameters(play: Play, ddp: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_survivors_of_kills_at_random_moments_go_on_with_equal_parameters(play: 
         assert all(now <= then + 4 * 2 * KILLS for now, then in zip(resources(first), before, strict=True))
 
 
+@pytest.mark.long
 def test_two_killed_at_once_and_one_more_while_the_others_recover(play: Play) -> None:
     agents = play(Wanted(), seed=5)
     agents.begin(4)
@@ -84,6 +86,7 @@ def test_two_killed_at_once_and_one_more_while_the_others_recover(play: Play) ->
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_killed_in_every_phase_of_a_recovery(play: Play) -> None:
     # Case 46: the newcomer, or a survivor, dies so many milliseconds after a round was announced.
     agents = play(Wanted(workers=0), seed=6)
@@ -157,6 +160,7 @@ def _end(agents: Agents, p: Process) -> Any:
     return next((e for e in p.events(agents.folder) if e["kind"] == "end"), None)
 
 
+@pytest.mark.long
 def test_newcomer_at_a_boundary_costs_no_step_and_no_state_is_sent_but_to_it(play: Play) -> None:
     agents = play(Wanted())
     agents.begin(2)
@@ -172,6 +176,7 @@ def test_newcomer_at_a_boundary_costs_no_step_and_no_state_is_sent_but_to_it(pla
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_stopped_member_that_wakes_after_it_was_evicted_trains_no_more(play: Play) -> None:
     # Case 39's likeness among workers: it is out of the round, and its peers are gone for it.
     agents = play(Wanted(), seed=3)
@@ -205,6 +210,7 @@ def test_member_for_which_there_is_no_further_round_waits_for_nobody(play: Play)
     assert "RoundsOver: evicted" in agents.log(left)
 
 
+@pytest.mark.long
 def test_mistake_of_the_script_is_raised_at_once_and_waits_for_no_round(play: Play) -> None:
     agents = play(Wanted(bug_at=3, workers=0))
     agents.begin(2)
@@ -215,6 +221,7 @@ def test_mistake_of_the_script_is_raised_at_once_and_waits_for_no_round(play: Pl
     assert [e["step"] for e in agents.steps(first)] == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_commits_go_on_after_a_kill_and_a_new_world_restores_the_newest(play: Play, tmp_path: Path) -> None:
     wanted = Wanted(url=str(tmp_path / "c"), every_steps=10, workers=0, pause=0.002)
     agents = play(wanted, seed=9)

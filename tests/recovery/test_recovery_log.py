@@ -20,17 +20,16 @@ from support.recovery.held_store import Hold
 from support.recovery.recovery_agents import Agents, Process
 from support.recovery.recovery_script import Wanted
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(180)
 
 Play = Callable[..., Agents]
 JOB = {"EVERSTEP_JOB_UID": "uid-1", "EVERSTEP_JOB_CREATED": "1795262400", "EVERSTEP_POD_NAME": "w0-0"}
-# Of a TrainingJob the operator counts the rounds, with etcd and outside of Kubernetes the rendezvous does. The middle
-# one has nothing that neither of the others has, and is a row of rows.py that is played on the cluster each time.
+# Of a TrainingJob the operator counts the rounds, with etcd and outside of Kubernetes the rendezvous does.
 COUNTED = pytest.mark.parametrize(
     ("job", "rendezvous"),
     [
         pytest.param(JOB, "", id="operator"),
-        pytest.param(JOB, "a-7f", id="etcd", marks=pytest.mark.long),
+        pytest.param(JOB, "a-7f", id="etcd"),
         pytest.param({}, "a-7f", id="no-kubernetes"),
     ],
 )
@@ -66,6 +65,7 @@ def new(agents: Agents, *, told: int | None = None) -> Process:
     return found
 
 
+@pytest.mark.long
 @COUNTED
 def test_rank_0_that_sleeps_while_it_takes_the_log_cannot_take_it_from_the_world_after_it(
     play: Play, tmp_path: Path, job: dict[str, str], rendezvous: str
@@ -95,6 +95,7 @@ def test_rank_0_that_sleeps_while_it_takes_the_log_cannot_take_it_from_the_world
     assert agents.differing() == {}
 
 
+@pytest.mark.long_but("no-kubernetes")
 @COUNTED
 def test_job_of_which_nothing_is_left_goes_on_in_its_next_round(
     play: Play, tmp_path: Path, job: dict[str, str], rendezvous: str
@@ -126,6 +127,7 @@ def test_job_of_which_nothing_is_left_goes_on_in_its_next_round(
         assert all(e["step"] == newest for p in agents.members for e in p.events(tmp_path) if e["kind"] == "from")
 
 
+@pytest.mark.long
 def test_run_whose_rendezvous_was_lost_with_all_its_processes_goes_on_in_a_new_one(play: Play, tmp_path: Path) -> None:
     wanted = Wanted(url=str(tmp_path / "c"), every_steps=5, workers=0, pause=0.01)
     first = play(wanted, rendezvous="a-1")
@@ -162,6 +164,7 @@ def one_of_two_left_out(play: Play, tmp_path: Path, hold: Hold) -> tuple[Agents,
     return agents, stays, left_out
 
 
+@pytest.mark.long
 def test_commit_of_a_world_that_is_cut_off_after_the_next_one_has_looked_is_not_gone_behind(
     play: Play, tmp_path: Path
 ) -> None:
@@ -184,6 +187,7 @@ def test_commit_of_a_world_that_is_cut_off_after_the_next_one_has_looked_is_not_
     assert opened(tmp_path)[-1] == 3
 
 
+@pytest.mark.long
 def test_members_that_come_back_while_the_store_is_slow_commit_nothing_behind_what_others_had(
     play: Play, tmp_path: Path
 ) -> None:
@@ -202,6 +206,7 @@ def test_members_that_come_back_while_the_store_is_slow_commit_nothing_behind_wh
     assert steps_in_the_log(tmp_path) == sorted(steps_in_the_log(tmp_path))
 
 
+@pytest.mark.long
 def test_member_of_a_lost_rendezvous_looks_at_what_was_committed_in_rounds_of_another(
     play: Play, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_round_whose_host_dies_while_it_forms_leaves_no_frames(
     assert "frame #" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_warnings_are_shown_again_afterwards(
     host: tuple[subprocess.Popen[str], int], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ VARIANTS = [
 ]
 
 
-pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.turns(3)]
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -30,6 +30,7 @@ def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda o: next(iter(o), "plain"))
 def test_gradients_after_a_rebuild_are_those_of_the_bare_module(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -44,6 +45,7 @@ def test_gradients_after_a_rebuild_are_those_of_the_bare_module(options: dict[st
                 assert torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_rebuild_after_a_failed_backward_works() -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
@@ -62,6 +64,7 @@ def test_rebuild_after_a_failed_backward_works() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_communication_hook_of_the_script_is_kept() -> None:
     calls: list[int] = []
 
@@ -124,6 +127,7 @@ ORDERED = [
 ARRIVED = [["b.bias", "b.weight"], ["a.bias", "a.weight"], ["c.bias", "c.weight"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", ORDERED, ids=lambda o: "-".join(list(o)[1:]) or "plain")
 def test_new_reducer_begins_with_the_buckets_that_were_learned_and_keeps_them(options: dict[str, Any]) -> None:
     x = torch.randn(5, 4)
@@ -152,6 +156,7 @@ def test_new_reducer_begins_with_the_buckets_that_were_learned_and_keeps_them(op
     assert new.state_dict() == told
 
 
+@pytest.mark.long
 def test_static_graph_with_a_hook_tells_it_the_numbers_that_its_buckets_have() -> None:
     x = torch.randn(5, 4)
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007, static_graph=True)
@@ -176,6 +181,7 @@ def test_static_graph_with_a_hook_tells_it_the_numbers_that_its_buckets_have() -
     assert len(numbers) == 3
 
 
+@pytest.mark.long
 def test_order_of_a_model_with_other_parameters_is_not_taken() -> None:
     first = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
     known = reducers(model=first)
@@ -197,6 +203,7 @@ def orders(known: Reducers) -> dict[str, str]:
     return {each["name"]: each["order"] for each in known.state_dict()["orders"]}
 
 
+@pytest.mark.long
 def test_modules_that_are_alike_keep_their_own_orders_by_name_and_untracked_ones_are_left_to_torch() -> None:
     x = torch.randn(5, 4)
     one, two = (DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007) for _ in range(2))
@@ -210,6 +217,7 @@ def test_modules_that_are_alike_keep_their_own_orders_by_name_and_untracked_ones
     assert orders(known) == {"one": "3 2 1 0 5 4", "two": "5 4 3 2 1 0"}
 
 
+@pytest.mark.long
 def test_parts_of_a_tracked_module_and_modules_around_one_have_names() -> None:
     x = torch.randn(5, 4)
     towers = torch.nn.ModuleDict(
@@ -229,6 +237,7 @@ def test_parts_of_a_tracked_module_and_modules_around_one_have_names() -> None:
     }
 
 
+@pytest.mark.long
 def test_order_is_learned_after_any_number_of_passes_without_a_backward_one() -> None:
     x = torch.randn(5, 4)
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
@@ -242,6 +251,7 @@ def test_order_is_learned_after_any_number_of_passes_without_a_backward_one() ->
     assert orders(known) == {"model": "3 2 1 0 5 4"}
 
 
+@pytest.mark.long
 def test_gradients_that_are_not_shared_teach_nothing() -> None:
     x = torch.randn(5, 4)
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
@@ -255,6 +265,7 @@ def test_gradients_that_are_not_shared_teach_nothing() -> None:
     assert orders(known) == {"model": "3 2 1 0 5 4"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["3 2 1 0 5", "3 2 1 0 5 5", "3 2 1 0 5 6", "3 2 1 0 5 4 6", "3 2 1 0 5 x"])
 def test_order_that_is_none_of_these_parameters_is_refused(order: str) -> None:
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
@@ -269,6 +280,7 @@ def test_order_that_is_none_of_these_parameters_is_refused(order: str) -> None:
     assert known.state_dict() == told
 
 
+@pytest.mark.long
 def test_parameters_that_are_frozen_while_a_reducer_is_made_have_their_place_when_they_are_thawed() -> None:
     """A process that comes later makes its own before it hears what the others have frozen."""
     x = torch.randn(5, 4)
@@ -299,6 +311,7 @@ class Mixed(torch.nn.Module):
         return self.wide(y.double())
 
 
+@pytest.mark.long
 def test_sparse_gradients_several_types_and_frozen_parameters_come_right_out_of_a_known_order() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 4)
@@ -313,6 +326,7 @@ def test_sparse_gradients_several_types_and_frozen_parameters_come_right_out_of_
             assert torch.equal(a.to_dense(), b.to_dense())
 
 
+@pytest.mark.long
 def test_state_of_a_commit_that_knows_no_order_leaves_the_one_that_is_known() -> None:
     ddp = DistributedDataParallel(Crossed(), bucket_cap_mb=0.00007)
     known = reducers(model=ddp)
@@ -344,6 +358,7 @@ class Told:
             return [values]
 
 
+@pytest.mark.long_but("first0-second0")
 @pytest.mark.parametrize(("first", "second"), [([], ["one"]), (["one"], ["two"]), (["one", "two"], ["two"])])
 def test_members_of_a_round_know_the_same_orders(first: list[str], second: list[str]) -> None:
     x = torch.randn(5, 4)
@@ -362,6 +377,7 @@ def test_members_of_a_round_know_the_same_orders(first: list[str], second: list[
     assert set(orders(members[1])) == set(most)
 
 
+@pytest.mark.long
 def test_module_that_finds_unused_parameters_is_left_with_the_buckets_that_it_always_has() -> None:
     ddp = DistributedDataParallel(Crossed(), find_unused_parameters=True)
     known = reducers(model=ddp)
@@ -371,6 +387,7 @@ def test_module_that_finds_unused_parameters_is_left_with_the_buckets_that_it_al
     assert known.state_dict() == {"orders": []}
 
 
+@pytest.mark.long
 def test_hook_of_torch_s_own_is_kept() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
@@ -379,6 +396,7 @@ def test_hook_of_torch_s_own_is_kept() -> None:
         assert torch.equal(gradient, gradient.half().float()), "it was not sent in 16 bits"
 
 
+@pytest.mark.long
 def test_ddp_objects_of_the_process_are_found_and_not_kept_alive() -> None:
     gc.collect()  # those of other tests, which would go with this one
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -390,6 +408,7 @@ def test_ddp_objects_of_the_process_are_found_and_not_kept_alive() -> None:
     assert len(found) == before - 1
 
 
+@pytest.mark.long
 def test_ddp_object_that_the_script_dropped_is_not_found_before_it_is_collected() -> None:
     gc.collect()
     before = len(Reducers({}))

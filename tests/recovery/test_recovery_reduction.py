@@ -56,6 +56,7 @@ def test_parameter_that_required_no_gradient_when_ddp_was_made_is_refused_once_i
     assert torch.equal(module[0].weight, before)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_parameter_that_joins_the_module_and_its_optimizer_later_is_refused() -> None:
     module = net()
     loop = Loop(DistributedDataParallel(module))
@@ -66,6 +67,7 @@ def test_parameter_that_joins_the_module_and_its_optimizer_later_is_refused() ->
         loop.step()
 
 
+@pytest.mark.long
 def test_parameter_that_a_ddp_made_in_the_loop_averages_is_trained_in_a_world_that_lasts() -> None:
     module = net()
     module[0].requires_grad_(False)
@@ -76,6 +78,7 @@ def test_parameter_that_a_ddp_made_in_the_loop_averages_is_trained_in_a_world_th
     loop.step(later)
 
 
+@pytest.mark.long_but("view")
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["plain", "view"])
 def test_layer_that_is_frozen_behind_ddp_is_refused_in_that_step(options: dict[str, Any]) -> None:
     module = net()
@@ -88,6 +91,7 @@ def test_layer_that_is_frozen_behind_ddp_is_refused_in_that_step(options: dict[s
     assert torch.equal(module[1].weight, before)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_layer_that_is_frozen_and_thawed_behind_ddp_that_looks_for_unused_ones_is_averaged() -> None:
     module = net()
     loop = Loop(DistributedDataParallel(module, find_unused_parameters=True))
@@ -97,6 +101,7 @@ def test_layer_that_is_frozen_and_thawed_behind_ddp_that_looks_for_unused_ones_i
     loop.step()
 
 
+@pytest.mark.long
 def test_module_that_is_frozen_as_a_whole_while_another_learns_is_let_through() -> None:
     """As a discriminator is while the generator learns."""
     judge = net()
@@ -112,6 +117,7 @@ def test_module_that_is_frozen_as_a_whole_while_another_learns_is_let_through() 
     loop.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_reducer_that_is_made_anew_while_a_layer_is_frozen_averages_it_when_it_is_thawed(when: str) -> None:
     seen: list[set[str]] = []
@@ -139,6 +145,7 @@ def test_reducer_that_is_made_anew_while_a_layer_is_frozen_averages_it_when_it_i
     assert set.union(*seen) == set(names.values())
 
 
+@pytest.mark.long
 def test_frozen_layer_stays_out_of_a_reducer_that_never_had_it() -> None:
     module = net()
     module[0].requires_grad_(False)

@@ -81,6 +81,7 @@ def stopped_in_a_save(play: Play, tmp_path: Path) -> tuple[Agents, Hold, Process
     return agents, hold, stopped
 
 
+@pytest.mark.long
 def test_rank_0_that_wakes_with_a_save_in_flight_commits_a_step_that_the_others_have_been_at(
     play: Play, tmp_path: Path
 ) -> None:
@@ -123,7 +124,7 @@ def test_rank_0_that_wakes_after_the_others_have_saved_commits_nothing(play: Pla
     assert agents.differing() == {}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_peers_killed_while_a_commit_is_loaded_do_not_make_it_poison(play: Play, tmp_path: Path) -> None:
     """Case 76's bound counts runs that came to nothing, not those whose peers were killed."""
     hold = Hold(tmp_path)
@@ -152,6 +153,7 @@ def test_peers_killed_while_a_commit_is_loaded_do_not_make_it_poison(play: Play,
     assert [event(agents, p, "from")["step"] for p in (stays, victim)] == [newest, newest]
 
 
+@pytest.mark.long
 def test_member_that_was_left_out_does_not_take_the_others_back_behind_what_they_have_committed(
     play: Play, tmp_path: Path
 ) -> None:

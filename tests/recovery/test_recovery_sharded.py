@@ -26,7 +26,7 @@ from support.recovery.recovery_agents import Agents, Process
 from support.recovery.sharded_script import Wanted, main
 
 KILLS = int(os.environ.get("EVERSTEP_KILLS", "4"))
-pytestmark = [pytest.mark.timeout(180 + 15 * KILLS), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(180 + 15 * KILLS)
 
 SCRIPT = str(sharded_script.__file__)
 
@@ -93,6 +93,7 @@ def whole_state(width: int) -> int:
     return 3 * 4 * elements
 
 
+@pytest.mark.long_but("tensor")
 @pytest.mark.parametrize("wanted", [{}, TENSOR], ids=["fsdp", "tensor"])
 def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(
     job: Callable[..., Agents], wanted: dict[str, Any]
@@ -123,14 +124,15 @@ def test_healthy_replica_goes_on_and_who_comes_back_gets_only_its_own_shard(
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wanted",
     [
         pytest.param({}, id="plain"),
-        # What is sent to whom in it, the fixed deaths of this file have each time, and tests/ordinary/test_cut.py.
-        pytest.param(TENSOR, id="tensor", marks=pytest.mark.long),
-        pytest.param({"halves": 0.005}, id="two-optimizers", marks=pytest.mark.long),
-        pytest.param({"reduced": True, "micro_batches": False}, id="bfloat16", marks=pytest.mark.long),
+        # What is sent to whom in it, the fixed deaths of this file have, and tests/ordinary/test_cut.py.
+        pytest.param(TENSOR, id="tensor"),
+        pytest.param({"halves": 0.005}, id="two-optimizers"),
+        pytest.param({"reduced": True, "micro_batches": False}, id="bfloat16"),
     ],
 )
 def test_kills_at_random_moments_leave_replicas_equal(job: Callable[..., Agents], wanted: dict[str, Any]) -> None:
@@ -173,6 +175,7 @@ def _end(agents: Agents, p: Process) -> Any:
     return next((e for e in p.events(agents.folder) if e["kind"] == "end"), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deaf", [(2,), (2, 3)], ids=["one", "both"])
 def test_member_that_voted_and_lost_the_answer_does_as_the_others_did(
     job: Callable[..., Agents], deaf: tuple[int, ...]
@@ -198,9 +201,8 @@ def _deaf(agents: Agents, p: Process) -> bool:
     return any(e["kind"] == "deaf" for e in p.events(agents.folder))
 
 
-@pytest.mark.parametrize(
-    "wanted", [pytest.param({}, id="fsdp"), pytest.param(TENSOR, id="tensor", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wanted", [pytest.param({}, id="fsdp"), pytest.param(TENSOR, id="tensor")])
 def test_shards_left_of_two_broken_replicas_make_a_whole_one(
     job: Callable[..., Agents], wanted: dict[str, Any]
 ) -> None:
@@ -215,6 +217,7 @@ def test_shards_left_of_two_broken_replicas_make_a_whole_one(
         assert received(agents, p) == []
 
 
+@pytest.mark.long
 def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
     job: Callable[..., Agents], tmp_path: Path
 ) -> None:
@@ -249,6 +252,7 @@ def test_no_replica_whole_restores_the_newest_commit_in_the_same_processes(
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_member_that_becomes_another_shard_of_a_commit_is_cut_anew(job: Callable[..., Agents], tmp_path: Path) -> None:
     # One of the model's layers has three rows, of which shard 0 has two.
     agents = job(url=str(tmp_path / "c"), every_steps=20, pause=0.005, **TENSOR)
@@ -274,6 +278,7 @@ def test_member_that_becomes_another_shard_of_a_commit_is_cut_anew(job: Callable
     assert all(len(digests) == 1 for digests in alike.values())
 
 
+@pytest.mark.long
 def test_no_replica_whole_and_no_commit_ends_the_processes_and_says_why(job: Callable[..., Agents]) -> None:
     agents = job()
     a, b, c, d = agents.members
@@ -321,6 +326,7 @@ def test_giver_killed_during_the_transfer_and_the_other_replica_gives(job: Calla
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_world_of_no_whole_replicas_waits_for_the_missing_member_and_loses_no_step(job: Callable[..., Agents]) -> None:
     agents = job()
     _, *left = agents.members
@@ -338,11 +344,13 @@ def test_world_of_no_whole_replicas_waits_for_the_missing_member_and_loses_no_st
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_replicas_begin_alike_though_each_process_drew_other_first_values(job: Callable[..., Agents]) -> None:
     agents = job(first=None)
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("foreign", "error", "said"),
     [("mesh", "LoopError", "DeviceMesh"), ("fsdp1", "NotRecoverable", "FullyShardedDataParallel")],
@@ -381,6 +389,7 @@ def test_script_trains_alike_where_no_peer_may_be_lost(tmp_path: Path, launcher:
     assert [e["step"] for e in ends] == [12] * shards
 
 
+@pytest.mark.long
 def test_world_that_is_no_whole_replicas_is_refused_where_it_cannot_change(tmp_path: Path) -> None:
     wanted = Wanted(steps=2, shard=3, out=str(tmp_path))
     codes, log = without_agent(tmp_path, 2, wanted)

@@ -39,7 +39,7 @@ def undisturbed(wanted: Wanted, cache: str) -> list[dict[str, list[int]]]:
     return found
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_kills_and_resizes_give_every_sample_once_in_the_undisturbed_order(play: Play, tmp_path: Path) -> None:
     sources_script.write(str(tmp_path))
     wanted = Wanted(STEPS, str(tmp_path))

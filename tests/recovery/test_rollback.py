@@ -87,6 +87,7 @@ def everything(state: dict[str, Any]) -> Any:
 OPTIMIZERS = ["sgd", "adam", "lbfgs", "lookahead", "sets", "named", "late"]
 
 
+@pytest.mark.long_but("sgd")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_step_with_a_collective_behind_its_optimizer_is_taken_back_to_the_bit(optimizer: str) -> None:
     """From its second time on, when the script is known for it; new state of the optimizer goes, too."""

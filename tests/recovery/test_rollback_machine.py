@@ -94,7 +94,7 @@ def play(shape: Shape, lost: list[tuple[int, int, int]]) -> str:
     return "same end"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @settings(max_examples=REPLAYS, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes, losses)
 @example(Shape(schedule="each", ema="counted", tails=1), [(5, 30, 1)])
@@ -183,7 +183,7 @@ AMONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("forgets hyperparameters")
 @pytest.mark.parametrize("broken", BROKEN)
 def test_machine_finds_a_judge_that_is_broken(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def differs(script: tuple[Shape, list[tuple[int, int, int]]]) -> bool:
@@ -231,6 +231,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.long_but("rate by hand behind the tail's collective")
 @pytest.mark.parametrize("row", ROWS)
 def test_what_becomes_of_a_script_of_this_shape(row: str) -> None:
     shape, step, outcome = ROWS[row]

@@ -12,7 +12,6 @@ from support.recovery import uneven_script
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.turns(2)
 def test_gradients_of_uneven_inputs_are_those_of_one_process(tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     ranks = Ranks(warm(), 3, [Path(uneven_script.__file__)], output, dict(os.environ))

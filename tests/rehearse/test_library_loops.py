@@ -141,7 +141,7 @@ CALM = [("calm", 12, 0, True), ("again", 12, 0, True)]
 SIZES = [("more", 12, 2, True), ("fewer", 12, 2, True)]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script",
     [
@@ -177,6 +177,7 @@ def test_script_of_one_size_is_told_so_in_a_warning(tmp_path: Path, script: str)
     assert code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "name"),
     [(HELD.replace("BATCH", "4"), "warmth.seen.n"), (LIGHTNING.replace("COUNT", "self.k.n"), "Module.k.n")],

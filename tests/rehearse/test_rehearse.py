@@ -87,6 +87,7 @@ def test_counter_of_an_own_class_is_found_with_its_name_and_its_step(folder: Pat
     assert "model, optimizer differ" in shown.replace("\n", " ")
 
 
+@pytest.mark.long
 def test_script_that_is_right_is_passed_and_nothing_of_the_users_is_touched(folder: Path) -> None:
     (folder / "log.txt").write_text("mine\n")
     code, report, shown = rehearse(folder, "--steps", "12", behind='open("log.txt", "a").write(f"{step.number}\\n")')
@@ -106,6 +107,7 @@ def test_script_that_is_right_is_passed_and_nothing_of_the_users_is_touched(fold
     assert "0 found, 0 warnings" in shown
 
 
+@pytest.mark.long
 def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) -> None:
     draws = "import os\ntorch.manual_seed(0)\nnoise = int.from_bytes(os.urandom(2), 'big')"
     code, report, _ = rehearse(folder, "--steps", "12", "--kill", "rank", before=draws, weight="(1 + noise / 1000)")
@@ -162,7 +164,7 @@ main()
 """
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "right"), [("WARM", False), ("(step + 1)", True)])
 def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Path, count: str, right: bool) -> None:
     (folder / "train.py").write_text(PLAIN.replace("COUNT", count))
@@ -191,7 +193,7 @@ def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Pa
         assert {"WARM", "model"} <= set(certain[0]["names"])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder: Path) -> None:
     shutil.copy(TESTS.parent / "examples" / "accelerate" / "train.py", folder)
     own = ["--json", "r.json", "--kill", "rank,all", "--limit", "100"]

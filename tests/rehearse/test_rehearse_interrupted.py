@@ -38,6 +38,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.long_but("calm-interrupted", "calm-terminated")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 @pytest.mark.parametrize("runs", [1, 2], ids=["calm", "further"])
 def test_rehearsal_that_is_told_to_end_leaves_nothing_behind(number: int, runs: int, tmp_path: Path) -> None:

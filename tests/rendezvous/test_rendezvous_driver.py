@@ -101,6 +101,7 @@ def test_survivors_wait_for_a_replacement(store: MakeStore) -> None:
         assert ranks(rounds).replace("d", "") == before.replace("c", "")
 
 
+@pytest.mark.long_but("operator")
 def test_survivors_wait_for_a_replacement_for_as_long_as_they_are_told(store: MakeStore) -> None:
     wait = 1.0
     patience = replace(QUICK.patience, shrink_after=wait)
@@ -112,6 +113,7 @@ def test_survivors_wait_for_a_replacement_for_as_long_as_they_are_told(store: Ma
         assert wait <= time.monotonic() - began < LONGEST_WAIT, "and no longer: not until they look at everything again"
 
 
+@pytest.mark.long_but("operator")
 def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_expires(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3), EXPIRING) as job:
         before = ranks(job.start("abc"))
@@ -122,6 +124,7 @@ def test_an_agent_that_falls_silent_is_taken_out_when_its_lease_expires(store: M
         assert ranks(job.join(rest)) == rest
 
 
+@pytest.mark.long_but("etcd")
 def test_a_newcomer_is_announced_and_taken_in_when_the_members_come_back(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         before = ranks(job.start("ab"))
@@ -134,6 +137,7 @@ def test_a_newcomer_is_announced_and_taken_in_when_the_members_come_back(store: 
         assert ranks({**rounds, "c": waiting.result(LIMIT)}) == before + "c"
 
 
+@pytest.mark.long_but("operator")
 def test_a_step_to_let_joiners_in_is_agreed_once(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         job.start("ab")
@@ -158,6 +162,7 @@ def test_a_member_that_was_taken_out_while_it_lived_learns_it_and_can_come_back(
         assert sorted(ranks({**job.join("ab"), "c": back.result(LIMIT)})) == ["a", "b", "c"]
 
 
+@pytest.mark.long_but("etcd")
 def test_a_closed_job_takes_nobody(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         job.start("ab")
@@ -168,6 +173,7 @@ def test_a_closed_job_takes_nobody(store: MakeStore) -> None:
             job.join("c")
 
 
+@pytest.mark.long_but("memory")
 def test_a_join_that_cannot_succeed_says_what_it_waited_for(store: MakeStore) -> None:
     with crew(store, Sizes(3, 3)) as job:
         for name in "ab":
@@ -177,6 +183,7 @@ def test_a_join_that_cannot_succeed_says_what_it_waited_for(store: MakeStore) ->
                 future.result(LIMIT)
 
 
+@pytest.mark.long_but("etcd")
 def test_agents_with_different_sizes_are_told_both(store: MakeStore) -> None:
     with crew(store, Sizes(2, 3)) as job:
         job.start("ab")
@@ -186,6 +193,7 @@ def test_agents_with_different_sizes_are_told_both(store: MakeStore) -> None:
         stranger.stop()
 
 
+@pytest.mark.long
 def test_a_job_whose_agents_all_died_is_taken_up_by_new_ones(store: MakeStore) -> None:
     with crew(store, Sizes(2, 2), EXPIRING) as job:
         job.start("ab")
@@ -325,6 +333,7 @@ class Held(MemoryStore):
         return still
 
 
+@pytest.mark.long
 def test_members_stay_present_while_a_slow_store_is_asked_who_is_gone() -> None:
     """One expiration, of whoever it is, has all members read; none of them may expire by that."""
     store = Held()
@@ -356,6 +365,7 @@ class Deaf(MemoryStore):
         return super().read()
 
 
+@pytest.mark.long
 def test_lapse_that_cannot_be_looked_into_is_asked_about_ever_less_often() -> None:
     """A thousand agents that ask every few milliseconds keep an operator from ever leading."""
     store = Deaf()
@@ -396,6 +406,7 @@ class Overtaking(MemoryStore):
         return False
 
 
+@pytest.mark.long
 def test_join_request_that_is_announced_again_does_not_replace_a_newer_one() -> None:
     store = Overtaking()
     with crew(lambda: store, Sizes(1, 1), EXPIRING) as job:
@@ -431,6 +442,7 @@ def test_a_document_that_is_garbage_is_an_error_and_not_a_guess() -> None:
 # --- many (failure 67)
 
 
+@pytest.mark.long
 def test_two_hundred_agents_at_once_form_one_round_with_few_writes() -> None:
     shared = MemoryStore()
     many = 200

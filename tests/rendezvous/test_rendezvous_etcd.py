@@ -195,7 +195,7 @@ def test_a_watch_that_broke_misses_nothing_of_either_kind() -> None:
 # --- fail-over: three members
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_death_of_an_etcd_member_disturbs_no_round_and_delays_the_next_a_little(etcd_folder: Path) -> None:
     cluster = EtcdCluster(etcd_folder / "etcd", 3)
@@ -227,6 +227,7 @@ def test_the_death_of_an_etcd_member_disturbs_no_round_and_delays_the_next_a_lit
         cluster.stop()
 
 
+@pytest.mark.long
 def test_an_etcd_that_is_stopped_and_continued_costs_no_round(etcd_folder: Path) -> None:
     cluster = EtcdCluster(etcd_folder / "etcd", 1)
     cluster.start()
@@ -262,6 +263,7 @@ def allow(cluster: EtcdCluster) -> None:
     cluster.post("/v3/auth/enable", {})
 
 
+@pytest.mark.long
 def test_rounds_over_tls_with_user_and_password(etcd_folder: Path) -> None:
     cluster = EtcdCluster(etcd_folder / "etcd", 1, tls=True)
     cluster.start()
@@ -400,6 +402,7 @@ def test_configuration_that_is_wrong_is_refused_by_key(config: dict[str, str], n
 # --- etcd that loses what it held
 
 
+@pytest.mark.long_but("none stays")
 @pytest.mark.parametrize("stay", ["ab", "a", ""], ids=["all stay", "one stays", "none stays"])
 def test_agents_of_an_etcd_that_lost_everything_meet_in_a_newer_round(etcd_folder: Path, job: str, stay: str) -> None:
     """Without a volume, say: its pod is created anew."""

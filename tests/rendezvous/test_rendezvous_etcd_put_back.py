@@ -59,7 +59,7 @@ def told(agents: Crew, name: str) -> bool:
     return "lost" in getattr(agents.drivers[name].world_state(), "why", "")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("stay", ["ab", "a"], ids=["all stay", "one stays"])
 def test_agents_of_an_etcd_that_was_put_back_meet_in_a_newer_round(cluster: EtcdCluster, stay: str) -> None:
     with crew(lambda: EtcdStore(Gateway(cluster.urls), "job"), Sizes(2, 2), SETTINGS) as agents:
@@ -83,6 +83,7 @@ def test_agents_of_an_etcd_that_was_put_back_meet_in_a_newer_round(cluster: Etcd
         assert isinstance(agents.drivers["a"].wait(LIMIT), Broken), "expirations are heard of, as before"
 
 
+@pytest.mark.long
 def test_member_that_dies_after_etcd_was_put_back_is_missed(cluster: EtcdCluster) -> None:
     with crew(lambda: EtcdStore(Gateway(cluster.urls), "job"), Sizes(1, 2), SETTINGS) as agents:
         before = lived(cluster, agents, "ab")["a"]
@@ -118,6 +119,7 @@ def opened(head: Head, found: Round) -> OpenRecord:
     return decision.record
 
 
+@pytest.mark.long
 def test_run_whose_agents_are_all_new_is_told_to_take_another_id_which_helps(cluster: EtcdCluster) -> None:
     job = "job"
     with crew(lambda: EtcdStore(Gateway(cluster.urls), job), Sizes(2, 2), SETTINGS) as agents:

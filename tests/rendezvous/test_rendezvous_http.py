@@ -64,6 +64,7 @@ def test_of_two_writers_of_one_version_one_wins(store: HttpStore) -> None:
     assert second > first
 
 
+@pytest.mark.long
 def test_many_writers_at_once_lose_no_write(operator: OperatorServer, job: Unstructured) -> None:
     operator.store(operator.create_pod(job, 9)).compare_and_swap(0, encode(EMPTY))
 

@@ -139,7 +139,7 @@ def test_each_pair_is_looked_at_by_one_of_both_and_up_to_sixteen_have_a_connecti
         assert all(b in looked[a] or a in looked[b] for b in range(size) if b != a)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("ab-ba")
 @pytest.mark.parametrize("lost", [["ab"], ["ab", "ba"]], ids="-".join)
 def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_the_end_of_it_too(
     lost: list[str], machines: Machines
@@ -164,6 +164,7 @@ def test_packets_that_are_lost_one_way_or_both_are_noticed_in_time_by_both_and_t
         crew.close()
 
 
+@pytest.mark.long
 def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: Machines) -> None:
     crew = Crew(machines, "ab")
     try:
@@ -178,7 +179,7 @@ def test_who_is_out_of_the_round_is_still_looked_for_by_who_missed_it(machines: 
         crew.close()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_monitor, "SMALL", 5)
     crew = Crew(machines, "abcdefg")
@@ -194,6 +195,7 @@ def test_members_that_are_far_apart_are_looked_at_in_turn(machines: Machines, mo
         crew.close()
 
 
+@pytest.mark.long
 def test_what_could_not_be_told_is_told_again_without_another_attempt(machines: Machines) -> None:
     """A store has no leader for a moment when the machine that is lost held it: the round waits for no attempt."""
     crew = Crew(machines, "ab")
@@ -212,10 +214,10 @@ def test_what_could_not_be_told_is_told_again_without_another_attempt(machines: 
         crew.close()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("delay", "loss", "seconds"),
-    [(0.0, 0.3, 5.0), pytest.param(0.5, 0.3, 60.0, marks=[pytest.mark.long, pytest.mark.timeout(300)])],
+    [(0.0, 0.3, 5.0), pytest.param(0.5, 0.3, 60.0, marks=pytest.mark.timeout(300))],
     ids=["lost", "lost and late"],
 )
 def test_a_bad_network_separates_nobody(

@@ -64,6 +64,7 @@ def leading(server: OperatorServer, port: int = 0) -> Any:
     return replica
 
 
+@pytest.mark.long
 def test_restarted_operator_disturbs_no_round_and_delays_one_that_forms_by_less_than_a_second(
     operators: OperatorServer,
 ) -> None:
@@ -137,6 +138,7 @@ def test_leader_that_counts_lapses_anew_is_followed_as_quietly_as_the_one_before
     assert store.watch(seen, LIMIT).expirations == seen.expirations + 1
 
 
+@pytest.mark.long
 def test_follower_sends_agents_to_the_leader_and_they_follow_the_next_one(operators: OperatorServer) -> None:
     leader = leading(operators)
     follower = operators.start()
@@ -166,6 +168,7 @@ def test_no_leader_means_later_and_not_never(operators: OperatorServer) -> None:
     assert store.read().version == 0
 
 
+@pytest.mark.long
 def test_api_server_that_is_away_delays_a_round_and_disturbs_none(operators: OperatorServer) -> None:
     replica = leading(operators)
     agents = Agents(operators, replica.url, Sizes(2, 2))

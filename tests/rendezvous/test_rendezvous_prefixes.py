@@ -80,6 +80,7 @@ class Living:
                     self._again = self.driver.join(0.5).number == 1 and self._again
 
 
+@pytest.mark.long_but("0-before")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("at", range(CALLS))
 def test_an_agent_that_dies_at_any_call_holds_nobody_up(at: int, after: bool) -> None:

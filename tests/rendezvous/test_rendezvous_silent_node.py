@@ -21,7 +21,7 @@ from support.rendezvous.operator_server import OperatorServer
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_two_workers_go_on_when_the_leader_and_the_third_fall_silent_together(tmp_path: Path) -> None:
     """The operator's Lease and those of the agents last longer than any wait here: nobody waits for the end of one.
 
@@ -76,6 +76,7 @@ def test_call_to_a_machine_that_falls_silent_ends_long_before_its_answer_is_due(
             operators.stop()
 
 
+@pytest.mark.long
 def test_connection_is_made_to_the_machine_that_answers_of_two_behind_one_address(tmp_path: Path) -> None:
     """Of a Service with a lost node each attempt gets either."""
     with SilentNode(tmp_path) as node:

@@ -88,7 +88,7 @@ def test_probe_of_an_image_that_shows_nothing_succeeds_at_once(tmp_path: Path, p
     assert done.returncode == 0
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_probe_of_a_program_without_a_launcher_succeeds_when_a_rendezvous_would_be_given_up(tmp_path: Path) -> None:
     argv = ["unshare", "--pid", "--fork", "--mount-proc", *command(joinTimeoutSeconds=10)]
     done = subprocess.run(argv, cwd=tmp_path, timeout=120, check=False, env={"PATH": os.environ["PATH"]})

@@ -42,6 +42,7 @@ def pod(operator: OperatorServer) -> Pod:
     return operator.create_pod(operator.create_job(f"job-{uuid.uuid4().hex}"), 0)
 
 
+@pytest.mark.long_but("200 with other JSON")
 def test_agent_that_joins_waits_for_the_operator_itself(operator: OperatorServer, pod: Pod, stranger: Stranger) -> None:
     away = replace(QUICK.away, most=0.05)
     driver = Driver(operator.store(pod, stranger.url), Member(0, "a"), SIZES, replace(QUICK, away=away))

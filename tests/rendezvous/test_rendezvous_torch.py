@@ -152,6 +152,7 @@ def test_a_round_that_has_enough_agents_begins_after_the_last_call(handlers: Han
     assert (info.rank, info.world_size) == (0, 1)
 
 
+@pytest.mark.long_but("everstep")
 def test_one_agent_too_few_again_ends_the_last_call(handlers: Handlers) -> None:
     stays = handlers.make(2, 3, last_call_timeout="30")
     goes = handlers.make(2, 3, last_call_timeout="30", join_timeout="1")
@@ -178,6 +179,7 @@ def test_each_call_leads_into_the_next_round_with_a_store_of_its_own(
     assert rounds == list(range(rounds[0], rounds[0] + 4))
 
 
+@pytest.mark.long
 def test_nobody_waits_longer_than_asked_and_who_gave_up_is_not_waited_for(handlers: Handlers) -> None:
     gave_up = handlers.make(2, 3, join_timeout="1")
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 agents wait"):
@@ -201,7 +203,7 @@ def test_a_member_that_joins_again_takes_the_others_with_it(handlers: Handlers) 
     assert {info.rank for info in (*handlers.join(two), again.result(LIMIT))} == {0, 1}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_an_agent_that_is_too_many_waits_for_a_place_for_as_long_as_it_takes(handlers: Handlers) -> None:
     one, two = handlers.make(1, 2), handlers.make(1, 2)
     handlers.join(one, two)
@@ -226,6 +228,7 @@ def test_agents_that_died_are_missed_and_the_living_are_not(handlers: Handlers) 
     assert {(info.rank, info.world_size) for info in infos} == {(0, 2), (1, 2)}
 
 
+@pytest.mark.long_but("everstep")
 def test_a_round_of_which_nobody_is_left_is_followed_by_the_next(handlers: Handlers) -> None:
     dead = handlers.make(ttl="2")
     handlers.join(dead)
@@ -256,6 +259,7 @@ def test_what_no_agent_wrote_is_an_error_that_says_so(etcd: EtcdCluster, operato
 # --- waiting agents
 
 
+@pytest.mark.long_but("everstep")
 def test_agents_that_wait_are_counted_once_a_round_runs(handlers: Handlers) -> None:
     one, two = handlers.make(2, 4), handlers.make(2, 4)
     assert one.num_nodes_waiting() == 0, "there is no round yet"
@@ -350,6 +354,7 @@ def test_an_agent_that_fails_before_its_first_round_ends_nobody_elses(handlers: 
 # --- a store that is away
 
 
+@pytest.mark.long
 def test_closing_has_its_time_and_says_that_it_could_not_be(alone: Handlers) -> None:
     one, two = alone.make(close_timeout="1"), alone.make(close_timeout="1")
     alone.away()
@@ -384,6 +389,7 @@ def test_threads_begin_with_the_first_rendezvous_and_end_with_shutdown(handlers:
     assert set(threads()) <= before
 
 
+@pytest.mark.long_but("everstep")
 def test_threads_end_with_the_handler_though_nobody_shut_it_down(handlers: Handlers) -> None:
     before = set(threads())
     made = handlers.make()

@@ -80,8 +80,8 @@ def test_the_handler_is_registered_where_torchrun_looks() -> None:
 
 # How agents are lost and replaced is the contract of all stores (test_rendezvous_world.py); the other tests here and in
 # tests/agent are of the one or the other.
-@pytest.mark.turns(3)
-@pytest.mark.parametrize("backend", [pytest.param("everstep", marks=pytest.mark.long), "etcd-v3"])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["everstep", "etcd-v3"])
 def test_agents_that_are_killed_are_left_behind_and_replaced_and_the_job_ends_well(
     backend: str, request: pytest.FixtureRequest
 ) -> None:

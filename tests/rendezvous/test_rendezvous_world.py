@@ -127,6 +127,7 @@ def test_any_interleaving_of_crashes_stale_reads_and_lost_answers_keeps_one_memb
     )
 
 
+@pytest.mark.long
 def test_random_lives_of_a_job_break_no_rule_and_come_to_rest() -> None:
     formed = sum(len(walk(seed).formed) for seed in range(WALKS))
     assert formed > WALKS  # the walks do what they are for
@@ -282,6 +283,7 @@ MISTAKES: dict[str, Patch] = {
 }
 
 
+@pytest.mark.long_but("forms over missing members")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_seeded_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MISTAKES[mistake](monkeypatch)

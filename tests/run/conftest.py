@@ -15,10 +15,8 @@ from testcluster.s3 import S3Server
 def new_job(tmp_path: Path) -> Iterator[Callable[..., LocalJob]]:
     made: list[LocalJob] = []
 
-    def make(
-        store: S3Server | None = None, name: str = "digits", faster: float = 1.0, etcd: str | None = None
-    ) -> LocalJob:
-        job = LocalJob(tmp_path / str(len(made)), store, name, faster, etcd)
+    def make(store: S3Server | None = None, name: str = "digits", etcd: str | None = None) -> LocalJob:
+        job = LocalJob(tmp_path / str(len(made)), store, name, etcd)
         made.append(job)
         return job
 

@@ -42,8 +42,8 @@ def test_plot_has_every_size_with_its_figures_and_escapes_the_title() -> None:
     assert ElementTree.fromstring(draw(rows([measured(3, 1.0)], Scaling.WEAK), "one size"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.turns(4)
 def test_sizes_are_run_one_after_the_other_and_compared(tmp_path: Path) -> None:
     argv = ["bench", str(SCRIPT), "--sizes", "2,1", "--seconds", "3", "--warmup", "2", "--out", str(tmp_path / "b")]
     done = subprocess.run(

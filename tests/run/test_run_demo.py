@@ -18,10 +18,11 @@ from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSe
 from support import ROOT
 from support.local.elastic_rows import taken, worker_logs
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@pytest.mark.long
 def test_make_demo_kills_and_adds_workers_while_the_others_train_on_and_draws_what_happened(tmp_path: Path) -> None:
     out, steps = tmp_path / "demo", 1500
     # More steps than a person has to wait for: the workers that come must not be late on a machine that does much else.

@@ -101,14 +101,13 @@ def terminals() -> Iterator[Terminals]:
 
 
 def _pages() -> Iterator[Any]:
-    """Those with commands to type here. The README's are typed each time, the others' in turn."""
+    """Those with commands to type here."""
     for path in PROVEN:
         if document.of(path, FIRST, LOCAL, ENDED):
-            marks = () if path.parent == ROOT else pytest.mark.turns(2)
-            yield pytest.param(path, marks=marks, id=path.relative_to(ROOT).as_posix())
+            yield pytest.param(path, id=path.relative_to(ROOT).as_posix())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("docs/how-to-shared-filesystem.md")
 @pytest.mark.timeout(720)
 @pytest.mark.parametrize("path", list(_pages()))
 def test_local_commands_of_a_document_end_well_as_they_stand_there(path: Path, terminals: Terminals) -> None:

@@ -16,7 +16,7 @@ from everstep_local.run.history import EventSeen, History, StatusSeen
 from support.local.elastic_rows import taken, worker_logs
 from support.scenarios.reference import EXAMPLE
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, str]]:
@@ -41,6 +41,7 @@ def play(tmp_path: Path, steps: int, *at: str) -> tuple[list[object], dict[str, 
     return list(History.load(out / "history.jsonl")), worker_logs(out)
 
 
+@pytest.mark.long
 def test_workers_that_are_scaled_away_leave_at_the_end_of_a_step(tmp_path: Path) -> None:
     history, logs = play(tmp_path, 300, "60:scale=2")
     reasons = [e.reason for e in history if isinstance(e, EventSeen)]

@@ -17,7 +17,7 @@ def pods(job: LocalJob) -> set[str]:
     return {row["pod"] for row in job.view()["workers"]}
 
 
-@pytest.mark.long  # `every_pod_deleted_in_turn` on the cluster each time, and the demo's kill in local mode
+@pytest.mark.long
 def test_fixed_job_waits_for_one_replaced_worker_and_ends_as_if_undisturbed(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
     job.apply(workers=2, steps=200, pause=0.02, every=20)
@@ -32,7 +32,7 @@ def test_fixed_job_waits_for_one_replaced_worker_and_ends_as_if_undisturbed(new_
     job.expect_restarts("userCode", 0)
 
 
-@pytest.mark.long  # `scaled_while_running` on the cluster each time
+@pytest.mark.long
 def test_fixed_job_is_scaled_while_it_runs_and_its_first_workers_keep_their_pods(
     new_job: Callable[..., LocalJob],
 ) -> None:

@@ -47,7 +47,7 @@ def answers(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_terminal_beside_a_run_sees_memory_and_the_rank_that_all_others_wait_for(
     new_job: Callable[..., LocalJob], tmp_path: Path
 ) -> None:

@@ -136,15 +136,10 @@ def refused_once(folder: Path, out: Path) -> str:
     return str(said)
 
 
-def ways(here: str) -> pytest.MarkDecorator:
-    """All `CALLS`, of which `make test` plays the one `here`: each way does the same to every refusal."""
-    marks = {call: [] if call == here else [pytest.mark.long] for call in CALLS}
-    return pytest.mark.parametrize("call", [pytest.param(call, marks=marks[call]) for call in CALLS])
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "launcher"),
-    [("everstep", "everstep-run"), pytest.param("c10d", "torchrun", marks=pytest.mark.long)],
+    [("everstep", "everstep-run"), ("c10d", "torchrun")],
 )
 def test_script_that_is_refused_in_its_first_step_fails_its_job_after_one_start_of_each_worker(
     backend: str, launcher: str, tmp_path: Path
@@ -155,14 +150,16 @@ def test_script_that_is_refused_in_its_first_step_fails_its_job_after_one_start_
     assert f"train.py:{MOVES}" in said
 
 
-@ways("caught")
+@pytest.mark.long
+@pytest.mark.parametrize("call", CALLS)
 def test_ranks_of_different_data_are_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
     out = run_job(tmp_path, APART + CALLS[call])
     assert "rank 1 reads another sample than rank 0 under index 0" in refused_once(tmp_path, out)
     printed_once(out, "rank 1 reads another sample than rank 0 under index 0")
 
 
-@ways("raised from")
+@pytest.mark.long
+@pytest.mark.parametrize("call", CALLS)
 def test_commit_of_another_model_is_refused_once_however_the_script_lets_it_out(call: str, tmp_path: Path) -> None:
     (tmp_path / "another.py").write_text(ANOTHER)
     subprocess.run([sys.executable, "another.py", str(tmp_path / "commits")], check=True, timeout=120, cwd=tmp_path)

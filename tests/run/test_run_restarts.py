@@ -8,14 +8,12 @@ import pytest
 
 from support.local.local_job import LocalJob
 from support.rendezvous.etcd_server import EtcdCluster
-from support.scenarios.rows import HERE, LOCALLY, ROWS, Row
+from support.scenarios.rows import HERE, ROWS, Row
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=() if row in LOCALLY else pytest.mark.long) for row in ROWS]
-)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_job_restarted_as_a_whole_ends_as_if_undisturbed(
     row: Row, new_job: Callable[..., LocalJob], etcd: EtcdCluster
 ) -> None:

@@ -15,13 +15,12 @@ from everstep_operator.plan.decide.loss import INCIDENT
 from support.local.local_job import LocalJob, descendants
 from support.scenarios.player import wait_for
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 RUNS = int(os.environ.get("EVERSTEP_RUNS", "0"))  # `make soak` takes a hundred
-# 2: two kills, the second while the first is being recovered from. `torchrun_killed` is on the cluster each time, and
-# so is `training_process_killed`.
-SEEDS = range(RUNS) if RUNS else (pytest.param(2, marks=pytest.mark.long),)
+SEEDS = range(RUNS) if RUNS else (2,)  # two kills, the second while the first is being recovered from
 
 
+@pytest.mark.long
 def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
     job.apply(workers=2, steps=300, pause=0.02, every=20)
@@ -38,6 +37,7 @@ def test_operator_that_dies_and_comes_back_touches_no_process(new_job: Callable[
     assert job.status()["checkpoint"]["lastCommittedStep"] == 300
 
 
+@pytest.mark.long
 def test_run_that_is_stopped_for_longer_than_a_lease_goes_on_in_the_same_term(new_job: Callable[..., LocalJob]) -> None:
     """A machine that is too busy to run the operator, or Ctrl-Z: no other operator could have led meanwhile."""
     job = new_job()
@@ -52,6 +52,7 @@ def test_run_that_is_stopped_for_longer_than_a_lease_goes_on_in_the_same_term(ne
     assert log.count("term begins") == 1, log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_run_with_a_kill_at_a_random_moment_completes_with_the_right_parameters(
     seed: int, new_job: Callable[..., LocalJob]
@@ -92,7 +93,7 @@ def pids(job: LocalJob) -> dict[int, int]:
     return {row["worker"]: row["pid"] for row in rows if row["pid"]}
 
 
-@pytest.mark.long  # the same runs on the cluster each time
+@pytest.mark.long
 def test_two_runs_of_one_name_at_once_do_not_meet(new_job: Callable[..., LocalJob]) -> None:
     first, second = new_job(), new_job()
     for job in (first, second):
@@ -119,6 +120,7 @@ def test_interrupted_run_leaves_nothing(number: signal.Signals, new_job: Callabl
     assert job.exit_code(30) == 130
 
 
+@pytest.mark.long
 def test_run_that_dies_takes_its_processes_with_it_and_the_next_one_sweeps(new_job: Callable[..., LocalJob]) -> None:
     job = new_job()
     job.apply(workers=2, steps=10_000, pause=0.02, every=20)

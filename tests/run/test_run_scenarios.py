@@ -1,8 +1,6 @@
 """Every scenario of tests/scenarios in local mode: the same text as on a real cluster.
 
-Most of them run on the real cluster each time, so here each time only the one in which local mode differs most from it,
-whose nodes are simulated, and one that is not played there. Kills and sizes are in `test_run_robust.py` and the demo.
-`make soak` has the rest.
+`make nightly` plays them. `make test` has kills and sizes in the demo.
 """
 
 from __future__ import annotations
@@ -17,19 +15,14 @@ from testcluster.s3 import S3Server
 
 FOLDER = Path(__file__).resolve().parents[1] / "scenarios"
 NEEDS_SERVER = "store_restarted_during_save"
-EACH_TIME = {"node_killed", "elastic_example_every_pod_deleted_at_once"}
-FASTER = 0.4  # of its pause: nothing in it waits for a cluster
-SCENARIOS = [
-    pytest.param(p, id=p.stem, marks=() if p.stem in EACH_TIME else pytest.mark.long)
-    for p in sorted(FOLDER.glob("*.txt"))
-    if p.stem != NEEDS_SERVER
-]
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+SCENARIOS = [pytest.param(p, id=p.stem) for p in sorted(FOLDER.glob("*.txt")) if p.stem != NEEDS_SERVER]
+pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", SCENARIOS)
 def test_scenario_played_locally_ends_as_if_undisturbed(path: Path, new_job: Callable[..., LocalJob]) -> None:
-    new_job(faster=FASTER if path.stem in EACH_TIME else 1.0).play(path.read_text())
+    new_job().play(path.read_text())
 
 
 @pytest.mark.long

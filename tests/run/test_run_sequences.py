@@ -3,8 +3,7 @@
     EVERSTEP_SEEDS=7 pytest -s tests/run/test_run_sequences.py       one seed; EVERSTEP_SEEDS=100:150 for fifty
     EVERSTEP_SEQUENCE=FILE pytest -s tests/run/test_run_sequences.py       a text, to replay or to shrink
 
-`make test` has time for one on the cluster (tests/e2e/test_sequences.py), `make nightly` for a few here, and
-`make soak` for fifty.
+`make nightly` plays a few, `make soak` fifty.
 """
 
 from __future__ import annotations

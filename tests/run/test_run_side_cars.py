@@ -24,7 +24,7 @@ def manifest(job: LocalJob, backend: str, program: str, *side_cars: dict[str, An
     return {**kind, "metadata": {"name": job.name}, "spec": spec}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["everstep", "c10d"])
 @pytest.mark.parametrize("side_car", [["sleep", "infinity"], ["sh", "-c", "exit 137"]])
 def test_job_whose_worker_ended_with_0_beside_a_side_car_is_complete(
@@ -37,7 +37,7 @@ def test_job_whose_worker_ended_with_0_beside_a_side_car_is_complete(
     job.expect_restarts("total", 0)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("everstep")
 @pytest.mark.parametrize("backend", ["everstep", "c10d"])
 def test_exit_0_because_the_pod_is_deleted_or_the_job_suspended_is_no_success(
     new_job: Callable[..., LocalJob], backend: str

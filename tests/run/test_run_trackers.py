@@ -45,7 +45,7 @@ def by_mlflow(folder: Path) -> list[int]:
     return sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss"))
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "logged"), [("tensorboard", by_tensorboard), ("mlflow", by_mlflow)])
 def test_every_step_is_logged_once_over_a_lost_rank_and_a_restart(
     kind: str, logged: Callable[[Path], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ class TestS3(StoreContract):
         return place("s3_server").open()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("careless_s3_server")
 class TestS3ThatIgnoresConditions(StoreContract):
     conditional = False

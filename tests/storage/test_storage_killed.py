@@ -41,6 +41,7 @@ def killed(store: ObjectStore, faults: Mapping[int, Fault]) -> bool:
     raise AssertionError("the writer hangs")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 class Killed:
     """The scenario; a subclass names the fixture of its server."""
@@ -48,7 +49,6 @@ class Killed:
     server: ClassVar[str]
     sweeps: ClassVar[bool] = False
 
-    @pytest.mark.turns(3)
     def test_writer_killed_at_every_request_leaves_the_whole_object_or_none(self, place: Callable) -> None:
         counted = FaultStore(place(self.server).open())
         stream(counted, "a", DATA, PART)

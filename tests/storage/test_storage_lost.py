@@ -93,6 +93,7 @@ def lost(
     return behind(request.param, place, lossy, monkeypatch, server)
 
 
+@pytest.mark.long_but("azure_server")
 @pytest.mark.usefixtures("s3_server", "azure_server")
 def test_commit_whose_answer_was_lost_is_done_when_it_is_repeated(lost: tuple[ObjectStore, Lossy]) -> None:
     store, proxy = lost

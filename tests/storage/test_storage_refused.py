@@ -57,6 +57,7 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Se
     server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("s3_server")  # has the program built before the first test
 def test_server_that_stops_and_comes_back_loses_no_object_to_its_readers(own_server: S3Server) -> None:
     # versitygw answers a bare 404 for a moment while it stops; none of it may be taken for a missing object.

@@ -115,6 +115,7 @@ def test_connection_lost_while_a_folder_is_made_is_no_missing_bucket(
     assert store.get("data/1/0") == b"shard"
 
 
+@pytest.mark.long
 def test_small_object_does_not_wait_for_a_large_one(
     server: SftpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def test_backend_that_cannot_be_given_up_is_refused_where_processes_recover(monk
         backend_for(GPU, {"EVERSTEP_BACKEND": "gloo"}, recovers=True)
 
 
+@pytest.mark.long
 def test_script_that_asks_for_a_missing_backend_ends_with_its_name(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import everstep\neverstep.start()\n")

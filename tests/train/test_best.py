@@ -27,6 +27,7 @@ def checkpointer(folder: Path, **keep: Any) -> everstep.Checkpointer:
 LOSSES = [5.0, 2.0, 4.0, 1.0, 3.0, 6.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["in the step", "behind it"])
 def test_best_commits_by_a_metric_that_the_script_logs_stay(where: str, tmp_path: Path) -> None:
     weight = torch.zeros(1)
@@ -45,6 +46,7 @@ def test_best_commits_by_a_metric_that_the_script_logs_stay(where: str, tmp_path
     assert metrics_by_step(tmp_path) == {2: {"loss": 2.0}, 4: {"loss": 1.0}, 6: {"loss": 6.0}}
 
 
+@pytest.mark.long
 def test_metric_of_an_evaluation_belongs_to_the_commit_of_its_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,6 +88,7 @@ def test_best_commit_by_an_evaluation_after_its_save_stays(tmp_path: Path, caplo
     assert not [r for r in caplog.records if "Keep(best=2" in r.getMessage()]
 
 
+@pytest.mark.long
 def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: Path) -> None:
     weight, total = torch.zeros(1), torch.zeros(())
     with everstep.start(str(tmp_path), every_steps=1, keep=Keep(last=1)) as run:
@@ -98,6 +101,7 @@ def test_value_that_the_script_adds_to_later_is_kept_as_it_was_logged(tmp_path: 
     assert metrics_by_step(tmp_path) == {1: {"total": 0.0}}
 
 
+@pytest.mark.long_but("of a peer")
 @pytest.mark.parametrize("loss", ["of a peer", "of rank 0", "of all"])
 def test_evaluation_that_is_repeated_after_a_loss_gives_the_commit_its_metric(loss: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {"weight": torch.zeros(1)}

@@ -65,6 +65,7 @@ print("ends", [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in child
 """
 
 
+@pytest.mark.long
 def test_rank_that_was_asked_to_stop_holds_no_process_group_when_python_ends(tmp_path: Path) -> None:
     """gloo's threads free the last tensors of a collective. One that does so while Python ends takes the exit code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("EVERSTEP_", "PET_", "RANK", "WORLD_SIZE"))}

@@ -24,7 +24,7 @@ def play(script: str, folder: Path, without: str = "", case: str = "") -> None:
     runpy.run_path(str(SCRIPTS / f"{script}.py"), init_globals=names, run_name="__main__")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("stages--attack")
 @pytest.mark.parametrize(
     ("script", "without", "case"),
     [
@@ -62,7 +62,7 @@ def test_script_that_tracks_all_that_it_moves_is_accepted(
     play(script, tmp_path, without, case)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("swa-swa_scheduler--swa_scheduler is a learning-rate scheduler (SWALR)")
 @pytest.mark.parametrize(
     ("script", "without", "case", "words"),
     [
@@ -117,6 +117,7 @@ def test_script_that_leaves_one_thing_out_is_refused_by_its_name(
     assert "run.untracked(" in str(refused.value)
 
 
+@pytest.mark.long_but("swa-swa_model swa_scheduler-told2")
 @pytest.mark.parametrize(
     ("script", "without", "told"),
     [
@@ -134,7 +135,7 @@ def test_script_that_leaves_out_several_things_is_told_of_all_at_once(
         assert f"run.track({one})" in str(refused.value)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_metric_that_reaches_no_parameter_is_named_once_in_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,7 +66,7 @@ def taken_over(dataset: Any, **options: Any) -> Callable[[Any], Any]:
     return lambda run: DataLoader(dataset, batch_size=12, shuffle=True, generator=torch.Generator(), **options)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("loader", [of_session, taken_over])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_run_started_again_with_another_split_is_refused(loader: Any, workers: int, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_files_that_come_in_another_order_are_refused(tmp_path: Path) -> None:
         train(tmp_path, of_session(Subset(TensorDataset(X, X[:, :2]), list(range(96))[::-1])), 8)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("option", [{"compare_samples": False}, {"allow_changes": {"dataset"}}])
 def test_change_that_is_meant_goes_on(option: dict[str, Any], tmp_path: Path) -> None:
     train(tmp_path, of_session(Augmented(split(0))), 4)
@@ -97,7 +97,7 @@ def test_change_that_is_meant_goes_on(option: dict[str, Any], tmp_path: Path) ->
     assert commits(tmp_path)[-1] == 12
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_comparison_draws_no_number_of_the_run_and_reads_each_sample_twice_once(tmp_path: Path) -> None:
     compared, plain = Augmented(split(0)), Augmented(split(0))
     one = train(tmp_path / "a", of_session(compared), 12)
@@ -113,7 +113,7 @@ class Staged(Augmented):
         return x * self.scale, y
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_dataset_that_the_loop_changes_goes_on(tmp_path: Path) -> None:
     """Its samples are of another stage than those of the saved run, by intent."""
 

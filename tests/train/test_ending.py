@@ -58,6 +58,7 @@ END
 """
 
 
+@pytest.mark.long_but("raise everstep.Preempted(3, True)-86-3")
 @pytest.mark.parametrize(
     ("end", "code", "saved"),
     [
@@ -105,12 +106,13 @@ WEIGHTS = ("model.load_state_dict({n: v * 0 for n, v in left.items()})", "model"
 RATE = ("optimizer.param_groups[0]['lr'] = 0.0", "optimizer")
 
 
+@pytest.mark.long_but("weights-dense")
 @pytest.mark.parametrize(
     ("end", "named", "graph"),
     [
         pytest.param(*WEIGHTS, "", id="weights-dense"),
-        pytest.param(*WEIGHTS, SPARSE, id="weights-sparse", marks=pytest.mark.long),
-        pytest.param(*RATE, "", id="rate-dense", marks=pytest.mark.long),
+        pytest.param(*WEIGHTS, SPARSE, id="weights-sparse"),
+        pytest.param(*RATE, "", id="rate-dense"),
         pytest.param(*RATE, SPARSE, id="rate-sparse"),
     ],
 )
@@ -128,6 +130,7 @@ def test_what_changes_behind_a_loop_that_was_left_is_saved_as_no_step(
     assert everstep.load(str(tmp_path / "run")).step == 3
 
 
+@pytest.mark.long
 def test_evaluation_behind_a_loop_that_was_left_neither_changes_the_commit_nor_is_changed(tmp_path: Path) -> None:
     end = "model.eval(); model[0].weight.requires_grad_(False); run.close(); assert not model.training"
     done = play(tmp_path, MODEL.replace("{WAIT}", WAIT).replace("{END}", end).replace("BEFORE", ""))
@@ -139,6 +142,7 @@ def test_evaluation_behind_a_loop_that_was_left_neither_changes_the_commit_nor_i
     assert json.loads(commit.state["switches"]["switched"]) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
@@ -155,6 +159,7 @@ def test_run_that_the_scripts_end_cannot_close_is_no_success(loop: str, said: st
     assert said in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
@@ -42,6 +44,7 @@ assert group() is not None, "a DDP object may now be the last to hold the group"
 """
 
 
+@pytest.mark.long
 def test_group_that_the_script_destroys_is_held_until_the_process_ends() -> None:
     """torch 2.13 can hang where a DDP object is the last to hold a group: 4 of 6 runs of `adapters/loop/before.py`."""
     ended = subprocess.run([sys.executable, "-c", OWN_GROUP], capture_output=True, text=True, timeout=100, check=False)

@@ -103,6 +103,7 @@ def train(make: Callable[[], torch.nn.Module], url: Path, until: int) -> dict[st
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.long_but("none until the first pass, not persistent")
 @pytest.mark.parametrize("name", MODELS)
 def test_run_restored_with_buffers_of_its_loop_ends_as_undisturbed(name: str, tmp_path: Path) -> None:
     if "not persistent" in name:
@@ -117,6 +118,7 @@ def test_run_restored_with_buffers_of_its_loop_ends_as_undisturbed(name: str, tm
     assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
 
 
+@pytest.mark.long
 def test_lazy_module_is_refused_before_the_first_step_and_goes_on_after_a_forward_pass(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"model/0\.weight: a lazy.*run a forward pass before"):
         train(lazy, tmp_path / "a", 4)

@@ -105,7 +105,7 @@ def play(folder: Path, name: str, commits: str, kill: int = -1) -> tuple[int, st
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("attribute in state")
 @pytest.mark.parametrize("name", KEPT)
 def test_a_schedule_inside_of_another_goes_on_with_equal_bits_after_a_kill(name: str, tmp_path: Path) -> None:
     code, whole, said = play(tmp_path, name, "whole")

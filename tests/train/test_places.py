@@ -81,6 +81,7 @@ def test_what_a_commit_would_keep_of_rank_0_alone_is_refused_by_name() -> None:
         check({"model": torch.nn.Linear(1, 1), "optimizer": torch.optim.SGD([weight], lr=0.1)})
 
 
+@pytest.mark.long_but("1-2-had no run\\\\.mesh\\\\(model=N\\\\).*Write none here too")
 @pytest.mark.parametrize(
     ("saved", "restoring", "words"),
     [

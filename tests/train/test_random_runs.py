@@ -17,7 +17,7 @@ from support.processes.ranks import Ranks
 from support.processes.warm_python import warm
 from support.train.training_run import environment
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 SCRIPT = Path(__file__).with_name("random_script.py")
 
 
@@ -68,6 +68,7 @@ def restart(folder: Path, ranks: int = 3, **wanted: Any) -> Told:
 DEATHS = [[1, 3, "forward"], [0, 5, "backward"], [2, 8, "tail"], [1, 11, "between"]]
 
 
+@pytest.mark.long_but("by rank")
 @pytest.mark.parametrize("seeded", ["alike", "by rank"])
 def test_run_with_lost_processes_draws_and_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
     still = play(tmp_path / "still", seeded=seeded)
@@ -86,10 +87,10 @@ def test_run_with_lost_processes_draws_and_ends_as_an_undisturbed_one(seeded: st
         assert differ == (by_rank and name not in ("torch_own", "shared")), name
 
 
-# Ranks that draw differently have all that ranks which draw alike have; the first test has both each time.
-BY_RANK = pytest.mark.parametrize("seeded", [pytest.param("alike", marks=pytest.mark.long), "by rank"])
+BY_RANK = pytest.mark.parametrize("seeded", ["alike", "by rank"])
 
 
+@pytest.mark.long
 @BY_RANK
 def test_run_that_is_restarted_from_its_commits_ends_as_an_undisturbed_one(seeded: str, tmp_path: Path) -> None:
     still = play(tmp_path / "still", seeded=seeded)
@@ -101,6 +102,7 @@ def test_run_that_is_restarted_from_its_commits_ends_as_an_undisturbed_one(seede
     assert disturbed.drawn == still.drawn
 
 
+@pytest.mark.long
 def test_run_without_a_seed_goes_on_with_the_one_that_its_commits_hold(tmp_path: Path) -> None:
     play(tmp_path / "begin", seeded="not", url=str(tmp_path / "a"), until=4)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -113,6 +115,7 @@ def test_run_without_a_seed_goes_on_with_the_one_that_its_commits_hold(tmp_path:
     assert other.drawn[0, 0] != Told(tmp_path / "begin").drawn[0, 0]
 
 
+@pytest.mark.long
 @BY_RANK
 def test_resized_run_draws_by_rank_what_a_run_of_that_size_draws(seeded: str, tmp_path: Path) -> None:
     still = play(tmp_path / "still", seeded=seeded)
@@ -127,6 +130,7 @@ def test_resized_run_draws_by_rank_what_a_run_of_that_size_draws(seeded: str, tm
     assert found == expected
 
 
+@pytest.mark.long
 def test_rank_as_the_option_lets_ranks_that_were_seeded_alike_draw_other_numbers(tmp_path: Path) -> None:
     found = play(tmp_path / "run", until=3, rng="rank").drawn
     for name in ("torch", "numpy", "python", "torch_own", "numpy_own", "python_own"):

@@ -125,6 +125,7 @@ def test_seeds_one_apart_and_generators_of_one_run_share_no_stream(seed: int) ->
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.long
 def test_first_numbers_of_steps_and_ranks_look_independent() -> None:
     (member,) = world(0, rng="rank")
     drawn = np.array([[at(member, step, rank) for rank in range(16)] for step in range(256)])
@@ -344,6 +345,7 @@ def test_commit_of_an_older_version_is_restored_and_its_generators_left(tmp_path
         assert run_steps(run, 5)[3:] == found
 
 
+@pytest.mark.long
 def test_saved_generators_go_on_where_the_commit_left_them(tmp_path: Path) -> None:
     def play(until: int) -> list[float]:
         seed_all(1)

@@ -72,7 +72,7 @@ def ends(folder: Path, script: str) -> tuple[subprocess.CompletedProcess[str], l
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("script", [OTHER + CAUGHT, OTHER + EXITS, OTHER + OF_A_THREAD, IN_A_STEP])
 def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(script: str, tmp_path: Path) -> None:
     done, (record, *_) = ends(tmp_path, script)
@@ -82,7 +82,7 @@ def test_process_whose_script_has_caught_the_refusal_fails_with_its_sentence(scr
     assert str(record["error"]).partition(": ")[2][:40] in said
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_refusal_that_ends_a_thread_outside_of_any_run_fails_the_process(tmp_path: Path) -> None:
     """The interpreter prints it and goes on: the process ended with 0."""
     ends(tmp_path, "\ntrain(2)\n")
@@ -93,6 +93,7 @@ def test_refusal_that_ends_a_thread_outside_of_any_run_fails_the_process(tmp_pat
     assert "Exception in thread" in done.stderr
 
 
+@pytest.mark.long
 def test_refusal_of_a_thread_beside_a_run_that_is_complete_fails_nothing(tmp_path: Path) -> None:
     done, records = ends(tmp_path, OTHER + BARE_THREAD)
     assert (done.returncode, records) == (0, []), done.stderr
@@ -104,6 +105,7 @@ def test_functions_of_atexit_run_once_each_where_the_exit_code_is_set_at_the_end
     assert done.stdout.splitlines() == ["caught StateMismatch", "registered second", "registered first"]
 
 
+@pytest.mark.long
 def test_run_that_is_complete_afterwards_takes_the_refusal_back(tmp_path: Path) -> None:
     again = "\nsys_argv = [0, sys.argv[1] + '-2']\nmodel = torch.nn.Linear(2, 2)\n"
     again += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\ntrain(2)\n"

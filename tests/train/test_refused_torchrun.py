@@ -48,7 +48,7 @@ CATCHES = {
 }
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("caught")
 @pytest.mark.parametrize("catches", CATCHES)
 def test_start_after_a_refusal_is_refused_at_once_with_its_sentence(catches: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -94,6 +94,7 @@ with everstep.start(None) as run:
 """
 
 
+@pytest.mark.long_but("its own")
 @pytest.mark.parametrize("fed", ["its own", "reduced"])
 def test_plateau_that_is_given_each_ranks_own_loss_is_refused_by_its_name(fed: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -94,6 +94,7 @@ def crashed(folder: Path, factor: Callable[[], float] = lambda: 1.0, *, compare_
         train(folder, factor, crash=SAVED + 1, compare_gradients=compare_gradients)
 
 
+@pytest.mark.long
 def test_restart_with_the_same_gradients_goes_on(tmp_path: Path) -> None:
     crashed(tmp_path / "a")
     assert noted(tmp_path / "a", NEXT)
@@ -127,7 +128,7 @@ def clip(optimizer: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer_of", "change", "named"),
     [
@@ -151,6 +152,7 @@ def test_restart_with_the_same_gradients_and_another_update_is_refused(
     train(tmp_path, lambda: 1.0, optimizer_of=optimizer_of)
 
 
+@pytest.mark.long
 def test_data_that_are_others_at_each_start_are_refused_at_each(tmp_path: Path) -> None:
     """To the gradients alone it looks like a step that nobody computes twice alike, and the second restart went on."""
 
@@ -169,6 +171,7 @@ def test_data_that_are_others_at_each_start_are_refused_at_each(tmp_path: Path) 
         assert latest.step == SAVED
 
 
+@pytest.mark.long
 def test_update_that_is_another_each_time_goes_on_in_the_second_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,6 +187,7 @@ def test_update_that_is_another_each_time_goes_on_in_the_second_restart(
     assert "another result each time" in caplog.text
 
 
+@pytest.mark.long
 def test_step_that_nobody_computes_twice_alike_goes_on_in_the_second_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +200,7 @@ def test_step_that_nobody_computes_twice_alike_goes_on_in_the_second_restart(
     assert "another result each time" in caplog.text
 
 
+@pytest.mark.long
 def test_script_that_was_changed_is_warned_of_and_not_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +211,7 @@ def test_script_that_was_changed_is_warned_of_and_not_refused(
     assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
+@pytest.mark.long
 def test_configuration_file_that_was_changed_is_warned_of_and_not_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +225,7 @@ def test_configuration_file_that_was_changed_is_warned_of_and_not_refused(
     assert "The run goes on, because the script or its arguments were changed since" in caplog.text
 
 
+@pytest.mark.long
 def test_script_without_a_file_is_warned_of_and_not_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +236,7 @@ def test_script_without_a_file_is_warned_of_and_not_refused(
     assert "other gradients" in caplog.text
 
 
+@pytest.mark.long
 def test_machine_of_another_kind_may_round_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def narrow() -> float:
         return 1.003  # as a kernel that computes in bfloat16 may differ from one that does not
@@ -240,6 +248,7 @@ def test_machine_of_another_kind_may_round_otherwise(tmp_path: Path, monkeypatch
     train(tmp_path, narrow)
 
 
+@pytest.mark.long
 def test_run_that_was_suspended_is_compared_too(tmp_path: Path) -> None:
     """No step follows the commit with which it leaves: one is begun for that, and not made."""
     with pytest.raises(everstep.Preempted) as left:
@@ -267,6 +276,7 @@ def test_step_behind_the_last_commit_moves_no_optimizer(tmp_path: Path) -> None:
     assert len(steps) == 3  # the fourth was ended by its hook, before it began
 
 
+@pytest.mark.long
 def test_two_optimizers_in_a_step_are_compared_by_what_comes_before_the_first(tmp_path: Path) -> None:
     """A run that was suspended notes a step that it leaves there, and one that was not a whole step."""
 
@@ -295,6 +305,7 @@ def test_two_optimizers_in_a_step_are_compared_by_what_comes_before_the_first(tm
     gan()
 
 
+@pytest.mark.long
 def test_step_that_is_not_made_leaves_as_without_it_whatever_happens_in_it(tmp_path: Path) -> None:
     calls: list[int] = []
 
@@ -319,6 +330,7 @@ def test_short_grace_period_is_not_spent_on_it(tmp_path: Path, monkeypatch: pyte
     assert len(noted(tmp_path, NEXT)) == 1  # of the second step's commit, and not of the last
 
 
+@pytest.mark.long
 def test_without_comparison_nothing_is_noted_and_nothing_compared(tmp_path: Path) -> None:
     crashed(tmp_path / "a", compare_gradients=False)
     assert not noted(tmp_path / "a", NEXT)
@@ -326,12 +338,14 @@ def test_without_comparison_nothing_is_noted_and_nothing_compared(tmp_path: Path
     train(tmp_path / "b", lambda: 0.5, compare_gradients=False)
 
 
+@pytest.mark.long
 def test_old_name_of_compare_gradients_has_its_meaning_and_warns(tmp_path: Path) -> None:
     crashed(tmp_path)
     with pytest.warns(DeprecationWarning, match="now called compare_gradients"):
         train(tmp_path, lambda: 0.5, rehearsal=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 7, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
 def test_note_that_cannot_be_read_costs_nothing(tmp_path: Path, damage: bytes) -> None:
     crashed(tmp_path)
@@ -353,6 +367,7 @@ def test_of_a_note_of_a_larger_world_only_values_are_compared(
     assert any("not those of the run before this restart: crash (3 there, 0 in" in text for text in warned)
 
 
+@pytest.mark.long
 def test_note_goes_with_its_commit(tmp_path: Path) -> None:
     crashed(tmp_path)
     (note,) = noted(tmp_path, NEXT)

@@ -11,7 +11,7 @@ import pytest
 
 from support.train.training_run import Start
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def seen(folder: Path) -> dict[int, dict[int, list[int]]]:
@@ -24,6 +24,7 @@ def seen(folder: Path) -> dict[int, dict[int, list[int]]]:
     return steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_script_runs_alike_under_python_and_torchrun(ranks: int, start: Start, tmp_path: Path) -> None:
     ended = start(ranks, "--url", tmp_path / "commits", "--every-steps", 10, launched=True).end()
@@ -33,8 +34,8 @@ def test_script_runs_alike_under_python_and_torchrun(ranks: int, start: Start, t
     assert again.parameters == ended.parameters, "a finished run restored is the finished run"
 
 
-# Sums of three are rounded in another order than sums of two: the two tests after this one have three each time.
-@pytest.mark.parametrize("ranks", [0, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long_but("2")
+@pytest.mark.parametrize("ranks", [0, 2, 3])
 def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 10).end()
     dies = ("--url", tmp_path / "b", "--every-steps", 10, "--workers", 1, "--die-at", 25, "--pause", 0.05)
@@ -47,6 +48,7 @@ def test_run_killed_in_a_step_and_resumed_ends_with_the_same_bits(ranks: int, st
     assert resumed.parameters == undisturbed.parameters
 
 
+@pytest.mark.long
 def test_run_of_three_ranks_resumed_after_its_first_step_ends_with_the_same_bits(start: Start, tmp_path: Path) -> None:
     undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100).end()
     start(3, "--url", tmp_path / "b", "--every-steps", 1, "--die-at", 1, "--pause", 0.05).end()
@@ -55,6 +57,7 @@ def test_run_of_three_ranks_resumed_after_its_first_step_ends_with_the_same_bits
     assert resumed.parameters == undisturbed.parameters
 
 
+@pytest.mark.long
 def test_torchrun_of_three_ranks_started_again_ends_with_the_same_bits(start: Start, tmp_path: Path) -> None:
     undisturbed = start(3, "--url", tmp_path / "a", "--every-steps", 100).end()
     dies = ("--url", tmp_path / "b", "--every-steps", 10, "--die-at", 25, "--pause", 0.05)
@@ -65,6 +68,7 @@ def test_torchrun_of_three_ranks_started_again_ends_with_the_same_bits(start: St
     assert resumed.parameters == undisturbed.parameters
 
 
+@pytest.mark.long_but("0")
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int, start: Start, tmp_path: Path) -> None:
     undisturbed = start(ranks, "--url", tmp_path / "a", "--every-steps", 1000).end()
@@ -82,6 +86,7 @@ def test_sigterm_commits_the_step_at_hand_and_ends_with_its_own_code(ranks: int,
     assert resumed.parameters == undisturbed.parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(
     context: str, start: Start, tmp_path: Path
@@ -96,6 +101,7 @@ def test_sigterm_to_a_whole_process_group_leaves_the_trainer_its_workers(
     assert "its state is committed" in ended.output
 
 
+@pytest.mark.long
 def test_sigterm_to_torchrun_commits_before_it_kills(start: Start, tmp_path: Path) -> None:
     run = start(2, "--url", tmp_path / "b", "--every-steps", 1000, "--pause", 0.3, launched=True)
     run.until("all ranks train", lambda text: text.count("start step=") == 2)
@@ -104,6 +110,7 @@ def test_sigterm_to_torchrun_commits_before_it_kills(start: Start, tmp_path: Pat
     assert "its state is committed" in ended.output, ended.output
 
 
+@pytest.mark.long
 def test_resized_run_takes_every_sample_once_an_epoch_and_computes_the_same(start: Start, tmp_path: Path) -> None:
     """Worlds of 1, 3, 2 and 1 over two epochs of 20 steps; the batch of 50 is not divisible by 3."""
     folder, seen_ = tmp_path / "commits", tmp_path / "seen"
@@ -123,6 +130,7 @@ def test_resized_run_takes_every_sample_once_an_epoch_and_computes_the_same(star
     assert ended.values == pytest.approx(fixed.values, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_micro_batches_give_the_gradient_of_the_whole_batch(start: Start, tmp_path: Path) -> None:
     whole = start(0, "--url", tmp_path / "a", "--dropout", 0).end()
     parts = start(2, "--url", tmp_path / "b", "--dropout", 0, "--micro-batch", 7).end()
@@ -130,6 +138,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(start: Start, tmp_pa
     assert parts.values == pytest.approx(whole.values, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.long
 def test_saves_by_time_happen_at_one_step_on_all_ranks(start: Start, tmp_path: Path) -> None:
     run = start(2, "--url", tmp_path / "a", "--every-seconds", 0.15, "--pause", 0.03, "--until", 100)
     assert run.end().well, run.text()

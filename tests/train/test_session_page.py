@@ -100,6 +100,7 @@ def test_contract_shows_the_arguments_of_a_call(call: Callable[..., object]) -> 
     assert [one for one in shown.split(", ") if one in code] == code
 
 
+@pytest.mark.long_but("5")
 @pytest.mark.parametrize("number", range(7))
 @pytest.mark.timeout(240)
 def test_a_block_of_the_page_runs_as_it_is_written(number: int, tmp_path: Path) -> None:

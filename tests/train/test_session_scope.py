@@ -131,6 +131,7 @@ def test_an_evaluation_may_exchange_the_weights_and_bring_them_back() -> None:
     assert seen == [7, 7]
 
 
+@pytest.mark.long
 def test_what_was_done_once_is_not_done_again_by_a_resumed_run(tmp_path: Path) -> None:
     values = []
     for until in (2, 4):

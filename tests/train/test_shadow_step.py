@@ -226,6 +226,7 @@ class FromRank0(Others):
         return FromRank0.told
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.tuples(

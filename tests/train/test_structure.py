@@ -111,7 +111,7 @@ def train(folder: Path, until: int, change: Change, before: Change, *, at: int =
     return model
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_change_in_the_loop_is_refused_before_a_commit_has_it(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
@@ -137,6 +137,7 @@ def test_change_in_the_first_step_is_refused_after_it(tmp_path: Path) -> None:
     assert commits(tmp_path) == []
 
 
+@pytest.mark.long
 def test_change_before_the_loop_is_none_and_its_commits_are_gone_on_from(tmp_path: Path) -> None:
     def nothing(model: Net, optimizer: torch.optim.Optimizer) -> None: ...
 

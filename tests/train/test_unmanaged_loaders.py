@@ -43,6 +43,7 @@ def values(batch: Batch[Any]) -> list[float]:
 # --- taken over
 
 
+@pytest.mark.long
 def test_a_dataloader_passed_to_steps_trains_each_sample_once_an_epoch_and_goes_on_where_it_was(tmp_path: Path) -> None:
     def until(steps: int) -> Callable[[Any], Iterator[float]]:
         def body(run: Any) -> Iterator[float]:
@@ -67,6 +68,7 @@ def test_epochs_are_those_of_the_dataloader(tmp_path: Path) -> None:
     assert play(tmp_path, body) == list(range(20))
 
 
+@pytest.mark.long_but("True")
 @pytest.mark.parametrize("mapping", [False, True])
 def test_of_several_loaders_a_step_takes_one_batch_each_and_all_positions_are_saved(
     tmp_path: Path, mapping: bool
@@ -86,6 +88,7 @@ def test_of_several_loaders_a_step_takes_one_batch_each_and_all_positions_are_sa
     assert sorted(i for _, many in seen for i in many) == list(range(100, 124))
 
 
+@pytest.mark.long
 def test_a_saved_run_of_two_loaders_is_not_one_of_one(tmp_path: Path) -> None:
     def body(which: Any) -> Callable[[Any], Iterator[Any]]:
         def run_(run: Any) -> Iterator[Any]:
@@ -198,6 +201,7 @@ def test_a_batch_that_is_unpacked_as_a_dataloaders_is_refused_with_what_to_write
         play(tmp_path, body)
 
 
+@pytest.mark.long
 def test_a_dataloader_that_is_changed_in_the_loop_is_refused_by_the_session_too(tmp_path: Path) -> None:
     def body(run: Any) -> Iterator[Any]:
         own = loader()
@@ -271,6 +275,7 @@ def an_elastic_one(run: Any) -> Iterator[int]:
             yield step.number
 
 
+@pytest.mark.long_but("an_elastic_one")
 @pytest.mark.parametrize(
     "body",
     [by_iterator, outside_of_the_step, around_the_steps, a_new_iterator_each_step, beside_another, every_second_step,
@@ -345,7 +350,7 @@ def tracked_by_the_script(run: Any) -> Iterator[int]:
             yield step.number
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("whole_inside_each_step")
 @pytest.mark.parametrize(
     "body",
     [whole_between_steps, whole_inside_each_step, some_now_and_then_by_workers_that_stay, without_gradients,

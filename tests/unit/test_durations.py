@@ -17,21 +17,17 @@ from support.lanes.repeats import Record
 CONFTEST = """
 from pathlib import Path
 from support.lanes.durations import LongestFirst, read
-from support.lanes.turns import Turns
 def pytest_configure(config):
-    config.addinivalue_line("markers", "turns(n): see there")
-    config.pluginmanager.register(Turns())
     config.pluginmanager.register(LongestFirst(read(Path("durations.json"))))
 """
 
 
-def order(folder: Path, known: dict[str, float], *arguments: str, turn: str = "") -> list[str]:
+def order(folder: Path, known: dict[str, float], *arguments: str) -> list[str]:
     """The tests of `folder` in the order in which they ran."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "durations.json").write_text(json.dumps(known))
-    environ = {k: v for k, v in os.environ.items() if k != "EVERSTEP_TURN"} | ({"EVERSTEP_TURN": turn} if turn else {})
     command = [sys.executable, "-m", "pytest", "-v", "-p", "xdist", "-p", "no:cacheprovider", *arguments]
-    environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (line.replace("PASSED", "").split() for line in done.stdout.splitlines() if "PASSED" in line)
@@ -51,13 +47,6 @@ def test_files_run_from_the_longest_to_the_shortest_and_keep_the_order_of_their_
     assert spread == expected
 
 
-def test_order_does_not_change_whose_turn_it_is(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"test_{name}.py").write_text("import pytest\n@pytest.mark.turns(2)\ndef test_it(): pass\n")
-    for known in ({"test_a.py::test_it": 9.0}, {"test_b.py::test_it": 9.0}):
-        assert order(tmp_path, known, turn="2") == ["test_a.py::test_it"]
-
-
 def test_seconds_of_a_test_are_those_of_its_phases(tmp_path: Path) -> None:
     lines = [
         {"test": "t.py::t", "when": when, "outcome": "passed", "seconds": seconds, "cause": "", "why": ""}
@@ -69,9 +58,9 @@ def test_seconds_of_a_test_are_those_of_its_phases(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_the_newest_of_each_test_that_is_there_and_not_short(tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
-    old = {"t.py::turn": 4.0, "t.py::slow": 9.0, "t.py::was_slow": 7.0, "gone.py::test": 3.0}
+    old = {"t.py::nightly": 4.0, "t.py::slow": 9.0, "t.py::was_slow": 7.0, "gone.py::test": 3.0}
     merged = durations.merge(old, {"t.py::slow": 2.04, "t.py::was_slow": 0.01, "t.py::quick": 0.02}, tmp_path)
-    assert merged == {"t.py::slow": 2.0, "t.py::turn": 4.0}
+    assert merged == {"t.py::slow": 2.0, "t.py::nightly": 4.0}
     durations.write(merged, tmp_path / "durations.json")
     assert durations.read(tmp_path / "durations.json") == merged
 

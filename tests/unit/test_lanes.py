@@ -168,18 +168,8 @@ def of_make(variable: str) -> list[str]:
     return line.partition(":=")[2].split()
 
 
-def test_no_lane_of_make_test_has_a_test_that_is_for_make_soak() -> None:
-    """The rows that are restarted as a whole took an hour once, because an expression for marks had left one out."""
-    soak = "long"
-    lanes = runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]
-    played = of_make("LANES")
-    assert set(lanes) == {*played, soak}
-    for lane in (lanes[name] for name in played):
-        chosen = lane.arguments()
-        expression = chosen[chosen.index("-m") + 1] if "-m" in chosen else ""
-        folders = [ROOT / argument for argument in chosen if argument.startswith("tests/")]
-        has_long = any(f"mark.{soak}" in path.read_text() for folder in folders for path in folder.rglob("test_*.py"))
-        assert f"not {soak}" in expression or not has_long, lane
+def test_make_plays_every_lane() -> None:
+    assert set(runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]) == {*of_make("LANES"), "long"}
 
 
 def test_processes_that_make_starts_keep_the_modules_that_they_compile(tmp_path: Path) -> None:
@@ -219,7 +209,7 @@ def lanes(folder: Path, *arguments: str, **environ: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, "-c", LANES, str(TESTS / "lanes" / "lanes.py"), *arguments],
         cwd=folder, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "EVERSTEP_TURN": "0", **environ},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environ},
     )  # fmt: skip
 
 

@@ -105,19 +105,6 @@ def test_fifty_seeds_have_every_kind_of_job_and_every_event() -> None:
     assert deleted >= {0, 1, 2}, "one, some and all"
 
 
-def test_rows_of_each_time_have_every_launcher_and_fault_with_and_without_a_commit_on_the_cluster() -> None:
-    lane = rows.ON_THE_CLUSTER
-    assert set(lane) <= set(rows.ROWS)
-    assert {row.launcher for row in lane} == set(rows.LAUNCHERS)
-    assert {row.fault for row in lane} == set(rows.FAULTS)
-    assert {row.committed for row in lane} == {True, False}
-
-
-def test_no_row_is_played_twice_each_time() -> None:
-    assert set(rows.LOCALLY) <= set(rows.ROWS)
-    assert not set(rows.LOCALLY) & set(rows.ON_THE_CLUSTER)
-
-
 @pytest.mark.parametrize("row", rows.ROWS, ids=str)
 def test_every_row_is_a_text_whose_job_can_be_asked_for(row: rows.Row) -> None:
     (job,) = [words for words in words_of(row.text()) if words[0] == "job"]

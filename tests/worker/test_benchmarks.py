@@ -58,7 +58,7 @@ def check(document: str) -> set[str]:
     return set(names)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long_but("checkpoint.py")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_that_is_asked_for_help_knows_its_imports_and_its_arguments(script: str) -> None:
     text = run(script, "--help")
@@ -66,7 +66,7 @@ def test_script_that_is_asked_for_help_knows_its_imports_and_its_arguments(scrip
     assert "--json" in text
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "name"),
     [
@@ -82,7 +82,7 @@ def test_quick_cell_gives_figures_of_the_agreed_shape(script: str, name: str, tm
     assert name in check(path.read_text())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 def test_every_act_of_the_checkpoint_benchmark_on_files_gives_its_figures(
     checkpoint: ModuleType, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def value_in(store: ObjectStore) -> tuple[int | None, set[float]]:
     return step, set(into["w"].tolist())
 
 
+@pytest.mark.long_but("local")
 def test_script_that_saves_and_restores_goes_on_where_it_was(url: str, events: Any) -> None:
     with everstep.Checkpointer(url, every_steps=2, on_event=events) as checkpointer:
         assert checkpointer.restore(state()) is None
@@ -178,6 +179,7 @@ def test_lost_response_at_any_call_of_a_save_changes_nothing() -> None:
         assert sum(name.startswith("log/") for name in inner.objects) == 3, counted.calls[number]
 
 
+@pytest.mark.long_but("local")
 def test_older_writer_is_fenced_by_a_newer_one_at_its_next_save(url: str, events: Any) -> None:
     # Case 78.
     old = everstep.Checkpointer(url, every_steps=1, on_event=events)
@@ -263,6 +265,7 @@ def test_process_that_slept_since_an_older_round_never_takes_the_log_of_a_newer_
     assert value_in(store) == (6, {6.0})
 
 
+@pytest.mark.long_but("local")
 def test_commits_beyond_keep_are_deleted_and_the_kept_ones_are_whole(url: str) -> None:
     store = plain_store(url)
     for first in (1, 4):
@@ -419,6 +422,7 @@ def test_missing_bucket_fails_before_the_first_step_with_its_exit_code(s3_url: s
     assert time.monotonic() - started < RetryPolicy().outage - 15, "nobody waited for the bucket to come"
 
 
+@pytest.mark.long
 def test_wrong_keys_fail_before_the_first_step(s3_url: str) -> None:
     with pytest.raises(everstep.StoreUnusable):
         everstep.Checkpointer(s3_url, storage_options={"key": "wrong", "secret": "wrong"}).restore(state())
@@ -493,6 +497,7 @@ def test_slow_store_blocks_training_only_for_the_copy() -> None:
     assert value_in(store) == (1, {1.0})
 
 
+@pytest.mark.long
 def test_s3_server_that_restarts_during_a_save_delays_it_and_loses_nothing(
     s3_url: str, s3_server: Any, events: Any
 ) -> None:

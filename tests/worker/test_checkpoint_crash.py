@@ -49,8 +49,8 @@ def opened(url: str, session: object) -> ObjectStore:
     return open_store(url, {"session": session} if url.startswith("s3://") else None)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.turns(2)
 def test_kill_at_every_storage_call_leaves_the_previous_or_the_new_checkpoint(url: str, in_child: InChild) -> None:
     session = AioSession()  # botocore reads its service models once instead of once a child
     save_steps(opened(f"{url}/count", session), [1])
@@ -74,6 +74,7 @@ def test_kill_at_every_storage_call_leaves_the_previous_or_the_new_checkpoint(ur
             assert restored(opened(place, session)) == (2 if committed else 1), (kind, number, call)
 
 
+@pytest.mark.long
 def test_kill_during_the_first_save_ever_leaves_none(tmp_path: Path, in_child: InChild) -> None:
     counted = FaultStore(open_store(str(tmp_path / "count")))
     save_steps(counted, [1])
@@ -85,6 +86,7 @@ def test_kill_during_the_first_save_ever_leaves_none(tmp_path: Path, in_child: I
         assert restored(store) is None
 
 
+@pytest.mark.long_but("local-flip")
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "delete", "empty", "swap"])
 def test_damage_to_any_object_of_the_newest_commit_falls_back_one_commit_and_names_the_file(
     url: str, damage: str, events: object

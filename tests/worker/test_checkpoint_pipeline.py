@@ -36,6 +36,7 @@ def quick(store: ObjectStore) -> RetryingStore:
     return RetryingStore(store, RetryPolicy(first=0.001, most=0.01, outage=1.0))
 
 
+@pytest.mark.long_but("16777216")
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 5 * PART // 2])
 def test_shard_of_any_size_is_written_and_described(tmp_path: Path, size: int) -> None:
     store, data = open_store(str(tmp_path)), noise(size)
@@ -44,6 +45,7 @@ def test_shard_of_any_size_is_written_and_described(tmp_path: Path, size: int) -
     assert problems(store, shard) == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1000, 2 * PART + 5])
 def test_answer_that_was_lost_is_success(tmp_path: Path, size: int) -> None:
     inner, data = open_store(str(tmp_path)), noise(size)
@@ -157,6 +159,7 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.long_but("True-1")
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize(("local", "threads"), [(True, 1), (False, THREADS)])
 def test_threads_that_write_files_leave_a_core_to_training(tmp_path: Path, local: bool, threads: int) -> None:

@@ -166,6 +166,7 @@ def shards(root: str) -> list[int]:
     return [p.stat().st_size for p in sorted(Path(root).glob("data/*/*.safetensors"))]
 
 
+@pytest.mark.long
 def test_state_saved_by_four_ranks_loads_bit_identical_on_one_two_three_and_four(tmp_path: Path) -> None:
     # Case 83.
     root = str(tmp_path / "store")

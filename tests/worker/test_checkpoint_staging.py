@@ -59,6 +59,7 @@ def test_staging_buffer_is_reused_between_saves_of_one_size() -> None:
     assert safetensors.torch.load(bytes(first))["a"].sum() == 1000
 
 
+@pytest.mark.long
 def test_state_that_grows_and_shrinks_never_has_two_buffers() -> None:
     staging = Staging()
     fill(staging, {"a": torch.zeros(2**23)})

@@ -29,7 +29,7 @@ T = TypeVar("T")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 PYTHON: list[str] = []
 # Each test starts several Pythons with torch, on a machine that may be doing other things.
-pytestmark = [pytest.mark.timeout(300), pytest.mark.turns(3)]
+pytestmark = pytest.mark.timeout(300)
 TORCHRUN = [
     "-m",
     "torch.distributed.run",
@@ -174,12 +174,14 @@ def test_every_epoch_holds_every_training_sample_once(script: ModuleType) -> Non
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.long
 def test_two_processes_learn_the_digits(undisturbed: Final, script: ModuleType) -> None:
     assert undisturbed.step == 300
     assert undisturbed.accuracy >= 0.95
     assert undisturbed.samples == lineage(script, 300)
 
 
+@pytest.mark.long
 def test_single_process_with_the_defaults_learns_the_digits(script: ModuleType, tmp_path: Path) -> None:
     alone = finished(PYTHON, "--checkpoint", str(tmp_path))
     assert alone.step == 600
@@ -187,7 +189,8 @@ def test_single_process_with_the_defaults_learns_the_digits(script: ModuleType, 
     assert alone.samples == lineage(script, 600)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_killed_process_changes_nothing_about_the_result(rank: int, undisturbed: Final, tmp_path: Path) -> None:
     args = ("--checkpoint", str(tmp_path), "--every-steps", "25", "--step-seconds", "0.01", "--steps", STEPS)
     with running(torchrun(2, "--max-restarts=2", "--monitor-interval=0.1"), *args) as run:
@@ -210,6 +213,7 @@ def test_restart_at_three_processes_rounds_like_an_undisturbed_run(tmp_path: Pat
     assert resumed == straight
 
 
+@pytest.mark.long
 def test_finished_run_started_again_only_reports_its_result(tmp_path: Path) -> None:
     args = ("--checkpoint", str(tmp_path), "--steps", "30")
     first = finished(PYTHON, *args)
@@ -219,6 +223,7 @@ def test_finished_run_started_again_only_reports_its_result(tmp_path: Path) -> N
     assert len(list((tmp_path / "log").iterdir())) == len(log) + 1  # the second run opened, and committed nothing
 
 
+@pytest.mark.long
 def test_older_run_is_fenced_by_a_newer_one_and_says_so(tmp_path: Path) -> None:
     slow = ("--checkpoint", str(tmp_path), "--steps", "600", "--every-steps", "5", "--step-seconds", "0.05")
     with running(PYTHON, *slow) as old:

@@ -118,6 +118,7 @@ def test_new_start_without_commit_reports_no_restored_step(operator: Operator) -
     assert (operator.reports[-1].phase, operator.reports[-1].restored_step) == (Phase.RESTORE, None)
 
 
+@pytest.mark.long
 def test_many_steps_are_coalesced_and_the_last_one_arrives(operator: Operator) -> None:
     reporter = Reporter(operator.url)
     began = time.monotonic()
@@ -391,6 +392,7 @@ def test_report_that_is_refused_is_dropped_and_the_next_one_sent(
     assert "answered 400: step: it is no number" in caplog.text
 
 
+@pytest.mark.long_but("-200")
 @pytest.mark.parametrize("status", [200, 201, 301, 302, 400, 403, 404, 405, 413, 502, 503])
 @pytest.mark.parametrize("says", [b"", b"<html></html>", b'{"kind": "Status", "reason": "NotFound"}'])
 def test_report_that_another_answers_in_the_operators_place_is_kept(
@@ -405,6 +407,7 @@ def test_report_that_another_answers_in_the_operators_place_is_kept(
     assert operator.phases == ["start", "restore", "train"]
 
 
+@pytest.mark.long
 def test_operator_that_never_answers_does_not_hold_up_the_end(operator: Operator) -> None:
     stuck = threading.Event()
     operator.answer = lambda: (stuck.wait(60), (204, {}))[1]

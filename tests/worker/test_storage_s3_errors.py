@@ -163,6 +163,7 @@ def test_store_that_ignores_the_condition_is_refused_by_the_probe(server: Script
         probe(open_store("s3://bucket/run"))
 
 
+@pytest.mark.long_but("answer3-bucket")
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
@@ -189,7 +190,7 @@ def fail_to_create(store: ObjectStore, server: ScriptedS3) -> None:
     pytest.fail(f"{server.requests} requests on {server.connections} connections; not asked yet: {server.script}")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "answer",
     [(503, "SlowDown"), (500, "InternalError"), (503, "ServiceUnavailable"), (429, "TooManyRequests"),
@@ -205,6 +206,7 @@ def test_answer_that_may_change_is_retryable_and_survived(server: ScriptedS3, an
     assert b"x" in server.objects["/bucket/run/log/0"]
 
 
+@pytest.mark.long
 def test_refused_condition_is_already_exists_whatever_the_words(server: ScriptedS3) -> None:
     # s3fs gives FileExistsError only if the server names the condition, OSError(22) otherwise.
     store = open_store("s3://bucket/run")

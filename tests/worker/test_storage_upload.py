@@ -58,6 +58,7 @@ def write(store: ObjectStore, name: str, data: Data, piece: int) -> None:
         writer.commit()
 
 
+@pytest.mark.long_but("memory-5592405-33554432")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("piece", [PART_SIZE // 3, PART_SIZE, 3 * PART_SIZE])
 def test_streamed_object_is_what_was_written_whatever_the_pieces(store: ObjectStore, size: int, piece: int) -> None:
@@ -145,6 +146,7 @@ def test_object_that_ends_before_the_buffer_is_full_says_where(store: ObjectStor
         store.get_into("b", 0, memoryview(bytearray(4)))
 
 
+@pytest.mark.long_but("memory-fault1")
 @pytest.mark.parametrize("fault", [Fail(RetryableError("503")), LoseResponse()])
 def test_failed_part_is_sent_again_and_no_other(store: ObjectStore, fault: Fault) -> None:
     data = pattern(3 * PART_SIZE)
@@ -154,6 +156,7 @@ def test_failed_part_is_sent_again_and_no_other(store: ObjectStore, fault: Fault
     assert faulty.calls == ["start a", "part a#0", "part a#1", "part a#1", "part a#1", "part a#2", "commit a"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [Die(), DieAfter(), Tear()])
 def test_killed_at_every_part_boundary_leaves_the_whole_object_or_none(
     tmp_path: Path, in_child: Callable[..., int], fault: Fault

@@ -36,7 +36,6 @@ async def running(*coroutines: Any) -> AsyncGenerator[list["asyncio.Task[None]"]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.mark.turns(3)
 async def test_watch_tells_every_change_and_ends_with_a_bookmark(client: HttpKubeClient, namespace: str) -> None:
     start = (await client.list(PODS, namespace)).resource_version
     events: list[Any] = []
@@ -60,6 +59,7 @@ async def test_watch_tells_every_change_and_ends_with_a_bookmark(client: HttpKub
     assert isinstance(events[-1], Bookmark)
 
 
+@pytest.mark.long
 async def test_object_that_leaves_a_selector_is_deleted_for_its_watcher(client: HttpKubeClient, namespace: str) -> None:
     informer = Informer(
         client, PODS, clock=CLOCK, rng=lambda: 0.5, namespace=namespace, label_selector="job=a",
@@ -91,6 +91,7 @@ class Follower:
         return [delta.object.metadata.name for delta in self.deltas if isinstance(delta, Deleted)]
 
 
+@pytest.mark.long
 async def test_delete_missed_behind_a_cut_and_compacted_away_is_found(
     client: HttpKubeClient, far_client: HttpKubeClient, network: Network, namespace: str, control_plane: Any
 ) -> None:
@@ -121,6 +122,7 @@ def interruptions(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [str(r.__dict__["error"]) for r in caplog.records if r.message == "informer interrupted"]
 
 
+@pytest.mark.long
 async def test_frozen_connection_is_noticed_and_replaced(
     client: HttpKubeClient,
     far_client: HttpKubeClient,
@@ -181,6 +183,7 @@ class NeverTwo:
             self.late += over if over > 0.05 else 0.0
 
 
+@pytest.mark.long
 async def test_leader_behind_a_dead_network_is_replaced_and_never_overlaps(
     client: HttpKubeClient, far_client: HttpKubeClient, network: Network, namespace: str
 ) -> None:

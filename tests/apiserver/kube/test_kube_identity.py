@@ -27,7 +27,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.turns(3)
 async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_not_reviewed(
     namespace: str, control_plane: Any
 ) -> None:

@@ -133,7 +133,6 @@ def bound_token(control_plane: Any, namespace: str, pod: str, uid: str, audience
     return str(done.stdout.strip())
 
 
-@pytest.mark.turns(3)
 async def test_pod_bound_token_names_its_pod_and_dies_with_it(
     client: HttpKubeClient, namespace: str, control_plane: Any
 ) -> None:
@@ -226,6 +225,7 @@ async def test_terminating_namespace_is_told_apart(client: HttpKubeClient, names
     await client.merge_patch(CONFIGMAPS, namespace, "holds", {"metadata": {"finalizers": None}})
 
 
+@pytest.mark.long
 async def test_custom_object_of_absurd_depth_hides_no_other(
     client: HttpKubeClient, namespace: str, control_plane: Any
 ) -> None:

@@ -141,7 +141,7 @@ async def undisturbed(new_place: NewPlace) -> list[str]:
     return list(client.writes)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 async def test_operator_killed_after_any_single_write_leaves_the_same_job(new_place: NewPlace) -> None:
     """Cases 17 and 18."""
     writes = await undisturbed(new_place)
@@ -160,7 +160,7 @@ async def test_operator_killed_after_any_single_write_leaves_the_same_job(new_pl
     await in_groups([life(n) for n in range(1, len(writes) + 1)])
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 async def test_answer_of_any_single_write_lost_leaves_the_same_job(new_place: NewPlace) -> None:
     """Case 31, for every write: it happened, and the operator was told that the connection broke."""
     writes = await undisturbed(new_place)
@@ -195,6 +195,7 @@ async def test_operator_that_dies_at_every_write_charges_a_loss_once(new_place: 
     await assert_ended_well(story)
 
 
+@pytest.mark.long
 async def test_two_operators_that_both_believe_to_lead_make_one_pod_set(new_place: NewPlace) -> None:
     """Case 38: nothing rests on the Lease; compare-and-swap, names and UIDs are the fence."""
     story, other = await new_story(new_place), await new_place()

@@ -85,6 +85,7 @@ async def test_columns_read_as_they_are_documented(place: Place, crd: Any) -> No
     assert wide.stdout.splitlines()[1].split()[-1] == "train:1"
 
 
+@pytest.mark.long
 async def test_replicas_edited_fifty_times_in_a_second_end_at_the_last_value(place: Place) -> None:
     """Case 7."""
     await place.create_job()
@@ -132,6 +133,7 @@ async def test_jobs_of_one_name_in_two_namespaces_do_not_meet(new_place: NewPlac
     assert len(set(ids)) == 2
 
 
+@pytest.mark.long
 async def test_quota_that_refuses_a_worker_is_shown_steadily_and_waited_out(place: Place) -> None:
     """Case 16. While it lasts nothing is written again and again, and no half of a world counts as running."""
     quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
@@ -200,6 +202,7 @@ async def test_one_job_whose_pods_are_refused_does_not_stop_others(place: Place)
         assert await place.reason("poisoned") == "Pending"
 
 
+@pytest.mark.long
 async def test_namespace_that_is_going_gets_no_pods_and_goes(new_place: NewPlace) -> None:
     """Case 36: nothing of ours holds it back, and no half-deleted job is filled up again."""
     place = await new_place()
@@ -216,6 +219,7 @@ async def test_namespace_that_is_going_gets_no_pods_and_goes(new_place: NewPlace
         await eventually("the namespace is empty", empty)
 
 
+@pytest.mark.long
 async def test_status_that_a_user_emptied_is_repaired_and_rounds_go_on(place: Place) -> None:
     """Case 15."""
     await place.create_job()

@@ -36,7 +36,6 @@ def template(*ports: int) -> dict[str, Any]:
     return {"spec": {"containers": [{**container, "ports": [{"containerPort": p} for p in ports]}]}}
 
 
-@pytest.mark.turns(3)
 async def test_job_has_a_policy_for_its_own_pods_and_the_ports_that_it_declares(place: Place) -> None:
     await place.create_job(template=template(6006))
     async with Operators(place).run(network_policies=True):
@@ -71,6 +70,7 @@ async def no_pods(place: Place) -> bool:
     return await place.names() == []
 
 
+@pytest.mark.long
 async def test_policy_that_is_refused_is_told_and_keeps_no_job_from_running(place: Place) -> None:
     counted = "count/networkpolicies.networking.k8s.io"
     await allow_none(place, counted, POLICIES, {"spec": {"podSelector": {}}})

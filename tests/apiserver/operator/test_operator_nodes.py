@@ -58,6 +58,7 @@ async def node(place: Place) -> AsyncIterator[OneNode]:
     await made.remove()
 
 
+@pytest.mark.long
 async def test_node_that_is_not_ready_for_a_moment_costs_nothing(place: Place, node: OneNode) -> None:
     await place.create_job()
     async with Operators(place).run():

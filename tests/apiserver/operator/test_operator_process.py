@@ -65,6 +65,7 @@ async def test_replica_that_is_killed_is_followed_by_the_other_and_nothing_is_do
     assert f"{place.namespace}/digits" in {line["job"] for line in plans}, "the log tells of no plan for round 2"
 
 
+@pytest.mark.long
 async def test_leader_frozen_beyond_its_lease_does_no_harm_when_it_wakes(
     place: Place, start: Callable[[str], Replica]
 ) -> None:

@@ -69,6 +69,7 @@ async def gone(place: Place, *names: str) -> None:
     await eventually(f"{names} are deleted", holds)
 
 
+@pytest.mark.long_but("side_cars1-states1-c10d")
 @pytest.mark.parametrize("backend", ["c10d", "everstep"])
 @pytest.mark.parametrize(
     ("side_cars", "states"),
@@ -157,6 +158,7 @@ async def test_exit_0_of_a_drained_pod_is_no_success(place: Place, answer: str) 
     assert (status["restarts"]["userCode"], status["restarts"]["preemption"]) == (0, 1)
 
 
+@pytest.mark.long
 async def test_pod_that_a_node_rejects_is_followed_by_one_that_prefers_others(place: Place) -> None:
     await place.create_job(replicas=1, recovery={"maxRestarts": 0, "noProgressLimit": 1})
     async with Operators(place).run():

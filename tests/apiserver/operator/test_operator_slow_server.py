@@ -82,6 +82,7 @@ def read_round(replica: Replica, token: str) -> int:
         return error.code
 
 
+@pytest.mark.long
 async def test_leader_keeps_its_lease_while_creates_take_seconds(
     place: Place, control_plane: Any, replica: Replica
 ) -> None:
@@ -95,6 +96,7 @@ async def test_leader_keeps_its_lease_while_creates_take_seconds(
     assert not [line for line in replica.lines() if line["msg"] in ("term ended", "lease attempt failed")]
 
 
+@pytest.mark.long
 async def test_second_job_is_created_while_the_creates_of_large_jobs_wait(
     place: Place, control_plane: Any, replica: Replica
 ) -> None:
@@ -134,6 +136,7 @@ async def test_suspend_ends_the_creation_of_a_large_job(place: Place, control_pl
         assert len(more) <= OF_JOB, "what was under way, and no more"
 
 
+@pytest.mark.long
 async def test_agents_calls_are_answered_while_creates_wait(place: Place, control_plane: Any, replica: Replica) -> None:
     await place.create_job("quick", replicas=8, rendezvous={"backend": "everstep"})
 

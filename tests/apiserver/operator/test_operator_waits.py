@@ -58,7 +58,7 @@ async def there(place: Place, *names: str) -> None:
     await eventually(f"exactly {names} exist", holds)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.long
 async def test_suspended_time_counts_towards_no_deadline(place: Place) -> None:
     """Suspended for longer than activeDeadlineSeconds, with another operator that resumes it."""
     await place.create_job(activeDeadlineSeconds=6)
@@ -127,7 +127,6 @@ WAITING = [
 ]
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize(("status", "words"), WAITING, ids=[words for _, words in WAITING])
 async def test_container_that_cannot_start_is_told_in_the_status_and_in_one_event(
     place: Place, status: dict[str, Any], words: str
@@ -167,7 +166,6 @@ async def stalled(place: Place) -> str:
     return str(found["message"]) if found.get("status") == "True" else ""
 
 
-@pytest.mark.turns(3)
 async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name_and_its_reason(place: Place) -> None:
     await allow_none(place, "services", SERVICES, {"spec": {"clusterIP": "None"}})
     await place.create_job()
@@ -208,7 +206,6 @@ async def test_name_held_by_a_pod_that_does_not_end_is_told_with_its_age(place: 
         await place.running("digits-w0-0", "digits-w1-0")
 
 
-@pytest.mark.turns(3)
 async def test_worker_that_does_not_start_in_time_is_replaced_uncharged(place: Place) -> None:
     await place.create_job(recovery={"startTimeoutSeconds": 10})
     async with Operators(place).run():

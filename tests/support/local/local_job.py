@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from everstep.checkpoint import Catalog
 from everstep.storage import open_store
 from everstep_local.run.control import ControlError, RunAddress, ask
 from support.processes.descriptors import opened
-from support.scenarios.lines import Asked
 from support.scenarios.player import BUSY, SECONDS, TOGETHER, Player, wait_for
 from support.scenarios.reference import ScenarioError
 from support.scenarios.training_processes import children_of, command_of, trainers
@@ -38,15 +36,9 @@ class LocalJob(Player):
     """One run below `folder`, which it has to itself; commits go to a folder there, or to `store`."""
 
     def __init__(
-        self,
-        folder: Path,
-        store: S3Server | None = None,
-        name: str = "digits",
-        faster: float = 1.0,
-        etcd: str | None = None,
+        self, folder: Path, store: S3Server | None = None, name: str = "digits", etcd: str | None = None
     ) -> None:
-        """`faster`: of a scenario's pause, where nothing waits for what takes seconds everywhere."""
-        self.folder, self.store, self.name, self.faster, self.rendezvous = folder, store, name, faster, etcd
+        self.folder, self.store, self.name, self.rendezvous = folder, store, name, etcd
         folder.mkdir(parents=True)
         # Not below `folder`: a socket's path has a limit, and names of tests are long.
         self.temporary = Path(tempfile.mkdtemp(prefix="everstep-run-"))
@@ -91,9 +83,6 @@ class LocalJob(Player):
         wait_for(f"all workers on {stays}", together, TOGETHER)
         for node in others:
             self.ask("start-node", node=node)
-
-    def ask_for(self, asked: Asked) -> None:
-        super().ask_for(replace(asked, pause=asked.pause * self.faster))
 
     def submit(self, manifest: dict[str, Any]) -> None:
         path = self.folder / "job.yaml"

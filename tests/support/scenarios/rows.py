@@ -1,7 +1,6 @@
 """The rows of `tables/restarted_as_a_whole.txt`: what starts the job, what takes it, and whether it had committed.
 
-`make test` plays `LOCALLY` and `ON_THE_CLUSTER`, each where its name says; `make nightly` plays all rows in both
-places.
+`make nightly` plays all rows on the cluster and locally.
 """
 
 from __future__ import annotations
@@ -77,13 +76,3 @@ class Row:
 
 
 ROWS = [Row(launcher, fault, committed) for launcher in LAUNCHERS for fault in FAULTS for committed in (True, False)]
-# What `make test` has time for: each launcher, each fault, and both states of the log, on the cluster. Locally, where
-# the same operator and the same workers run, the row that tells most: nothing is committed but by the suspensions.
-LOCALLY = (Row("session", "suspended-twice", False),)
-ON_THE_CLUSTER = (
-    Row("session", "node-of-all", True),
-    Row("plain", "all-pods", False),
-    Row("torchrun-everstep", "suspended-twice", True),
-    Row("torchrun-etcd", "operator-and-all", True),
-    Row("torchrun-c10d", "suspended-twice", False),
-)
