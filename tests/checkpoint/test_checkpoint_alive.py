@@ -17,6 +17,7 @@ from everstep.checkpoint import Fenced, Occupied
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import ALIVE, alive_name
 from everstep.checkpoint.format.manifest import OpenRecord, Owner
+from everstep.checkpoint.in_session import InSession
 from everstep.checkpoint.log import alive
 from everstep.checkpoint.log.alive import PATIENCE_SECONDS, QUIET_SECONDS, Process, wait_for_owner
 from everstep.checkpoint.log.decisions import Claim
@@ -149,7 +150,7 @@ def test_world_that_goes_on_from_memory_asks_nobody(run_in: Callable[..., Run], 
     """Its rendezvous was lost, and who has the log is a member that it left out."""
     left_out = run_in(EVERSTEP_RENDEZVOUS="before", EVERSTEP_ROUND="1")
     with everstep.Checkpointer(str(tmp_path)) as run:
-        run.move(Alone(), 1, "after")
+        InSession(run).move(Alone(), 1, "after")
         run.save(1, {"step": 1}).wait(30)
     assert "waiting" not in caplog.text
     assert left_out.save(2) == "Fenced"
@@ -162,7 +163,7 @@ def test_run_that_begins_in_a_round_is_refused_too(
     monkeypatch.setattr(alive, "QUIET_SECONDS", 60.0)
     run_in(EVERSTEP_RENDEZVOUS="one", EVERSTEP_ROUND="1")
     run = everstep.Checkpointer(str(tmp_path))
-    run.move(Alone(), 1, "another")
+    InSession(run).move(Alone(), 1, "another")
     with pytest.raises(Occupied):
         run.restore({"step": 0})
 

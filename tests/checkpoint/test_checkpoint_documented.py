@@ -89,3 +89,11 @@ def test_slice_is_read(names: dict[str, Any]) -> None:
     (code,) = examples("One tensor, or a slice of it")
     run(code, names)
     assert torch.equal(names["rows"], names["model"].body.weight[1:3])
+
+
+def test_public_names_of_the_checkpointer_are_those_of_the_page(tmp_path: Path) -> None:
+    calls = TEXT.split("\n## Calls\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in calls.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`(\w+)\(", row)} | set(re.findall(r"`(report)`", calls))
+    made = everstep.Checkpointer(str(tmp_path))
+    assert {name for name in dir(made) if not name.startswith("_")} == documented

@@ -600,6 +600,18 @@ def test_script_whose_last_save_comes_to_nothing_ends_with_an_error(tmp_path: Pa
     assert "handlers ran" in done.stdout
 
 
+def test_older_checkpointer_that_a_newer_one_has_fenced_says_so_at_the_end_of_the_script(tmp_path: Path) -> None:
+    end = """
+    newer = everstep.Checkpointer(sys.argv[1])
+    newer.restore(state)
+    run.save(100, state)
+    newer.save(101, state)"""
+    done = play(tmp_path, end)
+    assert done.returncode == 0, done.stderr
+    assert "an older Checkpointer of this process" in done.stderr
+    assert kept(open_store(str(tmp_path)), {"w": torch.zeros(10)}) == 101
+
+
 @pytest.mark.long
 def test_child_of_multiprocessing_that_fails_waits_for_no_save(tmp_path: Path) -> None:
     start = """

@@ -11,6 +11,7 @@ import torch
 import everstep
 from everstep.checkpoint import SaveFailed
 from everstep.checkpoint.handle import SaveHandle
+from everstep.checkpoint.in_session import InSession
 from everstep.checkpoint.ranks import Alone
 from everstep.checkpoint.save import buffers
 from everstep.storage import MemoryStore
@@ -47,7 +48,7 @@ def abandon(run: everstep.Checkpointer, worlds: range) -> list[SaveHandle]:
     """A save in each of these worlds, of which each abandons that of the world before."""
     saves = []
     for n in worlds:
-        run.move(Alone(), n)
+        InSession(run).move(Alone(), n)
         saves.append(run.save(n, state(n)))
     return saves
 

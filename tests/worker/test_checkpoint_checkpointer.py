@@ -23,6 +23,7 @@ from everstep.checkpoint import CheckpointError, SaveFailed, StateMismatch, Unsu
 from everstep.checkpoint.format import layout
 from everstep.checkpoint.format.manifest import OpenRecord
 from everstep.checkpoint.handle import Committed
+from everstep.checkpoint.in_session import InSession
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Alone
@@ -242,9 +243,9 @@ def test_world_that_was_moved_to_claims_its_round_whatever_its_process_was_start
     monkeypatch.setenv(env.ROUND, told)
     monkeypatch.setenv(env.JOB_UID, "uid-1")
     checkpointer = everstep.Checkpointer(store=store)
-    checkpointer.move(Alone(), 5)
+    InSession(checkpointer).move(Alone(), 5)
     checkpointer.restore(state())
-    checkpointer.move(Alone(), 7)
+    InSession(checkpointer).move(Alone(), 7)
     checkpointer.save(1, state(1.0)).wait(30)
     assert opened_rounds(store) == [5, 7]
     checkpointer.close()
@@ -254,9 +255,9 @@ def test_process_that_slept_since_an_older_round_never_takes_the_log_of_a_newer_
     """Outside of Kubernetes, where nothing but the rendezvous orders worlds."""
     store = MemoryStore()
     sleeper = begun(store, events)
-    sleeper.move(Alone(), 2, "agent-a")
+    InSession(sleeper).move(Alone(), 2, "agent-a")
     newer = everstep.Checkpointer(store=store)
-    newer.move(Alone(), 3, "agent-a")
+    InSession(newer).move(Alone(), 3, "agent-a")
     newer.save(5, state(5.0)).wait(30)
     with pytest.raises(everstep.Fenced, match="round 2 is older than round 3"):
         sleeper.save(4, state(4.0))
@@ -324,7 +325,7 @@ def test_store_that_is_away_at_the_first_saves_in_another_world_costs_these_and_
     checkpointer = begun(store, events, every_steps=1)
     checkpointer.save(1, state(1.0)).wait(30)
     checkpointer.wait()
-    checkpointer.move(Alone(), 2)
+    InSession(checkpointer).move(Alone(), 2)
     store.away = True
     assert not checkpointer.should_save(2)
     with pytest.raises(SaveFailed, match="step 3 was not saved: away"):

@@ -12,12 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
-from everstep.checkpoint.commits import Commits
 from everstep.checkpoint.errors import Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
+from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
 from everstep.checkpoint.format.times import stamp
 from everstep.checkpoint.handle import Events, Failed, SaveHandle
@@ -27,18 +26,19 @@ from everstep.checkpoint.load.loading import Loader
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.log.commitlog import CommitLog
-from everstep.checkpoint.log.opening import InRound, Settings
+from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.log.owner import Owner
 from everstep.checkpoint.ranks import Alone, Ranks
+from everstep.checkpoint.retention import pins
+from everstep.checkpoint.retention.catalog import Catalog, Found
 from everstep.checkpoint.retention.cleaner import Cleaner
-from everstep.checkpoint.retention.late_metrics import LateMetrics
+from everstep.checkpoint.retention.late_metrics import LateMetrics, all_metrics
 from everstep.checkpoint.retention.pins import saves_of
-from everstep.checkpoint.save import at_exit, attachments
+from everstep.checkpoint.save import at_exit
 from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.checkpoint.save.snapshot import Snapshots
 from everstep.checkpoint.save.writer import Identity, Writer
 from everstep.checkpoint.state.finite import Nonfinite
-from everstep.checkpoint.state.holders import Holders
 from everstep.storage import ObjectStore, RetryableError
 
 logger = logging.getLogger("everstep.checkpoint")
@@ -48,7 +48,7 @@ IN_FLIGHT = "the save before is still in flight"
 CLOSE_SECONDS = 600.0
 
 
-class Checkpointer(Commits):
+class Checkpointer:
     """Saves training state so that it cannot tear, and finds the newest whole state again.
 
         checkpointer = everstep.Checkpointer("s3://bucket/run")
@@ -113,7 +113,8 @@ class Checkpointer(Commits):
             os.environ, url, keep, every_seconds, every_steps, single_committer, max_loads, nonfinite
         )
         self._settings = settings
-        super().__init__(store if store is not None else opening.connect(settings, storage_options), settings.keep.last)
+        self._store = store if store is not None else opening.connect(settings, storage_options)
+        self._catalog = Catalog(self._store)
         self._log = CommitLog(self._store)
         self._policy = SavePolicy(settings.every_seconds, settings.every_steps, time.monotonic())
         if not peer_timeout > 0:
@@ -126,10 +127,11 @@ class Checkpointer(Commits):
         self._writer: Writer | None = None
         self._loader = Loader(self._store, self._log, settings, self._events)
         self._sequence = 0
+        self._restored_id: str | None = None  # the save that was restored
         self._origin: list[str] = []  # the saves that hold what was restored last
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
         self._told = -1  # of the save in flight that the next one, due by time, waits for it
-        self.late_metrics = LateMetrics(self._store, settings.keep)
+        self._late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False
         self._saving = threading.RLock()  # a handler of signals may save within a save
@@ -167,7 +169,7 @@ class Checkpointer(Commits):
         self._last, self._owner.newest = -1 if record is None else record.step, -1
         self._start_writer()
         self._policy.saved(time.monotonic())
-        self.late_metrics.restored(record, ranks.rank)
+        self._late_metrics.restored(record, ranks.rank)
         self._keys = frozenset(state)
         self._restored_id = None if record is None else record.save_id
         step, n = (None, None) if record is None else (record.step, record.n)
@@ -221,9 +223,9 @@ class Checkpointer(Commits):
         check_order(step, self._last, self._store.url)
         ready = self._ready_again(step)
         if isinstance(ready, SaveFailed):
-            return self.late_metrics.saved(SaveHandle(step, Failed(step, ready)), metrics)
+            return self._late_metrics.saved(SaveHandle(step, Failed(step, ready)), metrics)
         writer, ranks = ready
-        self.late_metrics.check(ranks.rank, by_session=self._by_session)
+        self._late_metrics.check(ranks.rank, by_session=self._by_session)
         holders = self._snapshots.holders
         if holders.unions is None:
             holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
@@ -257,7 +259,7 @@ class Checkpointer(Commits):
             raise
         if self._life.closed:  # just now, by a handler: nobody else waits for this save
             writer.close(CLOSE_SECONDS)
-        return self.late_metrics.saved(handle, metrics)
+        return self._late_metrics.saved(handle, metrics)
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Numbers that belong to the state after `step` and are known only after its `save`, as an evaluation's are.
@@ -266,22 +268,7 @@ class Checkpointer(Commits):
         Raises `CheckpointError` for what is no number, and for a step that is not among the newest saves of this run.
         """
         self._life.check_open()
-        self.late_metrics.add(whole_step(step), numbers(metrics), None if self._writer is None else self._writer.later)
-
-    def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
-        """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
-        given it: nothing is restored, and the log is taken again, in that round, with the next save. That save raises
-        `NewerCommit` if others have committed a later step meanwhile. A save in flight is given up; it becomes a commit
-        only if all of it was written by then."""
-        if self._writer is not None:
-            self._writer.abandon()
-            self._writer = None
-        self._owner.end_sign()
-        self._loader.move()
-        self._owner.move(ranks, InRound(round_, rendezvous))
-        self._sequence, self._last = 0, -1
-        self.late_metrics.move(ranks.rank)
-        self._snapshots.holders = Holders()
+        self._late_metrics.add(whole_step(step), numbers(metrics), None if self._writer is None else self._writer.later)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no save is in flight; False after `timeout` seconds. Raises nothing: see `SaveHandle.wait`."""
@@ -319,19 +306,6 @@ class Checkpointer(Commits):
         at_exit.forget(self)
         self._owner.end_sign(timeout=5.0)
 
-    def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
-        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
-        over; return when that is done."""
-        if now:
-            attachments.attach(self._store, handle, name, data)
-        elif self._writer is not None:
-            self._writer.later(partial(attachments.attach, self._store, handle, name, data))
-
-    def belong_to_session(self) -> None:
-        """A session compares the ranks' state itself, and sees to it that the last save ends."""
-        self._by_session = True
-        at_exit.forget(self)
-
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -340,6 +314,65 @@ class Checkpointer(Commits):
             self.close()
         else:
             at_exit.forget(self)  # others wait for the script, and the commit before stays
+
+    # --- the commits below the URL. Nothing here takes the log, or changes what a commit holds: any process may call it
+
+    def list(self) -> tuple[Found, ...]:
+        """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
+        return self._catalog.list()
+
+    def latest(self) -> Found | None:
+        """The newest commit in the log, of whatever writer. Looks at the log alone."""
+        record = self._catalog.latest()
+        return Found.of(record) if record else None
+
+    def verify(self, step: int | None = None, *, n: int | None = None) -> tuple[str, ...]:
+        """The problems of the shards of the newest commit, that of `step`, or record `n`; each text names a file. Empty
+        if the commit is whole, or if there is no commit at all. Reads every byte."""
+        if step is None and n is None and self._catalog.latest() is None:
+            return ()
+        return self._catalog.verify(step, n)
+
+    def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
+        """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
+        Raises `CheckpointError` if there is none, or its deletion has begun."""
+        return self._found(self._catalog.pin(step, n))
+
+    def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
+        """Take a pin back, and what `Keep` holds the commit by beyond the newest ones. A tag stays."""
+        return self._found(self._catalog.unpin(step, n))
+
+    def tag(self, tag: str, step: int | None = None, *, n: int | None = None) -> Found:
+        """Call the newest commit, that of `step`, or record `n`, by a name, and keep it until `untag`. The commit that
+        had the name before loses it. Raises `CheckpointError` as `pin` does, and for a tag that is no name."""
+        return self._found(self._catalog.tag(tag, step, n))
+
+    def untag(self, tag: str) -> None:
+        """Take a tag away. Raises `NoCommit` if there is none."""
+        self._catalog.untag(tag)
+
+    def tagged(self, tag: str) -> Found:
+        """The commit of a tag: `restore(state, n=checkpointer.tagged("best-eval").n)`. Raises `NoCommit`."""
+        return self._found(self._catalog.tagged(tag))
+
+    def _found(self, record: CommitRecord) -> Found:
+        return Found.of(record, pins.holds(self._store), later=all_metrics(self._store, record))
+
+    def gc(self) -> tuple[str, ...]:
+        """Clean up now, as is done after each commit; the save ids of what was deleted."""
+        return tuple(delete.save_id for delete in self._catalog.gc(self._settings.keep.last))
+
+    def export(
+        self, path: str | os.PathLike[str], step: int | None = None, *, format: str = "safetensors",
+        keys: Iterable[str] | None = None,
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Write a commit (the newest) as files that other tools open: "safetensors", "huggingface", "torch" or "dcp";
+        the files' names. See `outgoing.export_as`, and docs/reference/checkpoint.md."""
+        from everstep.checkpoint.convert.outgoing import export_as  # noqa: PLC0415  few runs export
+
+        return export_as(self._store, self._catalog.find(step), path, format, keys)
+
+    # --- before a save
 
     def _ready(self, step: int) -> tuple[Writer, Ranks]:
         """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
@@ -395,6 +428,6 @@ class Checkpointer(Commits):
             identity = Identity(self._owner.record, self._peer_timeout)
             self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
             self._life.starts()
-            self.late_metrics.taken(self._writer.later)
+            self._late_metrics.taken(self._writer.later)
             if not self._by_session:
                 at_exit.close(self, self._store.url)

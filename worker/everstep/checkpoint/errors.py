@@ -37,7 +37,7 @@ class StateMismatch(Refusal, CheckpointError):
 class NewerCommit(CheckpointError):
     """The newest commit is of a later step than the state to be saved: members of an older round went on and committed.
 
-    Nothing is saved; `restore` brings that commit. Raised on all ranks, and only after `Checkpointer.move`.
+    Nothing is saved; `restore` brings that commit. Raised on all ranks, and only in a session whose world has changed.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class SaveHandle:
         self.save_id = save_id  # the folder of its shards; empty if nothing was begun
         self._outcome = outcome
         self._done = Flag()
-        self._by: threading.Thread | None = None  # the thread that writes it
+        self._by: Collection[threading.Thread] = ()  # the threads of the writer that it was given to
         self._heard = False  # somebody was told what it failed with
         if outcome is not None:
             self._done.set()
@@ -81,7 +82,7 @@ class SaveHandle:
 
     def _refuse_itself(self) -> None:
         """Raises `CheckpointError` on the thread whose work would be waited for: a hook's, where events come from."""
-        if self._by is threading.current_thread() and not self.done():
+        if threading.current_thread() in self._by and not self.done():
             raise CheckpointError(
                 f"the save of step {self.step} is waited for in on_event, which runs on the thread that writes it: it "
                 "would wait for itself. Note the event there, and wait, save or close in a thread of the script"

@@ -88,9 +88,9 @@ class Cleaner:
         try:
             self._store.sweep_uploads(UPLOAD_SECONDS, lambda name: is_fenced(name, self._own.n))
             if self._recent:
-                sizes = sizes_in(self._store) if void else {}
+                sizes = sizes_in(self._store)
                 self._delete(void, sizes, Tenure(self._log, self._recent[0].n))
-                self._clean()
+                self._clean({save: names for save, names in sizes.items() if save not in void})
             elif self._own.n or void:
                 self._clean_below(void, failed)
         except (StorageError, CheckpointError) as e:
@@ -143,11 +143,11 @@ class Cleaner:
         their size, make room for none that are.
         """
         try:
-            self._clean()
+            self._clean(sizes_in(self._store))
         except (StorageError, CheckpointError) as e:
             log.warning("clean-up after a commit failed, the next one tries again: %s", e)
 
-    def _clean(self) -> None:
+    def _clean(self, sizes: Sizes) -> None:
         newest = self._recent[0]
         tenure = Tenure(self._log, newest.n)
         if not tenure.lasts():
@@ -158,7 +158,6 @@ class Cleaner:
                 "log record %d was just written, and cannot be read: %s; nothing is deleted", found.n, found.reason
             )
             return
-        sizes = sizes_in(self._store)
         answers: dict[int, bool] = {}  # the store is asked once for each commit
 
         def is_lost(record: CommitRecord) -> bool:

@@ -123,6 +123,10 @@ def _close_all() -> None:
         except Exception as e:
             newest = _script.newest.get(url)
             if isinstance(e, Fenced) and (newest is None or newest() is not checkpointer):
+                log.warning(
+                    "an older Checkpointer of this process is not closed: a newer one has taken its log, and what it "
+                    "saved since is not committed: %s", e
+                )  # fmt: skip
                 continue
             _script.code = getattr(e, "exit_code", 1)
             log.exception("the script has ended, and its last save failed")

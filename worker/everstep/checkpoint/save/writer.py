@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Writer:
         self._saves: list[SaveHandle] = []  # that may not be over
         self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._threads = weakref.WeakSet[threading.Thread]()  # this one, and those before it that may still run
         self._makes_room, self._has_failed = True, False  # before the next save, and why
         self._void: deque[str] = deque(maxlen=_VOID)  # saves that failed before a commit was tried
         self._appended = ""  # the save whose commit was tried last
@@ -118,8 +120,8 @@ class Writer:
         # In this order: a signal may end what the thread that trains does between any two of these lines, and then
         # nobody waits for what is not in the queue, nor takes the memory of what is.
         self.newest = handle
+        handle._by = self._threads
         self._put(lambda: self._save(staged, handle))
-        handle._by = self._thread
         self._saves.append(handle)
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
@@ -178,6 +180,7 @@ class Writer:
         # Afterwards, because a handler of signals may close this in between, and end the thread.
         if self._thread is None and task is not None:
             self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
+            self._threads.add(self._thread)
             self._thread.start()
 
     def _note(self, task: Callable[[], None]) -> None:
@@ -202,7 +205,6 @@ class Writer:
             del task  # and with it the staged bytes, which the next save may have to make room for
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
-        handle._by = threading.current_thread()
         started = self._clock()
         try:
             outcome = self._write(staged, started)

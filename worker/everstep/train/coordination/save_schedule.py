@@ -17,6 +17,7 @@ from typing import Any
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle, SettingUnusable
 from everstep.checkpoint.handle import Committed, Outcome, Written
+from everstep.checkpoint.in_session import InSession
 from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.save.policy import SavePolicy, Verdict
@@ -34,7 +35,8 @@ class SaveSchedule:
 
     def __init__(self, checkpointer: Checkpointer, *, every_seconds: float | None) -> None:
         self.checkpointer = checkpointer
-        checkpointer.belong_to_session()  # the session knows whether the other ranks are there to complete a save
+        # The session knows whether the other ranks are there to complete a save.
+        self.in_session = InSession(checkpointer)
         self._by_time = SavePolicy(every_seconds, None, time.monotonic())
         self._restored: int | None = None
         self._handle: SaveHandle | None = None
@@ -86,12 +88,12 @@ class SaveSchedule:
     def attach(self, name: str, data: bytes) -> None:
         """Put `data` beside the newest save, once it is a commit. By rank 0."""
         if self._handle is not None:
-            self.checkpointer.attach(self._handle, name, data)
+            self.in_session.attach(self._handle, name, data)
 
     def attach_now(self, name: str, data: bytes) -> None:
         """The same for a save that is over, if the store answers soon."""
         if (handle := self._handle) is not None:
-            _within(ASK_SECONDS, lambda: self.checkpointer.attach(handle, name, data, now=True))
+            _within(ASK_SECONDS, lambda: self.in_session.attach(handle, name, data, now=True))
 
     def attached(self, names: Sequence[str]) -> dict[str, bytes]:
         """The data beside the restored commit, as far as the store answers soon."""
@@ -99,7 +101,7 @@ class SaveSchedule:
 
         def ask() -> None:
             for name in names:
-                if (data := self.checkpointer.attached(name)) is not None:
+                if (data := self.in_session.attached(name)) is not None:
                     found[name] = data
 
         if not _within(ASK_SECONDS, ask):
@@ -108,7 +110,7 @@ class SaveSchedule:
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
         """Put `data` beside the restored commit, if the store answers soon."""
-        _within(ASK_SECONDS, lambda: self.checkpointer.attach_to_restored(name, data))
+        _within(ASK_SECONDS, lambda: self.in_session.attach_to_restored(name, data))
 
     def newest(self) -> int | None:
         """The step of the newest commit; None if there is none, or if the store does not answer soon: it may be
@@ -117,7 +119,7 @@ class SaveSchedule:
 
         def ask() -> None:
             try:
-                found.append(self.checkpointer.newest())
+                found.append(self.in_session.newest())
             except (CheckpointError, StorageError) as e:
                 log.warning("the newest commit is not known: %s", e)
 
@@ -125,8 +127,8 @@ class SaveSchedule:
         return found[0] if found else None
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
-        """Go on in another world; see `Checkpointer.move`."""
-        self.checkpointer.move(ranks, round_, rendezvous)
+        """Go on in another world; see `InSession.move`."""
+        self.in_session.move(ranks, round_, rendezvous)
         self._handle = self._restored = None
 
     def due(self) -> bool:
@@ -148,7 +150,7 @@ class SaveSchedule:
         another world, in which the evaluation lost a peer, or of the run before this one."""
         if self._handle is not None and self._handle.step == step:
             return bool(self._handle.save_id)
-        return again and self.checkpointer.late_metrics.knows(step)
+        return again and self.in_session.has_save(step)
 
     def durable(self, step: int, seconds: float | None, check: Callable[[], None]) -> bool:
         """Wait for the save in flight, at most `seconds`; whether this rank's part of `step` is durable then. `check`

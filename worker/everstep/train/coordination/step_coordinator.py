@@ -64,7 +64,7 @@ class StepCoordinator:
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
         self.places = 1  # places in a replica, each with its own optimizers
         self._counted, self._step_seconds = time.monotonic(), 0.0  # when the newest step was counted, and its duration
-        self.live_profile = LiveProfile(schedule.checkpointer.put_beside if schedule is not None else None)
+        self.live_profile = LiveProfile(schedule.in_session.put if schedule is not None else None)
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
         self.step = 0
 

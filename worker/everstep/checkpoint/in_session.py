@@ -1,0 +1,75 @@
+"""What a session does with its Checkpointer beyond what a script calls: it goes on in another world, and keeps small
+objects beside commits and below the URL.
+
+Invariant: nothing here changes what a commit holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from everstep.checkpoint.checkpointer import Checkpointer
+from everstep.checkpoint.handle import SaveHandle
+from everstep.checkpoint.log.opening import InRound
+from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.save import at_exit, attachments
+from everstep.checkpoint.state.holders import Holders
+
+
+class InSession:
+    """A Checkpointer that belongs to a session: the session compares the ranks' state itself, and waits for the last
+    save itself."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._store = checkpointer._store
+        checkpointer._by_session = True
+        at_exit.forget(checkpointer)
+
+    def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
+        """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
+        given it: nothing is restored, and the log is taken again, in that round, with the next save. That save raises
+        `NewerCommit` if others have committed a later step meanwhile. A save in flight is given up; it becomes a commit
+        only if all of it was written by then."""
+        own = self._checkpointer
+        if own._writer is not None:
+            own._writer.abandon()
+            own._writer = None
+        own._owner.end_sign()
+        own._loader.move()
+        own._owner.move(ranks, InRound(round_, rendezvous))
+        own._sequence, own._last = 0, -1
+        own._late_metrics.move(ranks.rank)
+        own._snapshots.holders = Holders()
+
+    def newest(self) -> int | None:
+        """The step of the newest commit, of whatever writer. Not collective; raises `StorageError`."""
+        found = self._checkpointer.latest()
+        return found.step if found is not None else None
+
+    def has_save(self, step: int) -> bool:
+        """Whether metrics of this step can be added."""
+        return self._checkpointer._late_metrics.knows(step)
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write an object that belongs to no commit, `name` below the URL. Returns where it is. Any rank and thread."""
+        self._store.put(name, data)
+        return f"{self._store.url.rstrip('/')}/{name}"
+
+    def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
+        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
+        over; return when that is done."""
+        if now:
+            attachments.attach(self._store, handle, name, data)
+        elif self._checkpointer._writer is not None:
+            self._checkpointer._writer.later(partial(attachments.attach, self._store, handle, name, data))
+
+    def attached(self, name: str) -> bytes | None:
+        """The attachment of the commit that `restore` has loaded. Not collective."""
+        restored = self._checkpointer._restored_id
+        return attachments.read(self._store, restored, name) if restored else None
+
+    def attach_to_restored(self, name: str, data: bytes) -> None:
+        """Put `data` beside the commit that `restore` has loaded, now."""
+        if restored := self._checkpointer._restored_id:
+            attachments.write(self._store, restored, name, data)
