@@ -21,9 +21,10 @@ ARG LOCKED=yes
 COPY requirements/build.txt /requirements/
 RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/build.txt
 COPY LICENSE /src/
+COPY horovod /src/horovod
 COPY operator /src/operator
 COPY worker /src/worker
-RUN pip wheel --no-deps --no-build-isolation ${PIP_OPTIONS} -w /wheels /src/worker /src/operator
+RUN pip wheel --no-deps --no-build-isolation ${PIP_OPTIONS} -w /wheels /src/worker /src/operator /src/horovod
 
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
@@ -31,7 +32,7 @@ ARG LOCKED=yes
 ENV PYTHONUNBUFFERED=1
 COPY requirements/operator.txt /requirements/
 RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/operator.txt
-COPY --from=wheel /wheels /wheels
+COPY --from=wheel /wheels/everstep-*.whl /wheels/everstep_operator-*.whl /wheels/
 # Nothing but these: what they need is what was locked, and `pip check` says if it is not.
 RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/*.whl && { test -z "${LOCKED}" || pip check; } && \
     python -c 'import everstep_operator.main'
@@ -65,6 +66,8 @@ ARG PIP_OPTIONS=""
 USER 0
 RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7' 'transformers>=5.20' 'accelerate>=1.12' \
     'lightning>=2.6' 'peft>=0.21' 'tensorboard>=2.20' 'webdataset>=1.0'
+COPY --from=wheel /wheels/everstep_horovod-*.whl /wheels/
+RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/everstep_horovod-*.whl
 COPY examples/ /workspace/
 USER 65532:65532
 

@@ -15,8 +15,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
-# The three distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
-OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local
+# The distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
+OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local -e ./horovod
 # Where a file *.pth names folders in which every process of the environment finds modules: those that tests share.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -39,7 +39,8 @@ demo: setup  ## train here with three workers, kill one, scale to four; no clust
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
 # uv installs in a fifth of the time; where it cannot reach the packages, pip may.
-$(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml
+$(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml \
+  horovod/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \

@@ -1,6 +1,6 @@
 """A Horovod script that is not elastic, as it would be written for Horovod. It keeps a file of its own each epoch.
 
-everstep-run --nproc-per-node 3 -m everstep.compat.horovod plain.py    kill a process: all begin again from that file
+everstep-run --nproc-per-node 3 -m everstep_horovod plain.py    kill a process: all begin again from that file
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """An elastic Horovod script, as it would be written for Horovod: no line of it is Everstep's.
 
-everstep-run --nproc-per-node 3 -m everstep.compat.horovod train.py    three processes; kill one
+everstep-run --nproc-per-node 3 -m everstep_horovod train.py    three processes; kill one
 kubectl apply -f job.yaml                                              workers on a cluster; delete one, scale the job
 """
 

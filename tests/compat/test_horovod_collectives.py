@@ -1,4 +1,4 @@
-"""Collectives of `everstep.compat.horovod.torch` on three ranks, against what one process computes."""
+"""Collectives of `everstep_horovod.torch` on three ranks, against what one process computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import everstep.compat.horovod.torch as hvd
+import everstep_horovod.torch as hvd
 from support.compat.ranks import on_ranks
 
 RANKS = 3

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-import everstep.compat.horovod.torch as hvd
-from everstep.compat.horovod import optimizer, training
-from everstep.compat.horovod import sampler as sampling
-from everstep.compat.horovod.errors import INSTEAD
-from everstep.compat.horovod.script import names_elastic
-from everstep.compat.horovod.snapshot import Snapshot
-from everstep.compat.horovod.world import current
+import everstep_horovod.torch as hvd
 from everstep.recovery.errors import LoopError
+from everstep_horovod import optimizer, training
+from everstep_horovod import sampler as sampling
+from everstep_horovod.errors import INSTEAD
+from everstep_horovod.script import names_elastic
+from everstep_horovod.snapshot import Snapshot
+from everstep_horovod.world import current
 from support.compat.ranks import on_ranks
 
 
@@ -58,7 +58,7 @@ def test_a_script_finds_everstep_under_the_name_of_horovod(tmp_path: Path) -> No
         "try:\n    import horovod.tensorflow\n"
         "except ModuleNotFoundError as e:\n    print(e, hvd.HorovodInternalError is HorovodInternalError)\n"
     )
-    command = [sys.executable, "-m", "everstep.compat.horovod", "script.py", "--lr", "1"]
+    command = [sys.executable, "-m", "everstep_horovod", "script.py", "--lr", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("horovod.tensorflow: Everstep has Horovod's interface for PyTorch alone")
@@ -74,9 +74,9 @@ def test_a_process_that_multiprocessing_starts_anew_imports_the_script_too(tmp_p
         "if __name__ == '__main__':\n"
         "    one = multiprocessing.get_context('spawn').Process(target=work)\n    one.start()\n    one.join()\n"
     )
-    command = [sys.executable, "-m", "everstep.compat.horovod", "script.py"]
+    command = [sys.executable, "-m", "everstep_horovod", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "everstep.compat.horovod.training\n", done.stderr
+    assert done.stdout == "everstep_horovod.training\n", done.stderr
 
 
 class _World:

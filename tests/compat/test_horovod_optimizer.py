@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import everstep.compat.horovod.torch as hvd
+import everstep_horovod.torch as hvd
 from everstep.recovery.errors import LoopError
 from support.compat.ranks import on_ranks
 

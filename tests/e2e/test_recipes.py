@@ -46,7 +46,7 @@ LONG = {
         ("model", "optimizer_0", "scheduler_0", "loops"),  # the callbacks' state names their own folder
         here=("--accelerator", "cpu", "--devices", "3"),
     ),
-    "horovod": Recipe(("--epochs", "80"), through=(Path("-m"), Path("everstep.compat.horovod"))),
+    "horovod": Recipe(("--epochs", "80"), through=(Path("-m"), Path("everstep_horovod"))),
 }
 
 

@@ -1,4 +1,4 @@
-"""The three distributions: what is in their wheels, and that each works where the others are not installed."""
+"""The distributions: what is in their wheels, and that each works where the others are not installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ import everstep
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT.parent / "shared" / "wheels"  # the CPU build of torch, where it is at hand
-FOLDERS = {"everstep": "worker", "everstep-operator": "operator", "everstep-local": "local"}
+FOLDERS = {
+    "everstep": "worker",
+    "everstep-operator": "operator",
+    "everstep-local": "local",
+    "everstep-horovod": "horovod",
+}
 UV = Path(sys.executable).with_name("uv")
 LOCAL_IS_MISSING = "pip install everstep-local\n"
 
@@ -72,7 +77,10 @@ def test_version_is_in_one_place_and_needs_the_others_of_the_same(name: str, whe
     assert (told["Name"], told["Version"]) == (name, everstep.__version__)
     assert told["License-Expression"] == "Apache-2.0"
     ours = [r for r in told.get_all("Requires-Dist", []) if r.startswith("everstep")]
-    needed = {"everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator"]}[name]
+    needed = {
+        "everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator"],
+        "everstep-horovod": ["everstep[worker]"],
+    }[name]  # fmt: skip
     assert ours == [f"{n}=={everstep.__version__}" for n in needed]
 
 
@@ -97,6 +105,21 @@ def test_operator_starts_from_its_own_wheel_and_the_librarys(unpacked: Path) -> 
     ran = without_checkout(unpacked, "-m", "everstep.cli.main", "run", "job.yaml")
     assert (ran.returncode, ran.stderr[-len(LOCAL_IS_MISSING) :]) == (2, LOCAL_IS_MISSING)
     assert "Traceback" not in ran.stderr
+
+
+def test_horovods_interface_runs_from_its_own_wheel_and_the_librarys(wheels: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("everstep", "everstep-horovod"):
+        zipfile.ZipFile(wheels[name]).extractall(tmp_path / "wheels")
+    script = tmp_path / "train.py"
+    script.write_text("import horovod.torch as hvd\nprint(hvd.__name__, hvd.__file__)")
+    ran = without_checkout(tmp_path / "wheels", "-m", "everstep_horovod", str(script))
+    assert ran.stdout == f"everstep_horovod.torch {tmp_path}/wheels/everstep_horovod/torch/__init__.py\n", ran.stderr
+
+
+def test_launcher_without_horovods_interface_names_its_package(unpacked: Path) -> None:
+    ran = without_checkout(unpacked, "-m", "everstep.agent.main", "-m", "everstep_horovod", "train.py")
+    assert ran.returncode == 1
+    assert "No module named 'everstep_horovod': pip install everstep-horovod" in ran.stderr
 
 
 def test_library_without_torch_names_the_extra(unpacked: Path) -> None:
@@ -209,7 +232,8 @@ def test_image_is_whole_with_the_locked_versions(name: str, wheels: dict[str, Pa
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_local_alone_runs_a_job_that_needs_no_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
-    programs = installed(tmp_path / "venv", wheels, *map(str, wheels.values()))
+    needed = ("everstep", "everstep-operator", "everstep-local")
+    programs = installed(tmp_path / "venv", wheels, *(str(wheels[name]) for name in needed))
     job = tmp_path / "job.yaml"
     job.write_text(
         "apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: job}\nspec:\n  replicas: 1\n"

@@ -31,7 +31,7 @@ from support.recipes.shared import SharedRuns
 pytestmark = pytest.mark.timeout(300)
 NAME = "horovod"
 ARGUMENTS = ("--epochs", "2")  # of 15 commits
-THROUGH = (Path("-m"), Path("everstep.compat.horovod"))
+THROUGH = (Path("-m"), Path("everstep_horovod"))
 KILLED = PROGRAMS / "horovod_killed.py"
 
 

@@ -84,7 +84,7 @@ RECIPES = {
     "heterogeneous": Long(compared=("model",), rounding=1e-3),
     "heterogeneous/backup.py": Long(workers=4),
     "hf_trainer": Long(compared=("model", "optimizer", "scheduler")),
-    "horovod": Long(length=("--epochs", 15), module=(Path("-m"), Path("everstep.compat.horovod"))),
+    "horovod": Long(length=("--epochs", 15), module=(Path("-m"), Path("everstep_horovod"))),
     "large_batch": Long(),
     "layerwise": Long(workers=2, ranks=2),
     # The callbacks' state names their own folder.

@@ -17,7 +17,7 @@ from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMED = re.compile(r"`((?:tests|worker|operator|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:tests|worker|operator|horovod|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 ANCHORED = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
@@ -78,7 +78,9 @@ def test_headings_that_a_document_links_to_exist(path: Path) -> None:
 def test_words_that_troubleshooting_tells_to_look_for_are_printed_somewhere() -> None:
     printed = [path.read_text() for path in (ROOT / "tests/unit/transcripts").rglob("*.txt")]
     printed += [
-        path.read_text() for folder in ("operator", "worker", "local") for path in (ROOT / folder).rglob("*.py")
+        path.read_text()
+        for folder in ("operator", "worker", "local", "horovod")
+        for path in (ROOT / folder).rglob("*.py")
     ]
     corpus = "\n".join([*printed, (ROOT / "manifests/crd.yaml").read_text()])
     lines = (ROOT / "docs/how-to-troubleshoot.md").read_text().splitlines()
@@ -91,7 +93,9 @@ def test_words_that_troubleshooting_tells_to_look_for_are_printed_somewhere() ->
 def test_names_that_the_glossary_gives_for_the_code_are_in_the_code() -> None:
     """A name that was renamed is to leave the glossary with it."""
     code = "\n".join(
-        path.read_text() for folder in ("operator", "worker", "local") for path in (ROOT / folder).rglob("*.py")
+        path.read_text()
+        for folder in ("operator", "worker", "local", "horovod")
+        for path in (ROOT / folder).rglob("*.py")
     )
     names = set(re.findall(r"\w+", code))
     given = [

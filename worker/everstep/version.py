@@ -1,3 +1,3 @@
-"""The version of all three distributions, in the one place from which their builds read it."""
+"""The version of all distributions, in the one place from which their builds read it."""
 
 __version__ = "0.1.0.dev0"

@@ -1,4 +1,4 @@
-"""Runs a Horovod script as `python -m everstep.compat.horovod` does, and kills processes once each:
+"""Runs a Horovod script as `python -m everstep_horovod` does, and kills processes once each:
 `horovod_killed.py WHEN:NUMBER:RANK[,…] SCRIPT …`.
 
 WHEN is a moment in the NUMBERth step or commit of a process, or in its NUMBERth agreement on one state. RANK may be
@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import everstep.compat.horovod.torch as hvd
-from everstep.compat.horovod.__main__ import main
-from everstep.compat.horovod.optimizer import Distributed
-from everstep.compat.horovod.state import TorchState
-from everstep.compat.horovod.training import Training
-from everstep.compat.horovod.world import current
+import everstep_horovod.torch as hvd
+from everstep_horovod.__main__ import main
+from everstep_horovod.optimizer import Distributed
+from everstep_horovod.state import TorchState
+from everstep_horovod.training import Training
+from everstep_horovod.world import current
 
 asked = [tuple(one.split(":")) for one in sys.argv[1].split(",")]
 counted: dict[str, int] = {}

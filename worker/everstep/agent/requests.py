@@ -103,7 +103,7 @@ class Requests:
         if not (process.speaks or process.listens):
             return {
                 "error": "the steps of this process are not known: its script has not begun to train yet, or uses "
-                "neither everstep.start, nor an adapter, nor everstep.compat.horovod"
+                "neither everstep.start, nor an adapter, nor everstep_horovod"
             }
         self._next += 1
         key = str(request.get("id", self._next))[:100], pid

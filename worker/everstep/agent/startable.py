@@ -61,7 +61,8 @@ def _module(name: str) -> CannotStart | None:
         return None  # an error of an installed finder, or a module without a spec; the process will show it
     finally:
         sys.path[:] = before
-    return None if found else CannotStart(NO_MODULE, f"No module named {package!r}")
+    remedy = ": pip install everstep-horovod" if package == "everstep_horovod" else ""
+    return None if found else CannotStart(NO_MODULE, f"No module named {package!r}{remedy}")
 
 
 def _executable(name: str) -> CannotStart | None:

@@ -18,7 +18,7 @@ from everstep.checkpoint import Checkpointer
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
 
 # It has steps of its own, and recovers in them.
-_NOT_YET = "everstep.compat.horovod"
+_NOT_YET = "everstep_horovod"
 
 
 class OwnLoop:

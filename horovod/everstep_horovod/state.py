@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.state.capture import capture
 from everstep.checkpoint.state.refilling import Taken, refilled
-from everstep.compat.horovod.optimizer import Distributed, made_here
-from everstep.compat.horovod.sampler import ElasticSampler
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.switches import SWITCHES
+from everstep_horovod.optimizer import Distributed, made_here
+from everstep_horovod.sampler import ElasticSampler
 
 log = logging.getLogger("everstep.train")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from everstep.compat.horovod.errors import HorovodInternalError
 from everstep.recovery.errors import LoopError
+from everstep_horovod.errors import HorovodInternalError
 
 
 @contextmanager

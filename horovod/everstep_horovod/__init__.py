@@ -1,8 +1,8 @@
 """Horovod's interface for PyTorch over torch.distributed, with Everstep's recovery.
 
-    import everstep.compat.horovod.torch as hvd
+    import everstep_horovod.torch as hvd
 
-A script that imports `horovod.torch` runs unchanged by `everstep-run -m everstep.compat.horovod train.py`: `install`
+A script that imports `horovod.torch` runs unchanged by `everstep-run -m everstep_horovod train.py`: `install`
 gives this package that name. Elastic scripts recover in process, from the last `state.commit()`; others are started
 again (docs/adr/0031). A name of Horovod that is not here is refused by name. Reference: docs/reference/horovod.md.
 """
@@ -22,16 +22,16 @@ from everstep.recovery.errors import LoopError
 
 # Horovod's modules, and those of ours that have their names.
 _MODULES = {
-    "horovod": "everstep.compat.horovod",
-    "horovod.torch": "everstep.compat.horovod.torch",
-    "horovod.torch.elastic": "everstep.compat.horovod.torch.elastic",
-    "horovod.torch.elastic.sampler": "everstep.compat.horovod.sampler",
-    "horovod.torch.elastic.state": "everstep.compat.horovod.state",
-    "horovod.torch.compression": "everstep.compat.horovod.compression",
-    "horovod.torch.functions": "everstep.compat.horovod.broadcasts",
-    "horovod.torch.mpi_ops": "everstep.compat.horovod.torch",
-    "horovod.torch.optimizer": "everstep.compat.horovod.optimizer",
-    "horovod.common.exceptions": "everstep.compat.horovod.errors",
+    "horovod": "everstep_horovod",
+    "horovod.torch": "everstep_horovod.torch",
+    "horovod.torch.elastic": "everstep_horovod.torch.elastic",
+    "horovod.torch.elastic.sampler": "everstep_horovod.sampler",
+    "horovod.torch.elastic.state": "everstep_horovod.state",
+    "horovod.torch.compression": "everstep_horovod.compression",
+    "horovod.torch.functions": "everstep_horovod.broadcasts",
+    "horovod.torch.mpi_ops": "everstep_horovod.torch",
+    "horovod.torch.optimizer": "everstep_horovod.optimizer",
+    "horovod.common.exceptions": "everstep_horovod.errors",
 }
 
 _IMPORTABLE = str(Path(__file__).parent / "importable")
@@ -65,5 +65,5 @@ def run(*_: Any, **__: Any) -> NoReturn:
     """Refused: a script is started by a launcher, which can start it again."""
     raise LoopError(
         "horovod.run(): the processes are started by Everstep. Call the function itself, and start the script with "
-        "`everstep-run --nproc-per-node N -m everstep.compat.horovod train.py`, or in a TrainingJob"
+        "`everstep-run --nproc-per-node N -m everstep_horovod train.py`, or in a TrainingJob"
     )

@@ -1,4 +1,4 @@
-"""`import everstep.compat.horovod.torch as hvd`: the functions of `horovod.torch`."""
+"""`import everstep_horovod.torch as hvd`: the functions of `horovod.torch`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NoReturn
 
 import torch.distributed as _dist
 
-from everstep.compat.horovod.broadcasts import (
+from everstep_horovod.broadcasts import (
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from everstep.compat.horovod.collectives import (
+from everstep_horovod.collectives import (
     Op,
     allgather,
     allgather_async,
@@ -41,12 +41,12 @@ from everstep.compat.horovod.collectives import (
     reducescatter,
     reducescatter_async,
 )
-from everstep.compat.horovod.compression import Compression
-from everstep.compat.horovod.errors import INSTEAD, HorovodInternalError, HostsUpdatedInterrupt, refusal
-from everstep.compat.horovod.handles import poll, synchronize
-from everstep.compat.horovod.optimizer import DistributedOptimizer
-from everstep.compat.horovod.torch import elastic
-from everstep.compat.horovod.world import current, init, is_initialized, shutdown
+from everstep_horovod.compression import Compression
+from everstep_horovod.errors import INSTEAD, HorovodInternalError, HostsUpdatedInterrupt, refusal
+from everstep_horovod.handles import poll, synchronize
+from everstep_horovod.optimizer import DistributedOptimizer
+from everstep_horovod.torch import elastic
+from everstep_horovod.world import current, init, is_initialized, shutdown
 
 __all__ = [
     "Adasum",

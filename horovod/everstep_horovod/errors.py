@@ -37,4 +37,4 @@ INSTEAD |= {
 
 def refusal(name: str) -> LoopError:
     """The error for a name of Horovod that is not here."""
-    return LoopError(f"hvd.{name} is not in everstep.compat.horovod: {INSTEAD[name]}")
+    return LoopError(f"hvd.{name} is not in everstep_horovod: {INSTEAD[name]}")

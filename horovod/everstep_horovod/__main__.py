@@ -1,18 +1,18 @@
-"""Runs an unmodified Horovod script: `everstep-run -m everstep.compat.horovod train.py …`."""
+"""Runs an unmodified Horovod script: `everstep-run -m everstep_horovod train.py …`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from everstep.compat.horovod import install
 from everstep.contract.main_script import ScriptUnreadable, run_script
+from everstep_horovod import install
 
 
 def main(arguments: list[str]) -> None:
     """Run the script as the interpreter would."""
     parser = argparse.ArgumentParser(
-        prog="everstep-run -m everstep.compat.horovod",
+        prog="everstep-run -m everstep_horovod",
         description="Runs a script that imports horovod.torch; see docs/reference/horovod.md.",
     )
     parser.add_argument("script", metavar="SCRIPT")

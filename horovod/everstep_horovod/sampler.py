@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
+from everstep_horovod.world import current
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

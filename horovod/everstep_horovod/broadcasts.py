@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.compat.horovod.collectives import begin_broadcast, checked
-from everstep.compat.horovod.handles import failures
-from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
+from everstep_horovod.collectives import begin_broadcast, checked
+from everstep_horovod.handles import failures
+from everstep_horovod.world import current
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:

@@ -1,5 +1,5 @@
 """The name `horovod` in a process that multiprocessing has started anew: it gets its parent's `sys.path` alone."""
 
-from everstep.compat.horovod import install
+from everstep_horovod import install
 
 install()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.compat.horovod.compression import Compression
-from everstep.compat.horovod.errors import INSTEAD, refusal
-from everstep.compat.horovod.handles import AsWork, Handle, failures, together
-from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
+from everstep_horovod.compression import Compression
+from everstep_horovod.errors import INSTEAD, refusal
+from everstep_horovod.handles import AsWork, Handle, failures, together
+from everstep_horovod.world import current
 
 Tensors = Sequence[torch.Tensor]
 

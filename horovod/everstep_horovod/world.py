@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from everstep.compat.horovod.script import uses_elastic
 from everstep.contract import env
 from everstep.contract.calls import in_group
 from everstep.instruments.live_profile import LiveProfile
@@ -36,6 +35,7 @@ from everstep.train.coordination import requests
 from everstep.train.coordination.group_shutdown import leave_group
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.process_place import most_processes, take_place
+from everstep_horovod.script import uses_elastic
 
 # Brings the members of a round to one state; returns words that say where it came from.
 Settle = Callable[[AnnouncedRound | None], str]

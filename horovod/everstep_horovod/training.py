@@ -16,10 +16,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from everstep.checkpoint.errors import NewerCommit
-from everstep.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from everstep.compat.horovod.snapshot import Snapshot
-from everstep.compat.horovod.state import TorchState
-from everstep.compat.horovod.world import Fixed, Rounds, current
 from everstep.contract import exit_codes
 from everstep.contract.refusal import count_step
 from everstep.recovery.announcements import AnnouncedRound, Drained, run_complete
@@ -30,6 +26,10 @@ from everstep.recovery.transfer import replicated
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
 from everstep.recovery.validity import Validity
+from everstep_horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from everstep_horovod.snapshot import Snapshot
+from everstep_horovod.state import TorchState
+from everstep_horovod.world import Fixed, Rounds, current
 
 log = logging.getLogger("everstep.train")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from everstep.compat.horovod.collectives import Op, checked, chosen
-from everstep.compat.horovod.compression import Compression
-from everstep.compat.horovod.gradients import Gradients, Reduction
-from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
+from everstep_horovod.collectives import Op, checked, chosen
+from everstep_horovod.compression import Compression
+from everstep_horovod.gradients import Gradients, Reduction
+from everstep_horovod.world import current
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from everstep.compat.horovod.collectives import Op, begin_allreduce
-from everstep.compat.horovod.handles import Handle
-from everstep.compat.horovod.world import current
 from everstep.recovery.errors import LoopError
+from everstep_horovod.collectives import Op, begin_allreduce
+from everstep_horovod.handles import Handle
+from everstep_horovod.world import current
 
 BUCKET_BYTES = 25 * 1024 * 1024  # as of DistributedDataParallel: large enough for the network, small enough to overlap
 
