@@ -25,7 +25,7 @@ GENERATED := '*.stamp' '*.log' '*.pyc'
 # Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup lock check test nightly durations unit lint techniques e2e soak bench clean-root cluster-up \
+.PHONY: help demo setup lock check test nightly durations unit lane-unit lint techniques e2e soak bench clean-root cluster-up \
   cluster-down clean
 
 help:  ## this list
@@ -74,6 +74,7 @@ techniques: setup  ## docs/techniques.md from the recipes and the figures that t
 	$(BIN)/python tests/support/recipes/techniques.py
 
 LANES := unit ordinary recipes servers nodes alone
+NIGHTLY := long long-nodes
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
@@ -81,14 +82,17 @@ test: setup  ## everything: lint, unit, model, worker, API server, S3, and a rea
 	$(BIN)/python tests/lanes/lanes.py --lint $(LANES)
 
 nightly: setup  ## every test there is, on one commit: outcomes and seconds are in results.json
-	$(BIN)/python tests/lanes/lanes.py --lint --whole --results results.json $(LANES) long
+	$(BIN)/python tests/lanes/lanes.py --lint --whole --results results.json $(LANES) $(NIGHTLY)
 
 durations: setup  ## play the lanes, and keep each test's seconds: by them the longest begin first
 	$(BIN)/python tests/lanes/lanes.py --record $(LANES)
 
-check: lint  ## what one runs while working: lint, unit tests and a local run with a kill, in three minutes
-	$(BIN)/python tests/lanes/lanes.py unit
-	$(MAKE) -s demo DEMO=.everstep/check DEMO_STEPS=500
+check: setup  ## what one runs while working: lint beside unit tests, and a local run with a kill, in three minutes
+	@$(MAKE) -s -j 2 lint lane-unit
+	@$(MAKE) -s demo DEMO=.everstep/check DEMO_STEPS=500
+
+lane-unit: setup
+	@$(BIN)/python tests/lanes/lanes.py unit
 
 e2e: setup  ## the scenarios on a real cluster with nodes
 	$(BIN)/pytest tests/e2e

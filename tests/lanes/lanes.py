@@ -70,11 +70,12 @@ LANES = {
     "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 375, SERVERS),
     "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 65, NODES),
     "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 160, NODES),
-    # `make nightly` alone has it.
+    # `make nightly` alone has these.
     "long": Lane(
-        ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS, "e2e"), ("-m", "long"), 1, (), WHOLE_LIMIT,
-        (*SERVERS, "s3rver", *NODES),
+        ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS), ("-m", "long and not kind"), 2, BY_TEST, WHOLE_LIMIT,
+        (*SERVERS, "s3rver"),
     ),
+    "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind"), 1, (), WHOLE_LIMIT, NODES),
 }  # fmt: skip
 
 

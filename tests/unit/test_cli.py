@@ -59,6 +59,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
+@pytest.mark.long_but("content6-not YAML", "content7-spec.surprise: no such field")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -91,6 +92,7 @@ def test_job_that_cannot_run_is_refused_in_words_and_leaves_nothing(content: str
     assert [p for p in tmp_path.glob("everstep-*") if p.name != f"everstep-{os.getuid()}"] == []
 
 
+@pytest.mark.long_but("arguments0", "arguments4")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -114,6 +116,7 @@ def test_command_that_cannot_be_done_says_so_in_one_line(arguments: tuple[str, .
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_script_that_fails_is_told_with_its_own_words_and_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('the data set is empty')\n")
     (tmp_path / "job.yaml").write_text(job(replicas=1, recovery="{maxRestarts: 0}").replace("t.py", "train.py"))
@@ -123,6 +126,7 @@ def test_script_that_fails_is_told_with_its_own_words_and_exit_code_1(tmp_path: 
     assert "failed; timeline and logs in out" in done.stdout
 
 
+@pytest.mark.long_but("everstep-everstep-run-can't open file '{folder}/t.py': No such file or directory")
 @pytest.mark.parametrize(
     ("backend", "launcher", "words"),
     [

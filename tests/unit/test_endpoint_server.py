@@ -125,6 +125,7 @@ async def test_pod_that_may_not_report_gets_403_with_the_reason() -> None:
     assert world.counted("forbidden") == 1
 
 
+@pytest.mark.long_but("-not JSON")
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

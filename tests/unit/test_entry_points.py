@@ -86,6 +86,7 @@ def test_the_programs_are_all_found() -> None:
     } <= set(PROGRAMS)
 
 
+@pytest.mark.long_but("everstep", "everstep-operator", "everstep-run")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_explains_and_does_nothing(name: str, tmp_path: Path) -> None:
     done = call([*PROGRAMS[name], "--help"], tmp_path)
@@ -94,6 +95,7 @@ def test_help_explains_and_does_nothing(name: str, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["kube.yaml"]
 
 
+@pytest.mark.long_but("everstep", "everstep-operator", "everstep-run")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_argument_that_nobody_knows_is_refused_and_nothing_is_done(name: str, tmp_path: Path) -> None:
     done = call([*PROGRAMS[name], "--hlep"], tmp_path)

@@ -50,6 +50,7 @@ def lane(folder: Path, *parallel: str, **files: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_test_that_catches_its_time_limit_and_hangs_costs_itself_alone(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "from support.lanes.hung import Hung\n"
@@ -119,6 +120,7 @@ def test_what_fails_twice_fails_the_lane(tmp_path: Path) -> None:
     assert "failed twice: test_fails.py::test_fails, test_skips.py::test_skips" in done.stdout
 
 
+@pytest.mark.long
 def test_more_failures_than_accidents_stop_the_lane_and_none_is_repeated(tmp_path: Path) -> None:
     many = '@pytest.mark.parametrize("number", range(50))\ndef test_fails(number): assert number < 0\n'
     for parallel in ((), ("-n", "2")):
@@ -155,6 +157,7 @@ def test_a_lane_without_tests_is_no_pass(tmp_path: Path) -> None:
     assert "problem: lane tried: pytest ended with 5" in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_over_its_limit_is_ended_and_is_no_pass(tmp_path: Path) -> None:
     hangs = tmp_path / "test_hangs.py"
     hangs.write_text("import threading\ndef test_hangs(): threading.Event().wait()\n")
@@ -169,7 +172,10 @@ def of_make(variable: str) -> list[str]:
 
 
 def test_make_plays_every_lane() -> None:
-    assert set(runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]) == {*of_make("LANES"), "long"}
+    assert set(runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]) == {
+        *of_make("LANES"),
+        *of_make("NIGHTLY"),
+    }
 
 
 def test_processes_that_make_starts_keep_the_modules_that_they_compile(tmp_path: Path) -> None:
@@ -213,6 +219,7 @@ def lanes(folder: Path, *arguments: str, **environ: str) -> subprocess.Completed
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_failures_of_all_lanes_are_counted_together(tmp_path: Path) -> None:
     """Three in each of two lanes are six, although each of them would pass alone."""
     fails = "".join(f"def test_{n}(): assert not first('{{name}}{n}')\n" for n in range(3))
@@ -225,6 +232,7 @@ def test_failures_of_all_lanes_are_counted_together(tmp_path: Path) -> None:
     assert (tmp_path / "REPEATED").read_text().count("passed alone") == 3
 
 
+@pytest.mark.long
 def test_whole_run_goes_on_after_a_lane_that_failed_and_writes_what_each_test_came_to(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_fails(): assert 1 == 2\n" + GOOD)
     (tmp_path / "test_two.py").write_text(ONCE + "def test_skips(): pytest.skip('not here')\n" + GOOD)
@@ -255,6 +263,7 @@ def test_lane_over_its_budget_is_named_at_the_end_and_fails_the_run_where_that_i
     assert "lane one took" not in done.stdout
 
 
+@pytest.mark.long
 def test_third_time_that_a_test_is_repeated_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(ONCE + "def test_once(): assert not first('once')\n")
     codes = []
@@ -275,5 +284,5 @@ def test_every_build_of_a_lane_is_known_and_each_fixture_of_its_tests_has_its_bu
         assert set(lane.builds) <= set(builds.BUILDS), name
         files = [path for folder in lane.folders for path in (TESTS / folder).rglob("*.py")]
         wanted = {build for path in files for fixture in asks.findall(path.read_text()) for build in by_name[fixture]}
-        if name not in ("nodes", "alone"):  # their folders are those of the lane of servers too
+        if name not in ("nodes", "alone", "long-nodes"):  # their folders are those of the lane of servers too
             assert wanted <= set(lane.builds), name

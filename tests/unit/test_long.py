@@ -14,6 +14,7 @@ import pytest
 from support import TESTS
 
 LANES = runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]
+NIGHTLY = {"long", "long-nodes"}
 LONG = "pytest.mark.long"
 CONFTEST = (
     "from support.lanes.long import Long\n"
@@ -142,7 +143,7 @@ def wholly_long(path: Path) -> bool:
 
 
 def test_every_file_has_a_test_in_make_test_or_a_reason_why_not() -> None:
-    folders = {folder for name, lane in LANES.items() if name != "long" for folder in lane.folders}
+    folders = {folder for name, lane in LANES.items() if name not in NIGHTLY for folder in lane.folders}
     files = [path for folder in folders for path in (TESTS / folder).rglob("test_*.py")]
     found = {path.relative_to(TESTS).as_posix() for path in files if wholly_long(path)}
     assert found - set(WHOLLY_LONG) == set(), "leave the quickest row of each to `make test`, or write the reason here"
@@ -151,11 +152,11 @@ def test_every_file_has_a_test_in_make_test_or_a_reason_why_not() -> None:
 
 def test_every_folder_of_tests_is_in_the_lanes_of_make_test_and_in_the_long_one() -> None:
     folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} - {"soak"}
-    assert {folder for name, lane in LANES.items() if name != "long" for folder in lane.folders} == folders
-    assert set(LANES["long"].folders) == folders
+    assert {folder for name, lane in LANES.items() if name not in NIGHTLY for folder in lane.folders} == folders
+    assert {folder for name in NIGHTLY for folder in LANES[name].folders} == folders
 
 
-@pytest.mark.parametrize("name", sorted(set(LANES) - {"long"}))
+@pytest.mark.parametrize("name", sorted(set(LANES) - NIGHTLY))
 def test_no_lane_of_make_test_has_a_test_that_is_long(name: str) -> None:
     """The rows that are restarted as a whole took an hour once, because an expression for marks had left one out."""
     chosen = LANES[name].chosen

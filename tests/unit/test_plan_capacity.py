@@ -191,6 +191,7 @@ events = st.lists(
 )
 
 
+@pytest.mark.long_but("everstep")
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=events, missing=st.sets(st.integers(0, 2), min_size=1, max_size=3))

@@ -172,6 +172,7 @@ def test_refusal_in_a_loaders_worker_is_told_by_its_sentence() -> None:
     assert refusal.sentence(found) == f"DatasetUnusable: {SAID}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dataset", [Refuses(uncertain), Refuses(unusable, OSError("input/output error"))])
 def test_error_of_a_loaders_worker_that_a_restart_may_heal_is_no_refusal(dataset: Refuses) -> None:
     assert refusal.find(raised(lambda: list(DataLoader(dataset, num_workers=1)))) is None

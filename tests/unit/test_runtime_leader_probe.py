@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+
 from everstep_operator.runtime.leader_probe import LeaderProbe
 
 LIMIT = 20.0
@@ -72,6 +74,7 @@ async def test_leader_whose_port_closes_is_gone_until_it_is_back() -> None:
         await until(lambda: not leader_probe.is_gone(leader.address))
 
 
+@pytest.mark.long
 async def test_leader_that_says_nothing_or_ends_connections_is_there() -> None:
     leader = Leader()
     await leader.start()

@@ -245,6 +245,7 @@ def test_each_function_of_the_room_says_what_it_is_for() -> None:
             assert [f.name for f in functions if not is_private(f.name) and ast.get_docstring(f) is None] == [], file
 
 
+@pytest.mark.long
 def test_the_installed_libraries_have_all_names_also_in_parts_that_are_imported_late() -> None:
     absent, missing = names.look()
     assert missing == []
