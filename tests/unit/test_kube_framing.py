@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.kube.client import Changed
-from everstep_operator.kube.errors import ServerError, StreamBroken
+from everstep_operator.kube.errors import Operation, ServerError, StreamBroken
 from everstep_operator.kube.framing import cut_depths, decode_event, decode_page, split_lines
 from everstep_operator.kube.wire import Pod, Unstructured, micro_time, rfc3339, to_body
 
@@ -43,10 +43,10 @@ def bomb(depth: int) -> bytes:
 def test_depth_bomb_in_one_object_leaves_the_other_objects_readable(depth: int) -> None:
     evil = b'{"metadata":{"name":"evil"},"spec":{"x":' + bomb(depth) + b"}}"
     body = b'{"metadata":{"resourceVersion":"7"},"items":[' + evil + b',{"metadata":{"name":"good"},"spec":{"n":1}}]}'
-    page = decode_page(Unstructured, body, "list")
+    page = decode_page(Unstructured, body, Operation("list", "pods"))
     assert [item.metadata.name for item in page.items or ()] == ["evil", "good"]
     assert (page.items or [])[1].spec == {"n": 1}
-    event = decode_event(Unstructured, b'{"type":"ADDED","object":' + evil + b"}", "watch")
+    event = decode_event(Unstructured, b'{"type":"ADDED","object":' + evil + b"}", Operation("watch", "pods"))
     assert isinstance(event, Changed)
     assert event.object.metadata.name == "evil"
 
@@ -54,13 +54,13 @@ def test_depth_bomb_in_one_object_leaves_the_other_objects_readable(depth: int) 
 @pytest.mark.parametrize("body", [b'{"metadata":{},"items":[' + b"[" * 100_000, b'{"items":[]}', b"", b"null"])
 def test_unreadable_page_is_a_server_error(body: bytes) -> None:
     with pytest.raises(ServerError, match="cannot be decoded"):
-        decode_page(Pod, body, "list")
+        decode_page(Pod, body, Operation("list", "pods"))
 
 
 @given(line=st.binary(max_size=60))
 def test_any_bytes_are_an_event_or_a_broken_stream(line: bytes) -> None:
     with pytest.raises(StreamBroken):
-        decode_event(Pod, line, "watch")
+        decode_event(Pod, line, Operation("watch", "pods"))
 
 
 @given(lines=st.lists(st.binary(min_size=1, max_size=9).filter(lambda b: b"\n" not in b and b.strip())), data=st.data())
@@ -72,7 +72,7 @@ async def test_lines_are_found_however_they_are_cut_into_chunks(lines: list[byte
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             yield stream[start:end]
 
-    assert [line async for line in split_lines(chunks(), "watch")] == lines
+    assert [line async for line in split_lines(chunks(), Operation("watch", "pods"))] == lines
 
 
 def test_pod_is_decoded_narrowly_with_times_in_utc() -> None:
@@ -88,7 +88,7 @@ def test_pod_is_decoded_narrowly_with_times_in_utc() -> None:
         },
     }
     line = json.dumps({"type": "MODIFIED", "object": body}).encode()
-    event = decode_event(Pod, line, "watch")
+    event = decode_event(Pod, line, Operation("watch", "pods"))
     assert isinstance(event, Changed)
     ended = event.object.status.container_statuses[0].state.terminated
     assert ended is not None
@@ -112,10 +112,10 @@ def test_ten_thousand_cached_pods_are_nothing_to_the_garbage_collector() -> None
         },
     }
     page = json.dumps({"metadata": {}, "items": [pod] * 10_000}).encode()
-    decode_page(Pod, page, "list")  # whatever is made once
+    decode_page(Pod, page, Operation("list", "pods"))  # whatever is made once
     gc.collect()
     before = len(gc.get_objects())
-    kept = decode_page(Pod, page, "list").items or []
+    kept = decode_page(Pod, page, Operation("list", "pods")).items or []
     gc.collect()  # which also finds which tuples need no watching
     assert len(gc.get_objects()) - before < 100
     assert len(kept) == 10_000

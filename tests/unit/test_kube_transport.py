@@ -21,6 +21,7 @@ from everstep_operator.kube.errors import (
     Gone,
     Invalid,
     NotFound,
+    Operation,
     Rejected,
     ServerError,
     StreamBroken,
@@ -305,7 +306,7 @@ async def test_line_beyond_the_bound_is_refused_before_it_is_complete() -> None:
             yield b"x" * 100
 
     with pytest.raises(StreamBroken, match="exceeds the limit of 1000"):
-        async for _ in split_lines(chunks(), "watch", max_line=1000):
+        async for _ in split_lines(chunks(), Operation("watch", "pods"), max_line=1000):
             pass
 
 
@@ -388,19 +389,19 @@ async def test_missing_service_account_says_what_to_check(tmp_path: Path) -> Non
 )
 def test_every_code_becomes_one_error(code: int, reason: str, expected: type[Exception]) -> None:
     body = json.dumps({"reason": reason, "message": "m", "code": code}).encode()
-    assert type(from_response(code, {}, body, "get pods")) is expected
+    assert type(from_response(code, {}, body, Operation("get", "pods"))) is expected
 
 
 def test_causes_name_the_fields() -> None:
     causes = [{"reason": "FieldValueInvalid", "message": "must be >= 1", "field": "spec.replicas"}]
     body = json.dumps({"reason": "Invalid", "message": "bad", "details": {"causes": causes}}).encode()
-    error = from_response(422, {}, body, "create trainingjobs ns/a")
+    error = from_response(422, {}, body, Operation("create", "trainingjobs", "ns", "a"))
     assert [(cause.field, cause.message) for cause in error.causes] == [("spec.replicas", "must be >= 1")]
     assert str(error) == "create trainingjobs ns/a: 422 Invalid: bad"
 
 
 def test_page_of_a_proxy_is_quoted_within_a_bound() -> None:
-    error = from_response(502, {"Retry-After": "x"}, b"<html>" + b"y" * 100_000, "get pods")
+    error = from_response(502, {"Retry-After": "x"}, b"<html>" + b"y" * 100_000, Operation("get", "pods"))
     assert isinstance(error, ServerError)
     assert len(str(error)) < 3000
     assert error.retry_after is None

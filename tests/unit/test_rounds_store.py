@@ -17,7 +17,7 @@ import pytest
 from everstep.contract.document import Document, DocumentInvalid, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Command, Done, Evict, Form, Join, Stop, Waited
 from everstep.membership.machine import Rejected, apply
-from everstep_operator.kube.errors import Forbidden
+from everstep_operator.kube.errors import Forbidden, Operation
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
@@ -416,7 +416,7 @@ async def test_document_that_the_api_server_refuses_is_told_until_it_is_written(
 
     async def gate(what: str) -> None:
         if refuses and what == "create configmaps":
-            raise Forbidden("exceeded quota: small", where="create")
+            raise Forbidden("exceeded quota: small", operation=Operation("create", "configmaps"))
 
     client.gate = gate
     rounds = stage.operator(client)
@@ -441,7 +441,7 @@ async def test_sizes_that_the_api_server_refuses_wake_the_job_once() -> None:
 
     async def gate(what: str) -> None:
         if what == "create configmaps":
-            raise Forbidden("the namespace is being terminated", where="create")
+            raise Forbidden("the namespace is being terminated", operation=Operation("create", "configmaps"))
 
     client.gate = gate
     rounds = stage.operator(client, changed=told.append)

@@ -33,7 +33,7 @@ from everstep_operator.kube.client import (
     TokenReview,
     WatchEvent,
 )
-from everstep_operator.kube.errors import ConnectionFailed, ServerError
+from everstep_operator.kube.errors import ConnectionFailed, Operation, ServerError
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
 
@@ -41,35 +41,28 @@ T = TypeVar("T", bound=KubeObject)
 A = TypeVar("A")
 
 
-class Where:
-    """Identifies a request. Its text is made only for an error. Raises ValueError if no URL could be made."""
+def _operation(
+    verb: str,
+    resource: Resource[Any],
+    namespace: str | None,
+    name: str | None = None,
+    subresource: str | None = None,
+    *,
+    named: bool = True,
+) -> Operation:
+    """The operation, as the HTTP transport names it. Raises ValueError if no URL could be made."""
+    if not resource.namespaced:
+        if namespace is not None:
+            raise ValueError(f"{resource.plural} have no namespace; call with namespace=None, not {namespace!r}")
+    elif namespace is None and named and name is not None:
+        raise ValueError(f"one of the {resource.plural} is named {name!r} in every namespace; give the namespace")
+    plural = f"{resource.plural}/{subresource}" if subresource else resource.plural
+    return Operation(verb, plural, namespace or "", name or "")
 
-    __slots__ = ("name", "namespace", "resource", "sub", "verb")
 
-    def __init__(
-        self,
-        verb: str,
-        resource: Resource[Any],
-        namespace: str | None,
-        name: str | None = None,
-        sub: str | None = None,
-        *,
-        named: bool = True,
-    ) -> None:
-        self.verb, self.resource, self.namespace, self.name, self.sub = verb, resource, namespace, name, sub
-        if not resource.namespaced:
-            if namespace is not None:
-                raise ValueError(f"{resource.plural} have no namespace; call with namespace=None, not {namespace!r}")
-        elif namespace is None and named and name is not None:
-            raise ValueError(f"one of the {resource.plural} is named {name!r} in every namespace; give the namespace")
-
-    def __str__(self) -> str:
-        place = "/".join(part for part in (self.namespace, self.name) if part)
-        plural = self.resource.plural + (f"/{self.sub}" if self.sub else "")
-        return " ".join(part for part in (self.verb, plural, place) if part)
-
-    def request(self) -> Request:
-        return Request(self.verb, self.resource.plural, self.namespace or "", self.name or "")
+def _request(operation: Operation) -> Request:
+    """The request that faults may strike. They do not distinguish subresources."""
+    return Request(operation.verb, operation.resource.partition("/")[0], operation.namespace, operation.name)
 
 
 class MemoryClient:
@@ -80,8 +73,8 @@ class MemoryClient:
         self.faults = faults
 
     async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
-        where = Where("get", resource, namespace, name)
-        at = None if self.faults is None else (await self._disturbed(where.request(), str(where))).at
+        operation = _operation("get", resource, namespace, name)
+        at = None if self.faults is None else (await self._disturbed(_request(operation), operation)).at
 
         def read() -> Stored:
             kind = self._server.kinds.of(resource)
@@ -93,7 +86,7 @@ class MemoryClient:
                 raise not_found(kind.full_plural, name)
             return found
 
-        return _decoded(resource, _answer(where, read), where)
+        return _decoded(resource, _answer(operation, read), operation)
 
     async def list(
         self,
@@ -104,8 +97,8 @@ class MemoryClient:
         limit: int = PAGE,
         resource_version: str | None = None,
     ) -> ListResult[T]:
-        where = Where("list", resource, namespace)
-        at = None if self.faults is None else (await self._disturbed(where.request(), str(where))).at
+        operation = _operation("list", resource, namespace)
+        at = None if self.faults is None else (await self._disturbed(_request(operation), operation)).at
         store = self._server.store
 
         def read() -> list[Stored]:
@@ -118,7 +111,7 @@ class MemoryClient:
             found = table.select(namespace, None if at is None else max(at, table.floor))
             return found if selector is None else [one for one in found if selector(one.labels)]
 
-        items = tuple([_decoded(resource, one, where) for one in _answer(where, read)])
+        items = tuple([_decoded(resource, one, operation) for one in _answer(operation, read)])
         return ListResult(items, str(store.version if at is None else at))
 
     async def watch(
@@ -130,9 +123,9 @@ class MemoryClient:
         label_selector: str | None = None,
         timeout_seconds: int = 60,
     ) -> AsyncGenerator[WatchEvent[T], None]:
-        where = Where("watch", resource, namespace)
+        operation = _operation("watch", resource, namespace)
         if self.faults is not None:
-            await self._disturbed(where.request(), str(where))
+            await self._disturbed(_request(operation), operation)
 
         def open_feed() -> Feed:
             kind = self._server.kinds.of(resource)
@@ -140,20 +133,20 @@ class MemoryClient:
             table = self._server.store.table(kind.id)
             return Feed(table, namespace, selector, _version(resource_version) or None)
 
-        feed = _answer(where, open_feed)
+        feed = _answer(operation, open_feed)
         async with (
-            Stream(feed, self._server.clock, timeout_seconds, self.faults, where.request(), str(where)) as stream,
+            Stream(feed, self._server.clock, timeout_seconds, self.faults, _request(operation), operation) as stream,
             aclosing(stream.events()) as events,
         ):
             async for told in events:
                 if isinstance(told, int):
                     yield Bookmark(str(told))
                 else:
-                    yield Changed(told.type, _decoded(resource, told.object, where))
+                    yield Changed(told.type, _decoded(resource, told.object, operation))
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
-        where = Where("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)
-        return await self._write(resource, where, lambda kind: self._server.create(kind, namespace, body))
+        operation = _operation("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)
+        return await self._write(resource, operation, lambda kind: self._server.create(kind, namespace, body))
 
     async def merge_patch(
         self,
@@ -165,14 +158,14 @@ class MemoryClient:
         subresource: str | None = None,
         resource_version: str | None = None,
     ) -> T:
-        where = Where("patch", resource, namespace, name, subresource)
+        operation = _operation("patch", resource, namespace, name, subresource)
         if resource_version is not None:
             body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
 
         def write(kind: Kind) -> Stored:
             return self._server.merge_patch(kind, namespace, name, body, subresource=subresource)
 
-        return await self._write(resource, where, write)
+        return await self._write(resource, operation, write)
 
     async def patch_status(
         self,
@@ -193,8 +186,8 @@ class MemoryClient:
         )
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
-        where = Where("replace", resource, namespace, name)
-        return await self._write(resource, where, lambda kind: self._server.replace(kind, namespace, name, body))
+        operation = _operation("replace", resource, namespace, name)
+        return await self._write(resource, operation, lambda kind: self._server.replace(kind, namespace, name, body))
 
     async def delete(
         self,
@@ -207,7 +200,7 @@ class MemoryClient:
         grace_seconds: int | None = None,
         propagation: Propagation | None = None,
     ) -> None:
-        where = Where("delete", resource, namespace, name)
+        operation = _operation("delete", resource, namespace, name)
 
         def write(kind: Kind) -> None:
             delete(
@@ -221,47 +214,47 @@ class MemoryClient:
                 propagation=propagation,
             )
 
-        await self._written(resource, where, write)
+        await self._written(resource, operation, write)
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
         if self.faults is not None:
-            await self._disturbed(Request("review", "tokenreviews"), "review token")
+            await self._disturbed(Request("review", "tokenreviews"), Operation("review", "tokenreviews"))
         return self._tokens.review(token, audiences)
 
     async def signing_keys(self) -> Mapping[str, Any]:
         if self.faults is not None:
-            await self._disturbed(Request("get", "jwks"), "get jwks")
+            await self._disturbed(Request("get", "jwks"), Operation("get", "jwks"))
         return self._tokens.key_set()
 
-    async def _write(self, resource: Resource[T], where: Where, write: Callable[[Kind], Stored]) -> T:
-        return _decoded(resource, await self._written(resource, where, write), where)
+    async def _write(self, resource: Resource[T], operation: Operation, write: Callable[[Kind], Stored]) -> T:
+        return _decoded(resource, await self._written(resource, operation, write), operation)
 
-    async def _written(self, resource: Resource[Any], where: Where, write: Callable[[Kind], A]) -> A:
+    async def _written(self, resource: Resource[Any], operation: Operation, write: Callable[[Kind], A]) -> A:
         if self.faults is None:
-            return _answer(where, lambda: write(self._server.kinds.of(resource)))
-        lost = (await self._disturbed(where.request(), str(where))).lost
-        answer = _answer(where, lambda: write(self._server.kinds.of(resource)))
+            return _answer(operation, lambda: write(self._server.kinds.of(resource)))
+        lost = (await self._disturbed(_request(operation), operation)).lost
+        answer = _answer(operation, lambda: write(self._server.kinds.of(resource)))
         if lost:
-            raise ConnectionFailed("the answer was lost", where=str(where))
+            raise ConnectionFailed("the answer was lost", operation=operation)
         return answer
 
-    async def _disturbed(self, request: Request, where: str) -> _Struck:
+    async def _disturbed(self, request: Request, operation: Operation) -> _Struck:
         """Apply the faults before the request. Return those that come after it."""
         faults = self.faults
         assert faults is not None
         at, lost = None, False
         if faults.is_cut:
-            raise ConnectionFailed("no connection", where=where)
+            raise ConnectionFailed("no connection", operation=operation)
         for fault in faults.strike(request):
             match fault:
                 case Delay(seconds):
                     await self._server.clock.sleep(seconds)
                 case Refuse():
-                    raise fault.refusal().error(where)
+                    raise fault.refusal().error(operation)
                 case Disconnect():
-                    raise ConnectionFailed("no connection", where=where)
+                    raise ConnectionFailed("no connection", operation=operation)
                 case Expire():
-                    raise expired(0, self._server.store.version).error(where)
+                    raise expired(0, self._server.store.version).error(operation)
                 case Stale(versions):
                     at = max(1, self._server.store.floor, self._server.store.version - versions)
                 case LoseAnswer():
@@ -269,9 +262,9 @@ class MemoryClient:
                 case _:
                     raise ValueError(f"{fault} strikes events of a watch, not {request}; add it for the verb 'event'")
         if faults.is_cut:
-            raise ConnectionFailed("no connection", where=where)
+            raise ConnectionFailed("no connection", operation=operation)
         if lost and request.verb in _READS:
-            raise ConnectionFailed("the answer was lost", where=where)
+            raise ConnectionFailed("the answer was lost", operation=operation)
         return _Struck(at, lost)
 
 
@@ -287,18 +280,18 @@ class _Struck:
 _READS = ("get", "list", "watch", "review")
 
 
-def _answer(where: Where, request: Callable[[], A]) -> A:
+def _answer(operation: Operation, request: Callable[[], A]) -> A:
     try:
         return request()
     except Refusal as refusal:
-        raise refusal.error(str(where)) from None
+        raise refusal.error(operation) from None
 
 
-def _decoded(resource: Resource[T], stored: Stored, where: Where) -> T:
+def _decoded(resource: Resource[T], stored: Stored, operation: Operation) -> T:
     try:
         return stored.decode(resource.struct)
     except msgspec.ValidationError as error:
-        raise ServerError(f"the answer cannot be decoded: {error}", where=str(where)) from error
+        raise ServerError(f"the answer cannot be decoded: {error}", operation=operation) from error
 
 
 def _version(text: str | None) -> int:

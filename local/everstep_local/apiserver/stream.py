@@ -24,7 +24,7 @@ from everstep_local.apiserver.faults import (
 )
 from everstep_local.apiserver.refusals import Refusal, expired
 from everstep_local.apiserver.storage.feed import Feed, Told
-from everstep_operator.kube.errors import ConnectionFailed, StreamBroken
+from everstep_operator.kube.errors import ConnectionFailed, Operation, StreamBroken
 from everstep_operator.runtime.clock import Clock, cancel
 
 BOOKMARK_LEAD = 2.0  # seconds before its end at which the server sends a watch its last bookmark
@@ -37,10 +37,10 @@ class Stream:
     """Use it as an async context manager; `events` once."""
 
     def __init__(
-        self, feed: Feed, clock: Clock, seconds: float, faults: Faults | None, request: Request, where: str
+        self, feed: Feed, clock: Clock, seconds: float, faults: Faults | None, request: Request, operation: Operation
     ) -> None:
         self._feed, self._clock, self._seconds = feed, clock, float(seconds)
-        self._faults, self._request, self._where = faults, request, where
+        self._faults, self._request, self._operation = faults, request, operation
         self._wake = asyncio.Event()
         self._bookmark_due = self._over = False
         self._held: list[Told] = []
@@ -75,11 +75,11 @@ class Stream:
         while True:
             self._wake.clear()
             if self._faults is not None and self._faults.is_cut:
-                raise ConnectionFailed("the connection broke", where=self._where)
+                raise ConnectionFailed("the connection broke", operation=self._operation)
             try:
                 told = self._feed.take()
             except Refusal as refusal:
-                raise refusal.error(self._where) from None
+                raise refusal.error(self._operation) from None
             for event in told:
                 if self._faults is None:
                     yield event
@@ -114,15 +114,15 @@ class Stream:
                 case Swap():
                     swap = True
                 case Disconnect():
-                    raise ConnectionFailed("the connection broke", where=self._where)
+                    raise ConnectionFailed("the connection broke", operation=self._operation)
                 case Break():
-                    raise StreamBroken("the stream ended inside a line", where=self._where)
+                    raise StreamBroken("the stream ended inside a line", operation=self._operation)
                 case Expire():
-                    raise expired(0, event.object.version).error(self._where)
+                    raise expired(0, event.object.version).error(self._operation)
                 case _:
                     raise ValueError(f"{fault} strikes requests, not events of a watch; add it for another verb")
         if faults.is_cut:
-            raise ConnectionFailed("the connection broke", where=self._where)
+            raise ConnectionFailed("the connection broke", operation=self._operation)
         held, self._held = self._held, []
         if swap and not held:
             self._held = [event] * count

@@ -16,7 +16,7 @@ from everstep_local.kubelet.sources import HOST_IP
 from everstep_local.kubelet.starter import Host
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound
+from everstep_operator.kube.errors import AlreadyExists, Conflict, KubeError, NotFound, Operation
 from everstep_operator.kube.resources import LEASES, Resource
 from everstep_operator.kube.wire import Unstructured, micro_time, rfc3339
 from everstep_operator.runtime.clock import Clock, cancel
@@ -137,7 +137,9 @@ async def post_ready(client: KubeClient, name: str, capacity: Mapping[str, str],
         try:
             node = await client.create(NODES, None, body)
         except AlreadyExists as e:
-            raise Conflict("created by another at the same time", where=f"node {name}") from e
+            raise Conflict(
+                "created by another at the same time", operation=Operation("create", "nodes", name=name)
+            ) from e
     conditions = node.status.get("conditions") or ()
     ready: Mapping[str, Any] = next((c for c in conditions if c.get("type") == "Ready"), {})
     if ready.get("status") == "True" and node.status.get("capacity") == capacity:

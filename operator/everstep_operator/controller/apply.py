@@ -26,6 +26,7 @@ from everstep_operator.kube.errors import (
     Invalid,
     KubeError,
     NotFound,
+    Operation,
     Rejected,
 )
 from everstep_operator.kube.resources import NETWORK_POLICIES, PDBS, PODS, SERVICES, Resource
@@ -212,7 +213,10 @@ class Applier:
             try:
                 found = await self._client.get(resource, job.namespace, name)
             except NotFound as e:
-                raise Conflict(f"{name} was taken and is free again", where="create") from e
+                raise Conflict(
+                    f"{name} was taken and is free again",
+                    operation=Operation("create", resource.plural, job.namespace, name),
+                ) from e
             if controller_uid(found.metadata) != job.uid:
                 whose, ends = controller_of(found.metadata), found.metadata.deletion_timestamp
                 refusals.collisions.append(

@@ -1,4 +1,4 @@
-"""The errors of an API server, and which of them are worth another try.
+"""The errors of an API server, and which of them are to be retried.
 
 Every HTTP error, broken stream and connection failure becomes exactly one of these errors. No exception of the
 transport leaves the package.
@@ -24,31 +24,45 @@ class Cause:
     field: str
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a request does, for errors and metrics: `delete pods default/digits-w0-0`."""
+
+    verb: str
+    resource: str  # its plural, and the subresource: `pods`, `trainingjobs/status`
+    namespace: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        target = "/".join(part for part in (self.namespace, self.name) if part)
+        return " ".join(part for part in (self.verb, self.resource, target) if part)
+
+
 class KubeError(OperatorError):
     """Base of every error of this package; each is also a `RetryableError` or a `TerminalError`.
 
-    `where` names the request (`DELETE pods ns/name`). `status` is the HTTP code (0: no answer came). `reason` is the
-    server's own word (`AlreadyExists`). `retry_after`: the seconds that the server asked to wait, if it did.
+    `operation`: the request, if there was one. `status` is the HTTP code (0: no answer came). `reason` is the server's
+    own word (`AlreadyExists`). `retry_after`: the seconds after which the server wants the next request, if it says so.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        where: str = "",
+        operation: Operation | None = None,
         status: int = 0,
         reason: str = "",
         causes: tuple[Cause, ...] = (),
         retry_after: float | None = None,
     ) -> None:
         self.message = message[:MESSAGE_LIMIT]
-        self.where = where
+        self.operation = operation
         self.status = status
         self.reason = reason
         self.causes = causes
         self.retry_after = retry_after
         head = " ".join(part for part in (str(status) if status else "", reason) if part)
-        super().__init__(": ".join(part for part in (where, head, self.message) if part))
+        super().__init__(": ".join(part for part in (str(operation or ""), head, self.message) if part))
 
 
 class Conflict(KubeError, RetryableError):
@@ -88,7 +102,7 @@ class Invalid(KubeError, TerminalError):
 
 
 class Forbidden(KubeError, TerminalError):
-    """403: RBAC, quota, an admission policy or a terminating namespace said no."""
+    """403: RBAC, quota, an admission policy or a terminating namespace refused."""
 
 
 class Unauthorized(KubeError, TerminalError):
@@ -126,17 +140,19 @@ class Status(msgspec.Struct):
 _status_decoder = msgspec.json.Decoder(Status)
 
 
-def from_response(status: int, headers: Mapping[str, str], body: bytes, where: str) -> KubeError:
+def from_response(status: int, headers: Mapping[str, str], body: bytes, operation: Operation) -> KubeError:
     """The error for an answer with code `status` >= 400. A body that is no Status (a proxy's page) is quoted."""
     try:
         parsed = _status_decoder.decode(body)
     except msgspec.DecodeError:
         text = body[:MESSAGE_LIMIT].decode("utf-8", "replace").strip()
         parsed = Status(message=text or "the server gave no reason", code=status)
-    return from_status(parsed, where, code=status, retry_after=_seconds(headers.get("Retry-After")))
+    return from_status(parsed, operation, code=status, retry_after=_seconds(headers.get("Retry-After")))
 
 
-def from_status(status: Status, where: str, *, code: int | None = None, retry_after: float | None = None) -> KubeError:
+def from_status(
+    status: Status, operation: Operation, *, code: int | None = None, retry_after: float | None = None
+) -> KubeError:
     """The error for a decoded Status: an answer's body, or the object of an ERROR event in a watch."""
     number = code or status.code or 0
     reason = status.reason or ""
@@ -144,7 +160,7 @@ def from_status(status: Status, where: str, *, code: int | None = None, retry_af
     if retry_after is None and details.retry_after_seconds:
         retry_after = float(details.retry_after_seconds)
     fields: dict[str, Any] = {
-        "where": where,
+        "operation": operation,
         "status": number,
         "reason": reason,
         "causes": tuple(Cause(c.reason, c.message, c.field) for c in details.causes or ()),

@@ -2,7 +2,7 @@
 
 Invariant: whatever bytes arrive, the result is decoded values or one error of this package, and lines and bodies are
 bounded. If an object is nested deeper than any real one, its depths are cut off: an error would hide every other object
-of the same list. Anybody who may create a custom resource can make such an object (case 13).
+of the same list. Anybody who may create a custom resource can make such an object.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType, WatchEvent
-from everstep_operator.kube.errors import ServerError, Status, StreamBroken, from_status
+from everstep_operator.kube.errors import Operation, ServerError, Status, StreamBroken, from_status
 from everstep_operator.kube.wire import KubeObject
 
 T = TypeVar("T", bound=KubeObject)
@@ -54,46 +54,48 @@ def _decoder(shape: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(shape)
 
 
-def decode_object(struct: type[T], body: bytes, where: str) -> T:
+def decode_object(struct: type[T], body: bytes, operation: Operation) -> T:
     """One object. Raises `ServerError` for a body that is none."""
-    decoded: T = _decode(struct, body, where)
+    decoded: T = _decode(struct, body, operation)
     return decoded
 
 
-def decode_page(struct: type[T], body: bytes, where: str) -> Page[T]:
+def decode_page(struct: type[T], body: bytes, operation: Operation) -> Page[T]:
     """One page of a list. Raises `ServerError` for a body that is none."""
-    page: Page[T] = _decode(Page[struct], body, where)  # type: ignore[valid-type]
+    page: Page[T] = _decode(Page[struct], body, operation)  # type: ignore[valid-type]
     return page
 
 
-def _decode(shape: Any, body: bytes, where: str) -> Any:
+def _decode(shape: Any, body: bytes, operation: Operation) -> Any:
     try:
         try:
             return _decoder(shape).decode(body)
         except RecursionError:
             log.warning(
-                "answer nested too deeply: its depths were cut off", extra={"request": where, "max_depth": MAX_DEPTH}
+                "answer nested too deeply: its depths were cut off",
+                extra={"request": str(operation), "max_depth": MAX_DEPTH},
             )
             return _decoder(shape).decode(cut_depths(body))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ServerError(f"the answer cannot be decoded: {error}; {body[:200]!r}", where=where) from error
+        raise ServerError(f"the answer cannot be decoded: {error}; {body[:200]!r}", operation=operation) from error
 
 
-def decode_event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
+def decode_event(struct: type[T], line: bytes, operation: Operation) -> WatchEvent[T]:
     """One line of a watch. Raises the error that an ERROR event carries, and `StreamBroken` for anything unreadable."""
     try:
         try:
-            return _event(struct, line, where)
+            return _event(struct, line, operation)
         except RecursionError:
             log.warning(
-                "event nested too deeply: its depths were cut off", extra={"request": where, "max_depth": MAX_DEPTH}
+                "event nested too deeply: its depths were cut off",
+                extra={"request": str(operation), "max_depth": MAX_DEPTH},
             )
-            return _event(struct, cut_depths(line), where)
+            return _event(struct, cut_depths(line), operation)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise StreamBroken(f"a line is no watch event: {error}; {line[:200]!r}", where=where) from error
+        raise StreamBroken(f"a line is no watch event: {error}; {line[:200]!r}", operation=operation) from error
 
 
-def _event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
+def _event(struct: type[T], line: bytes, operation: Operation) -> WatchEvent[T]:
     frame = _frames.decode(line)
     match frame.type:
         case "ADDED" | "MODIFIED" | "DELETED":
@@ -101,9 +103,9 @@ def _event(struct: type[T], line: bytes, where: str) -> WatchEvent[T]:
         case "BOOKMARK":
             return Bookmark(_bookmarks.decode(frame.object).metadata.resource_version)
         case "ERROR":
-            raise from_status(_statuses.decode(frame.object), where)
+            raise from_status(_statuses.decode(frame.object), operation)
         case other:
-            raise StreamBroken(f"unknown event type {other[:40]!r}", where=where)
+            raise StreamBroken(f"unknown event type {other[:40]!r}", operation=operation)
 
 
 _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
@@ -111,7 +113,7 @@ _STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 
 def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
     """The JSON text, with null in place of every array and object nested deeper than `max_depth`."""
-    kept: list[bytes] = []
+    parts: list[bytes] = []
     depth = 0
     start = 0
     for token in _STRUCTURE.finditer(body):
@@ -119,7 +121,7 @@ def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
             case 0x5B | 0x7B:  # [ {
                 depth += 1
                 if depth == max_depth + 1:
-                    kept += (body[start : token.start()], b"null")
+                    parts += (body[start : token.start()], b"null")
             case 0x5D | 0x7D:  # ] }
                 depth -= 1
                 if depth == max_depth:
@@ -127,27 +129,29 @@ def cut_depths(body: bytes, max_depth: int = MAX_DEPTH) -> bytes:
             case _:
                 pass  # a string: brackets in it do not count
     # A part beyond the limit that was never closed is dropped, and the text stays invalid.
-    return b"".join((*kept, body[start:] if depth <= max_depth else b""))
+    return b"".join((*parts, body[start:] if depth <= max_depth else b""))
 
 
 async def split_lines(
-    chunks: AsyncIterable[bytes], where: str, max_line: int = MAX_LINE
+    chunks: AsyncIterable[bytes], operation: Operation, max_line: int = MAX_LINE
 ) -> AsyncGenerator[bytes, None]:
     """The non-empty lines of a stream. Raises `StreamBroken` for a line beyond `max_line` bytes, or a stream that ends
     inside a line."""
-    held = bytearray()
+    buffer = bytearray()
     async for chunk in chunks:
-        held += chunk
+        buffer += chunk
         # Only whole lines are taken: the bytes after the last newline wait for the rest of their line.
-        end = held.rfind(b"\n")
+        end = buffer.rfind(b"\n")
         if end >= 0:
-            for line in bytes(held[:end]).split(b"\n"):
+            for line in bytes(buffer[:end]).split(b"\n"):
                 if len(line) > max_line:
-                    raise StreamBroken(f"a line of {len(line)} bytes exceeds the limit of {max_line}", where=where)
+                    raise StreamBroken(
+                        f"a line of {len(line)} bytes exceeds the limit of {max_line}", operation=operation
+                    )
                 if line.strip():
                     yield line
-            del held[: end + 1]
-        if len(held) > max_line:
-            raise StreamBroken(f"a line exceeds the limit of {max_line} bytes", where=where)
-    if held.strip():
-        raise StreamBroken(f"the stream ended inside a line, after {len(held)} bytes of it", where=where)
+            del buffer[: end + 1]
+        if len(buffer) > max_line:
+            raise StreamBroken(f"a line exceeds the limit of {max_line} bytes", operation=operation)
+    if buffer.strip():
+        raise StreamBroken(f"the stream ended inside a line, after {len(buffer)} bytes of it", operation=operation)

@@ -19,12 +19,12 @@ def unknown_fields(value: Any, model: str, path: str) -> Iterator[tuple[str, str
 
     Each entry has the path of the object with the field, the field's name, and the names of the object's known fields.
     """
-    if (found := _LIST.fullmatch(model)) is not None:
+    if (matched := _LIST.fullmatch(model)) is not None:
         for index, item in enumerate(value if isinstance(value, list) else ()):
-            yield from unknown_fields(item, found[1], f"{path}[{index}]")
-    elif (found := _DICT.fullmatch(model)) is not None:
+            yield from unknown_fields(item, matched[1], f"{path}[{index}]")
+    elif (matched := _DICT.fullmatch(model)) is not None:
         for name, item in value.items() if isinstance(value, dict) else ():
-            yield from unknown_fields(item, found[1], f"{path}.{name}")
+            yield from unknown_fields(item, matched[1], f"{path}.{name}")
     elif isinstance(value, dict) and (kind := getattr(models, model, None)) is not None:
         types = {wire: kind.openapi_types[name] for name, wire in kind.attribute_map.items()}
         for name, item in value.items():

@@ -5,8 +5,8 @@ were loaded after the failure. Requests in flight finish on the old session, whi
 close it at once would cut healthy watches, and leave the outcome of writes unknown.
 
 The official client loads the credentials, renews tokens and builds the TLS context. Requests are sent without it: it
-copies each body value by value, and asks for the environment's proxy and .netrc in a thread before each request, which
-cost more than the request (ADR 0047).
+copies each body value by value, and looks for the environment's proxy and .netrc in a thread before each request,
+which cost more than the request (ADR 0047).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 from yarl import URL
 
 from everstep_operator.kube import credentials
-from everstep_operator.kube.errors import ConnectionFailed, KubeError, from_response
+from everstep_operator.kube.errors import ConnectionFailed, KubeError, Operation, from_response
 from everstep_operator.kube.framing import MAX_BODY
 
 RELOAD_EVERY = 5.0  # least seconds between two loads: an exec plug-in starts a process, and bad credentials stay bad
@@ -39,7 +39,7 @@ class Request:
 
     method: str
     path: str
-    where: str
+    operation: Operation
     query: tuple[tuple[str, str], ...] = ()
     body: Mapping[str, Any] | None = None
     content_type: str = "application/json"
@@ -91,7 +91,7 @@ class Session:
         fresh = await self._newer_than(used)
         async with self._exchange(fresh, request) as response:
             if response.status == 401:
-                raise refused or await _error_of(response, request.where)
+                raise refused or await _error_of(response, request.operation)
             yield response
 
     @asynccontextmanager
@@ -103,14 +103,18 @@ class Session:
         try:
             response = await _call(used, request)
             if response.status >= 400 and response.status != 401:
-                raise await _error_of(response, request.where)
+                raise await _error_of(response, request.operation)
             yield response
         except (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError) as error:
-            raise _BadCertificate(f"the server's certificate is not trusted: {error}", where=request.where) from error
+            raise _BadCertificate(
+                f"the server's certificate is not trusted: {error}", operation=request.operation
+            ) from error
         except TimeoutError as error:
-            raise ConnectionFailed(f"no complete answer within {request.total:g} s", where=request.where) from error
+            raise ConnectionFailed(
+                f"no complete answer within {request.total:g} s", operation=request.operation
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionFailed(f"{type(error).__name__}: {error}", where=request.where) from error
+            raise ConnectionFailed(f"{type(error).__name__}: {error}", operation=request.operation) from error
         finally:
             if response is not None:
                 # A connection with unread bytes cannot be used again, so aiohttp drops it.
@@ -186,17 +190,17 @@ def encoded(body: Mapping[str, Any]) -> bytes:
         return json.dumps(body).encode("ascii")
 
 
-async def read_body(response: aiohttp.ClientResponse, where: str) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, operation: Operation) -> bytes:
     """The whole body. Raises `ConnectionFailed` beyond `MAX_BODY` bytes."""
     parts: list[bytes] = []
     size = 0
     async for chunk in response.content.iter_any():
         size += len(chunk)
         if size > MAX_BODY:
-            raise ConnectionFailed(f"the answer exceeds {MAX_BODY} bytes", where=where, status=response.status)
+            raise ConnectionFailed(f"the answer exceeds {MAX_BODY} bytes", operation=operation, status=response.status)
         parts.append(chunk)
     return b"".join(parts)
 
 
-async def _error_of(response: aiohttp.ClientResponse, where: str) -> KubeError:
-    return from_response(response.status, response.headers, await read_body(response, where), where)
+async def _error_of(response: aiohttp.ClientResponse, operation: Operation) -> KubeError:
+    return from_response(response.status, response.headers, await read_body(response, operation), operation)

@@ -28,6 +28,7 @@ from everstep_operator.kube.errors import (
     ConnectionFailed,
     Gone,
     KubeError,
+    Operation,
     ServerError,
     TooManyRequests,
 )
@@ -89,9 +90,9 @@ class HttpKubeClient:
         await self._session.close()
 
     async def get(self, resource: Resource[T], namespace: str | None, name: str) -> T:
-        where = _where("get", resource, namespace, name)
-        body = await self._exchange(Request("GET", resource.path(namespace, name), where), idempotent=True)
-        return decode_object(resource.struct, body, where)
+        operation = _operation("get", resource, namespace, name)
+        body = await self._exchange(Request("GET", resource.path(namespace, name), operation), idempotent=True)
+        return decode_object(resource.struct, body, operation)
 
     async def list(
         self,
@@ -118,13 +119,13 @@ class HttpKubeClient:
         limit: int,
         resource_version: str | None,
     ) -> ListResult[T]:
-        where = _where("list", resource, namespace, None)
+        operation = _operation("list", resource, namespace, None)
         query = _query(limit=limit, labelSelector=label_selector)
         first = _query(resourceVersion=resource_version)
         items: list[T] = []
         while True:
-            request = Request("GET", resource.path(namespace), where, query=query + first)
-            page = decode_page(resource.struct, await self._exchange(request, idempotent=True), where)
+            request = Request("GET", resource.path(namespace), operation, query=query + first)
+            page = decode_page(resource.struct, await self._exchange(request, idempotent=True), operation)
             items += page.items or ()
             if not page.metadata.continue_:
                 return ListResult(tuple(items), page.metadata.resource_version)
@@ -139,7 +140,7 @@ class HttpKubeClient:
         label_selector: str | None = None,
         timeout_seconds: int = 60,
     ) -> AsyncGenerator[WatchEvent[T], None]:
-        where = _where("watch", resource, namespace, None)
+        operation = _operation("watch", resource, namespace, None)
         query = _query(
             watch="true",
             allowWatchBookmarks="true",
@@ -150,19 +151,19 @@ class HttpKubeClient:
         request = Request(
             "GET",
             resource.path(namespace),
-            where,
+            operation,
             query=query,
             total=timeout_seconds + self._limits.watch_slack,
             connect=self._limits.connect_seconds,
         )
         async with self._session.send(request) as response:
-            async for line in split_lines(response.content.iter_any(), where):
-                yield decode_event(resource.struct, line, where)
+            async for line in split_lines(response.content.iter_any(), operation):
+                yield decode_event(resource.struct, line, operation)
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
-        where = _where("create", resource, namespace, body.get("metadata", {}).get("name"))
+        operation = _operation("create", resource, namespace, body.get("metadata", {}).get("name"))
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
-        return await self._write("POST", resource, resource.path(namespace), where, full)
+        return await self._write("POST", resource, resource.path(namespace), operation, full)
 
     async def merge_patch(
         self,
@@ -174,11 +175,11 @@ class HttpKubeClient:
         subresource: str | None = None,
         resource_version: str | None = None,
     ) -> T:
-        where = _where("patch", resource, namespace, name, subresource)
+        operation = _operation("patch", resource, namespace, name, subresource)
         if resource_version is not None:
             body = {**body, "metadata": {**body.get("metadata", {}), "resourceVersion": resource_version}}
         path = resource.path(namespace, name, subresource)
-        return await self._write("PATCH", resource, path, where, body, MERGE)
+        return await self._write("PATCH", resource, path, operation, body, MERGE)
 
     async def patch_status(
         self,
@@ -199,9 +200,9 @@ class HttpKubeClient:
         )
 
     async def replace(self, resource: Resource[T], namespace: str | None, name: str, body: Mapping[str, Any]) -> T:
-        where = _where("replace", resource, namespace, name)
+        operation = _operation("replace", resource, namespace, name)
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
-        return await self._write("PUT", resource, resource.path(namespace, name), where, full)
+        return await self._write("PUT", resource, resource.path(namespace, name), operation, full)
 
     async def delete(
         self,
@@ -222,42 +223,42 @@ class HttpKubeClient:
                 preconditions=preconditions or None, gracePeriodSeconds=grace_seconds, propagationPolicy=propagation
             ),
         }
-        where = _where("delete", resource, namespace, name)
-        request = Request("DELETE", resource.path(namespace, name), where, body=body)
+        operation = _operation("delete", resource, namespace, name)
+        request = Request("DELETE", resource.path(namespace, name), operation, body=body)
         await self._exchange(request, idempotent=uid is not None)
 
     async def review_token(self, token: str, audiences: Sequence[str]) -> TokenReview:
-        where = "review tokenreviews"
+        operation = Operation("review", "tokenreviews")
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": list(audiences)},
         }
         # This POST stores nothing, so it may be repeated.
-        request = Request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", where, body=body)
-        return _review(await self._exchange(request, idempotent=True), where)
+        request = Request("POST", "/apis/authentication.k8s.io/v1/tokenreviews", operation, body=body)
+        return _review(await self._exchange(request, idempotent=True), operation)
 
     async def signing_keys(self) -> Mapping[str, Any]:
-        where = "get jwks"
+        operation = Operation("get", "jwks")
         # The server answers 406 if a client accepts plain JSON only.
-        request = Request("GET", "/openid/v1/jwks", where, accept="application/jwk-set+json")
+        request = Request("GET", "/openid/v1/jwks", operation, accept="application/jwk-set+json")
         body = await self._exchange(request, idempotent=True)
         try:
             return msgspec.json.decode(body, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise ServerError(f"the answer is no key set: {error}", where=where) from error
+            raise ServerError(f"the answer is no key set: {error}", operation=operation) from error
 
     async def _write(
         self,
         method: str,
         resource: Resource[T],
         path: str,
-        where: str,
+        operation: Operation,
         body: Mapping[str, Any],
         content_type: str = "application/json",
     ) -> T:
-        request = Request(method, path, where, body=body, content_type=content_type)
-        return decode_object(resource.struct, await self._exchange(request, idempotent=False), where)
+        request = Request(method, path, operation, body=body, content_type=content_type)
+        return decode_object(resource.struct, await self._exchange(request, idempotent=False), operation)
 
     async def _exchange(self, request: Request, *, idempotent: bool) -> bytes:
         """The body of the answer, after as many tries as are safe and bounded."""
@@ -277,7 +278,7 @@ class HttpKubeClient:
         code = "error"
         try:
             async with self._session.send(request) as response:
-                body = await read_body(response, request.where)
+                body = await read_body(response, request.operation)
                 code = str(response.status)
                 return body
         except KubeError as error:
@@ -285,16 +286,16 @@ class HttpKubeClient:
             raise
         finally:
             if self._on_answer is not None:
-                verb, _, rest = request.where.partition(" ")
-                self._on_answer(verb, rest.partition(" ")[0], code, asyncio.get_running_loop().time() - began)
+                seconds = asyncio.get_running_loop().time() - began
+                self._on_answer(request.operation.verb, request.operation.resource, code, seconds)
 
     def _delay(self, error: KubeError, attempt: int, *, safe: bool) -> float | None:
         """Seconds until the next try; None if there is none."""
-        asked = error.retry_after or 0.0
-        if not safe or attempt >= self._limits.retries or asked > self._limits.patience:
+        requested = error.retry_after or 0.0
+        if not safe or attempt >= self._limits.retries or requested > self._limits.patience:
             return None
         # Jitter is added to Retry-After, because the server gives everybody the same seconds.
-        return asked + self._limits.backoff.delay(attempt, self._rng())
+        return requested + self._limits.backoff.delay(attempt, self._rng())
 
 
 class _User(msgspec.Struct):
@@ -313,11 +314,11 @@ class _Review(msgspec.Struct):
     status: _ReviewStatus = msgspec.field(default_factory=_ReviewStatus)
 
 
-def _review(body: bytes, where: str) -> TokenReview:
+def _review(body: bytes, operation: Operation) -> TokenReview:
     try:
         status = msgspec.json.decode(body, type=_Review).status
     except msgspec.DecodeError as error:
-        raise ServerError(f"the answer is no TokenReview: {error}", where=where) from error
+        raise ServerError(f"the answer is no TokenReview: {error}", operation=operation) from error
     if not status.authenticated:
         return TokenRefused(status.error or "not authenticated")
 
@@ -327,9 +328,11 @@ def _review(body: bytes, where: str) -> TokenReview:
     return TokenIdentity(status.user.username, tuple(status.audiences), extra("pod-name"), extra("pod-uid"))
 
 
-def _where(verb: str, resource: Resource[Any], namespace: str | None, name: str | None, sub: str | None = None) -> str:
-    place = "/".join(part for part in (namespace, name) if part)
-    return " ".join(part for part in (verb, resource.plural + (f"/{sub}" if sub else ""), place) if part)
+def _operation(
+    verb: str, resource: Resource[Any], namespace: str | None, name: str | None, subresource: str | None = None
+) -> Operation:
+    plural = f"{resource.plural}/{subresource}" if subresource else resource.plural
+    return Operation(verb, plural, namespace or "", name or "")
 
 
 def _present(**values: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.kube.client import KubeClient
-from everstep_operator.kube.errors import ConnectionFailed, Gone, KubeError, StreamBroken
+from everstep_operator.kube.errors import ConnectionFailed, Gone, KubeError, Operation, StreamBroken
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject
 from everstep_operator.runtime.cache import Added, Cache, Delta, Indexer
@@ -130,7 +130,7 @@ class Informer(Generic[T]):
             raise Gone(
                 f"the server's list at {listed.resource_version} is older than {self._cache.position}, which was "
                 f"already seen; asking again ({self._stale_lists} of {STALE_LISTS})",
-                where=f"list {self._resource.plural}",
+                operation=Operation("list", self._resource.plural),
             )
         self._stale_lists = 0
         if self.has_synced:
@@ -149,7 +149,7 @@ class Informer(Generic[T]):
                 if left <= 0:
                     raise ConnectionFailed(
                         f"no event, bookmark or end for {self._timing.silence_seconds:g} s; listing again",
-                        where=f"watch {self._resource.plural}",
+                        operation=Operation("watch", self._resource.plural),
                     )
                 timer = asyncio.ensure_future(self._clock.sleep(left))
                 try:
@@ -169,7 +169,8 @@ class Informer(Generic[T]):
         finally:
             await cancel(consumer)
         if self._clock.monotonic() - started < self._timing.quick:
-            await self._pause(StreamBroken("the server ended the watch at once", where=self._resource.plural))
+            operation = Operation("watch", self._resource.plural)
+            await self._pause(StreamBroken("the server ended the watch at once", operation=operation))
 
     async def _consume(self) -> None:
         stream = self._client.watch(
