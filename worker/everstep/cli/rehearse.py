@@ -22,6 +22,7 @@ from everstep.rehearse import findings as compare
 from everstep.rehearse.findings import Finding
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
+from everstep.rehearse.record import MOST_BYTES
 
 FOUND, USAGE = 1, 2  # exit codes
 EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
@@ -126,6 +127,8 @@ def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float
         what = "FOUND" if finding.certain else "WARNING"
         runs_of = "; ".join(finding.scenarios)
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
+    if left_out := compare.left_out(runs):
+        say(f"\nnot compared, because tensors of {MOST_BYTES >> 20} MiB in all are: {left_out}")
     certain_count = sum(f.certain for f in found)
     end = "; no other run was made, because the calm one came to nothing" if len(runs) == 1 else ""
     say(f"\n{script}: {certain_count} found, {len(found) - certain_count} warnings, in {seconds:.0f} s{end}")
@@ -140,6 +143,7 @@ def _report(
         "ranks": ranks,
         "steps": steps,
         "seconds": round(seconds, 1),
+        "left_out": compare.left_out(runs),
         "runs": [
             {
                 "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,

@@ -7,6 +7,7 @@ runs (a time, a path) is compared in no other.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from enum import StrEnum
 
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
-from everstep.rehearse.record import Record
+from everstep.rehearse.record import DIGEST, Record
 
 MOST_NAMED = 6
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
@@ -31,6 +32,10 @@ KEEP = (
     "an object of a class of your own in it is not kept"
 )
 BATCH = "`run.loader(dataset, global_batch=N)`"
+SCALED = (
+    "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
+    "it was chosen (a number, or `run.once`), and not the present one"
+)
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
@@ -89,6 +94,11 @@ def find(runs: list[Played]) -> list[Finding]:
         else:
             found += _compared(calm, run, chance)
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
+
+
+def left_out(runs: list[Played]) -> str:
+    """The names of the script's tensors that are too large to be compared, or ""."""
+    return _listed(sorted({name for run in runs for record in run.steps.values() for name in record.beyond}))
 
 
 def _joined(found: list[Finding]) -> list[Finding]:
@@ -158,7 +168,12 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
 
 def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding]:
     title = (run.scenario.title,)
+    scaled = _scaled(calm, run, chance)
     found = []
+    if scaled:
+        step = min(step for step, _ in scaled.values())
+        text = f"{_values(scaled)}, from step {step} on: {SCALED}"
+        found.append(Finding(Kind.SIZE, title, text, step, tuple(scaled)))
     if run.last != calm.last:
         text = f"ended after step {run.last}, and the calm run after step {calm.last}"
         found.append(Finding(Kind.ENDED, title, text, min(run.last, calm.last)))
@@ -171,7 +186,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
-    held = _held(calm, run, chance)
+    held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
     if samples is not None and samples.kind is Kind.SIZE:
         return found  # trained by another batch, the script's own values may be others
@@ -208,7 +223,8 @@ Differing = dict[str, tuple[int, str]]  # name → (the first step behind which 
 
 
 def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
-    """The script's own values that differ at the end, each with the step from which it does without a break."""
+    """The script's own values that differ at the end, each with the step from which it does without a break. With
+    another number of ranks tensors are left out, and numbers that differ little: sums round otherwise."""
     found: Differing = {}
     alike = _of_steps_alone(calm)
     ranks = {rank for rank, _ in run.steps} & {rank for rank, _ in calm.steps}
@@ -219,13 +235,51 @@ def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
             a, b = calm.steps[rank, step], run.steps[rank, step]
             names = {n for n in _differing(a.held, b.held) if f"held {n}" not in chance}
             if run.scenario.resized:
-                names &= alike
+                names = {name for name in names & alike if not _is_near(a.held[name], b.held[name])}
             left = names if left is None else left & names
             if not left:
                 break
             for name in _outermost(left):
-                found[name] = (step, f"{b.held[name]} on rank {rank}, {a.held[name]} in the calm run")
+                found[name] = (step, _other(b.held[name], a.held[name], rank))
     return found
+
+
+def _scaled(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
+    """The numbers that another number of ranks has multiplied in each step, but for that number itself."""
+    found: Differing = {}
+    others = {name.removeprefix("held ") for name in chance}
+    for (rank, step), record in sorted(calm.steps.items(), key=lambda item: (item[0][1], item[0][0])):
+        other = run.steps.get((rank, step))
+        if other is None or other.world == record.world:
+            continue
+        for name in record.held.keys() & other.held.keys() - others:
+            a, b = _number(record.held[name]), _number(other.held[name])
+            if a and a != record.world and math.isclose(b / a, other.world / record.world, rel_tol=1e-9):
+                text = f"{other.held[name]} with {other.world} ranks and {record.held[name]} with {record.world}"
+                found.setdefault(name, (step, text))
+            else:
+                others.add(name)
+    return {name: value for name, value in found.items() if name not in others}
+
+
+def _is_near(a: str, b: str) -> bool:
+    return DIGEST in a or DIGEST in b or ("." in a and math.isclose(_number(a), _number(b), rel_tol=1e-3, abs_tol=1e-6))
+
+
+def _number(text: str) -> float:
+    """Of a value's text; 0 for another."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _other(here: str, there: str, rank: int) -> str:
+    """How a value differs, without the digests of tensors, which say nothing to a person."""
+    here, there = here.partition(DIGEST)[0], there.partition(DIGEST)[0]
+    if here == there:
+        return f"not the same {here} on rank {rank} as in the calm run"
+    return f"{here} on rank {rank}, {there} in the calm run"
 
 
 def _changing(calm: Played) -> set[str]:
@@ -299,7 +353,7 @@ def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 def _values(held: Differing) -> str:
-    ordered = sorted(held.items(), key=lambda item: (item[0].count(".") + item[0].count("["), item[0]))
+    ordered = sorted(held.items(), key=lambda item: (item[1][0], item[0].count(".") + item[0].count("["), item[0]))
     more = f", and {len(held) - MOST_NAMED} more" if len(held) > MOST_NAMED else ""
     return "; ".join(f"{name} is {text}" for name, (_, text) in ordered[:MOST_NAMED]) + more
 

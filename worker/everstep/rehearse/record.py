@@ -12,13 +12,16 @@ from pathlib import Path
 
 RECORDS, KILLS = "records-*.jsonl", "killed-*"
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
+DIGEST = " #"  # in `held`: between what a tensor is and its digest
+MOST_BYTES = 64 * 2**20  # of the script's own tensors together, and of one sample: they are read behind each step
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
 @dataclass(frozen=True)
 class Record:
     """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state. `held`: the script's
-    own plain values, as text. `samples`: a digest of each sample that this rank has read for the step, sorted."""
+    own plain values, as text, and its tensors, as what they are and a digest. `samples`: a digest of each sample that
+    this rank has read for the step, sorted. `beyond`: the names of tensors that are too large to be read."""
 
     step: int
     rank: int
@@ -28,6 +31,7 @@ class Record:
     tracked: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
+    beyond: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

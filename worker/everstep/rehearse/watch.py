@@ -26,8 +26,9 @@ from torch.optim import optimizer as optimizers
 
 import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
+from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import Kill
-from everstep.rehearse.record import Record
+from everstep.rehearse.record import MOST_BYTES, Record
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
@@ -39,7 +40,6 @@ from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
 _ROOT = re.compile(r"[^.\[]*")
-MOST_BYTES = 64 * 2**20  # of one sample that are read for its digest
 
 
 class Watch:
@@ -183,24 +183,30 @@ class Watch:
     ) -> None:  # fmt: skip
         """So many steps are complete: what this process has now. `own`, `closed`: see `plain_values`."""
         world = dist.get_world_size() if dist.is_initialized() else 1
+        values, beyond = self._held(frame, list(own), list(closed))
         record = Record(
             step, rank, world, os.getpid(), time.time(),
             # Generators that nobody seeds and nobody draws from differ in each run; a draw shows in what it is for.
             {name: digest(value) for name, value in self.tracked.items() if not isinstance(value, RngState)},
-            self._held(frame, own, closed),
-            sorted(self.samples),
+            values, sorted(self.samples), beyond,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
 
     def _held(
-        self, frame: FrameType | None, own: Iterable[tuple[str, Any]], closed: Iterable[object]
-    ) -> dict[str, str]:
-        """The script's own values, but for those of what is tracked."""
+        self, frame: FrameType | None, own: list[tuple[str, Any]], closed: list[object]
+    ) -> tuple[dict[str, str], list[str]]:
+        """The script's own values, but for those of what is tracked; and the names of tensors that are not read."""
         tracked = {id(value) for value in self.tracked.values()} - {id(value) for value in closed}
-        roots = {name for name, value in variables(frame) if id(value) in tracked}
+        roots = list(variables(frame))
+        known = {name for name, value in roots if id(value) in tracked}
         values = plain_values(frame, own, closed=closed)
-        return {name: text for name, text in values.items() if _ROOT.match(name)[0] not in roots}  # type: ignore[index]
+        values = {name: text for name, text in values.items() if _ROOT.match(name)[0] not in known}  # type: ignore[index]
+        try:
+            tensors, beyond = held_tensors([*own, *roots], self.tracked, closed)
+        except Exception as e:  # the script's own classes may raise anything
+            tensors, beyond = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
+        return {**values, **settings_of(self.tracked), **tensors}, beyond
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step."""
@@ -243,6 +249,16 @@ def rank() -> int:
 def replace_all(*wrapped: tuple[Any, str, Any]) -> None:
     for owner, name, ours in wrapped:
         setattr(owner, name, ours)
+
+
+def settings_of(tracked: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers among the settings of tracked optimizers: learning rates and the like."""
+    return {
+        f"{name}.param_groups[{i}][{key!r}]": repr(value)
+        for name, one in tracked.items() if isinstance(one, torch.optim.Optimizer)
+        for i, group in enumerate(one.param_groups)
+        for key, value in group.items() if type(value) in (int, float)
+    }  # fmt: skip
 
 
 def digest(value: Any) -> str:
