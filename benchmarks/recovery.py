@@ -13,6 +13,7 @@ anew or heard of the next round, until its process group had formed, until it ha
 woken one comes back, and `woken.all` the time from SIGCONT to the first step of all. `lost_steps` counts the
 steps that were taken again, `equal` the faults after which all members had the same parameters, bit by bit, in every
 step. What does not happen within its limit counts as a failure, and ends the trial; `recovered` says how many did not.
+`session_rehearsed` is the session with the stamp of a rehearsal: a new process does not compute its first step twice.
 torchft's columns are its nightly build, with its example's settings and with heartbeats that count as lost after 1 s.
 The store of ours is a real etcd. Two more columns take the store away: `session_etcd3` the member of three that the
 agents talk to, `session_operator` the operator, alone (`store.pause`: the longest time between two steps meanwhile, and
@@ -50,6 +51,7 @@ WAYS = (
     Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5"),
     Way("everstep_run", AGENT, "etcd-v3", OURS),
     Way("session", AGENT, "etcd-v3", OURS, session=True),
+    Way("session_rehearsed", AGENT, "etcd-v3", OURS, session=True, rehearsed=True),
     Way("session_etcd3", AGENT, "etcd-v3", OURS, session=True, store="etcd3"),
     Way("session_operator", AGENT, "everstep", OURS, session=True, store="operator"),
 )
@@ -64,6 +66,7 @@ GOALS = {
     ("session", "agent.survivors"): 1.0,
     ("session", "host.survivors"): 1.0,
     ("session", "regrow.pause"): 0.05,  # torchft's, nightly of 2026-10
+    ("session_rehearsed", "regrow.pause"): 0.08,
     ("session", "woken.all"): 0.11,  # the same
     ("session", "stop.survivors"): 5.0,
     ("session_etcd3", "store_agent.survivors"): 3.0,
@@ -275,6 +278,7 @@ def main() -> int:
         "stock_default": args.default_trials, "stock_tuned": max(1, args.trials // 10),
         "torchft": max(1, args.trials // 5), "torchft_1s": max(1, args.trials // 5),
         "torchrun_etcd": max(1, args.trials // 5), "everstep_run": max(1, args.trials // 2),
+        "session_rehearsed": max(1, args.trials // 5),
         "session_etcd3": max(1, args.trials // 5), "session_operator": max(1, args.trials // 5),
     }  # fmt: skip
     faults, deadline = tuple(args.faults.split(",")), float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from testcluster.daemon import free_ports
 T = TypeVar("T")
 
 SCRIPT = Path(__file__).with_name("train.py")
+STAMPED = Path(__file__).with_name("stamped.py")
 START = 120.0
 REMEMBERED = 300.0  # seconds: whoever measures looks no further back, and reading all again and again would disturb it
 
@@ -37,6 +39,7 @@ class Way:
     session: bool = False
     environ: tuple[tuple[str, str], ...] = ()
     store: str = "etcd"  # of `stores.STORES`
+    rehearsed: bool = False  # the script has the stamp of a rehearsal
     peer: bool = False  # torchft: another interpreter and script, and each agent is the torchrun of a world of one
 
     @property
@@ -80,6 +83,10 @@ class Job:
 
     def __post_init__(self) -> None:
         self.id = self.store.new_job()
+        self._script = [str(SCRIPT), str(self.folder), *(["--session"] if self.way.session else [])]
+        if self.way.rehearsed:
+            self._script[0] = shutil.copy(SCRIPT, self.folder)
+            subprocess.run([sys.executable, str(STAMPED), *self._script], check=True)
 
     def start(self, count: int = 1) -> list[subprocess.Popen[bytes]]:
         way = self.way
@@ -98,7 +105,7 @@ class Job:
 
     def _command(self) -> list[str]:
         """Of the next agent."""
-        way, script = self.way, [str(SCRIPT), str(self.folder), *(["--session"] if self.way.session else [])]
+        way, script = self.way, self._script
         restarts = "--max-restarts=1000"
         if way.peer:
             script = [str(torchft_peer.SCRIPT), str(self.folder)]

@@ -164,30 +164,35 @@ def test_parameter_of_an_optimizer_alone_is_named_by_its_place() -> None:
 
 
 class Others:
-    """Members of a world, of whom this process is `rank`; `ages` is what all have told."""
+    """Members of a world, of whom this process is `rank`; `ages` and `lefts`, steps without a shadow step, is what all
+    have told."""
 
-    def __init__(self, rank: int, ages: list[int]) -> None:
+    def __init__(self, rank: int, ages: list[int], lefts: Sequence[int] = ()) -> None:
         self.rank, self.world_size, self.ages = rank, len(ages), ages
+        self.lefts = lefts or [0] * len(ages)
 
     def gather(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        return [(age, 0) for age in self.ages] if len(values) == 2 else [tuple(values)] * self.world_size
+        if len(values) == 3:
+            return [(age, 0, left) for age, left in zip(self.ages, self.lefts, strict=True)]
+        return [tuple(values)] * self.world_size
 
 
 @given(
-    ages=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    members=st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(0), st.integers(0, 40))), min_size=1, max_size=4),
     steps=st.integers(1, 40),
 )
 @settings(deadline=None)
-def test_all_members_know_who_plays_and_as_whom(ages: list[int], steps: int) -> None:
-    said = list[list[tuple[int | None, bool]]]()
+def test_all_members_know_who_plays_and_as_whom(members: list[tuple[int, int]], steps: int) -> None:
+    ages, lefts = [age for age, _ in members], [left for _, left in members]
+    said = list[list[tuple[int | None, bool, bool]]]()
     for rank, age in enumerate(ages):
-        others: Any = Others(rank, ages)
-        shadow_step = ShadowStep({}, others, lambda *_: None)
+        others: Any = Others(rank, ages, lefts)
+        shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=lefts[rank])
         shadow_step._age = age
         shadow_step.meet(joins=False)
-        told = list[tuple[int | None, bool]]()
+        told = list[tuple[int | None, bool, bool]]()
         for _ in range(steps):
-            told.append((shadow_step._model, shadow_step._due))
+            told.append((shadow_step._model, shadow_step._due, shadow_step._computes))
             with mock.patch.object(ShadowStep, "_compare"):
                 shadow_step.compare()
         said.append(told)
@@ -195,14 +200,18 @@ def test_all_members_know_who_plays_and_as_whom(ages: list[int], steps: int) -> 
         models = {told[step][0] for told in said}
         playing = [rank for rank, told in enumerate(said) if told[step][1]]
         assert len(models) == 1
+        assert {told[step][2] for told in said} == {bool(playing)}
         model = models.pop()
-        assert (model is None) == (not playing)
         if model is not None:
             assert ages[model] == max(ages)
             assert model not in playing
+        compared = []
         for rank, age in enumerate(ages):
-            young = age < max(ages)
-            assert (rank in playing) == (young and (age + step == 0 or (age + step).bit_count() == 1 < age + step))
+            now = age + step
+            if age < max(ages) and (now == 0 or now.bit_count() == 1 < now):
+                compared.append(rank)
+            assert (rank in playing) == (rank in compared and now >= lefts[rank])
+        assert (model is None) == (not compared), "the plain values of a rehearsed member are compared too"
 
 
 def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:

@@ -14,6 +14,7 @@ from everstep.checkpoint.log.opening import InRound
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.save import at_exit, attachments
 from everstep.checkpoint.state.holders import Holders
+from everstep.storage.errors import NotFound
 
 
 class InSession:
@@ -63,6 +64,14 @@ class InSession:
             attachments.attach(self._store, handle, name, data)
         elif self._checkpointer._writer is not None:
             self._checkpointer._writer.later(partial(attachments.attach, self._store, handle, name, data))
+
+    def get(self, name: str, most: int) -> bytes | None:
+        """The first `most` bytes of an object that belongs to no commit; None if there is none. Raises
+        `StorageError`."""
+        try:
+            return self._store.get(name, 0, most)
+        except NotFound:
+            return None
 
     def attached(self, name: str) -> bytes | None:
         """The attachment of the commit that `restore` has loaded. Not collective."""

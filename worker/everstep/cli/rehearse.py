@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from everstep.cli.printing import SafeConsole, cell, say, say_error
+from everstep.contract.stamp import Stamp
 from everstep.rehearse import findings as compare
+from everstep.rehearse import stamp as stamps
 from everstep.rehearse.findings import Finding
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
@@ -43,6 +46,12 @@ def rehearse(
     json_: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
     strict: Annotated[bool, typer.Option(help="A warning fails the rehearsal too.")] = False,
     keep: Annotated[bool, typer.Option(help="Keep the folder of the runs, with their logs.")] = False,
+    stamp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Leave the stamp below this folder or checkpoint URL; else in .everstep by the script."
+        ),
+    ] = None,
 ) -> None:
     """Run a script calm, with a rank killed, with all killed, and with one rank more and fewer; compare the runs.
 
@@ -52,6 +61,7 @@ def rehearse(
         kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
         kinds = tuple(filter(None, kill.split(",")))
         check(ranks, steps, kinds, kills)
+        stamps.check(stamp, () if kills else kinds)
         if json_ is not None and not json_.parent.is_dir():
             raise PlanError(f"--json {json_}: there is no folder {json_.parent}")
     except PlanError as e:
@@ -66,17 +76,43 @@ def rehearse(
         runs = _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills))
         found = compare.find(runs)
         kept = keep or any(f.certain for f in found)
+        proves = not kills and set(kinds) >= stamps.PROVEN
+        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, found=bool(found))
         report = _report(script, arguments or [], ranks, steps, runs, found, time.monotonic() - began)
+        report["stamp"] = left
         if json_ is not None:
             json_.write_text(json.dumps(report, indent=1) + "\n")
         _show(script, runs, found, time.monotonic() - began)
+        if left is not None:
+            say(f"stamp: {left}")
         if kept:
             say(f"\nlogs of each run: {folder}/*/log")
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
+    if problem:
+        say_error(f"everstep: {problem}")
     if any(f.certain for f in found) or (strict and found):
         raise typer.Exit(FOUND)
+    if problem and stamp is not None:
+        raise typer.Exit(USAGE)
+
+
+def _stamp(
+    place: str | None, script: Path, folder: Path, ranks: int, steps: int, *, proves: bool, found: bool
+) -> tuple[str | None, str]:
+    """Where the stamp of this rehearsal lies, if it leaves one; and why it could not."""
+    try:
+        if found:
+            stamps.withdraw(place, script)
+            return None, ""
+        program = stamps.program_of(folder)
+        if program is None or not proves:
+            return None, ""
+        at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        return stamps.write(place, script, Stamp(program, ranks, steps, at)), ""
+    except PlanError as e:
+        return None, str(e)
 
 
 def _terminated(number: int, _: object) -> None:

@@ -9,11 +9,13 @@ import signal
 from pathlib import Path
 
 from everstep.contract.main_script import run_script
+from everstep.rehearse import stamp
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.record import GONE, KILLS
 from everstep.rehearse.watch import Watch
+from everstep.train.guards.comparison.rehearsed import program_of_process
 
 
 def main() -> None:
@@ -33,7 +35,10 @@ def main() -> None:
     watch.install()
     LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()
-    run_script(given.script, given.arguments)
+    try:
+        run_script(given.script, given.arguments)
+    finally:
+        stamp.note(folder, program_of_process())
 
 
 if __name__ == "__main__":

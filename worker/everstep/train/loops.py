@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import RngState
 from everstep.contract import exit_codes, refusal
+from everstep.contract.stamp import Stamp
 from everstep.data.plan.assignment import World as DataWorld
 from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
@@ -33,6 +34,7 @@ from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
 from everstep.train.guards import call_mistakes, calls_before_steps
 from everstep.train.guards.common_samples import SAMPLES, CommonSamples
+from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import RestartCheck
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
@@ -69,6 +71,7 @@ class Loops:
         self._compare_gradients = compare_gradients
         self._shadow_step: ShadowStep | None = None
         self._check: RestartCheck | None = None
+        self._stamp: Stamp | None = None  # of a rehearsal of this program
         self._random = Randomness(rng, place.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._switches = self._state[SWITCHES] = Switches(self._state)
@@ -311,6 +314,7 @@ class Loops:
         self._state[BUCKETS] = reducers = Reducers(self._state)
         self._random.start()
         self._switches.start()
+        self._stamp = rehearsed.look_up(self._coordinator.schedule)
         if self._comparable and self._coordinator.saves:
             self._check = RestartCheck(
                 self._state, self._coordinator, self._script.may_differ, hears=self._recovery is not None
@@ -357,7 +361,7 @@ class Loops:
         if self._comparable:
             self._shadow_step = ShadowStep(
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state),
-                self._script.may_differ,
+                self._script.may_differ, self._stamp.steps if self._stamp is not None else 0,
             )  # fmt: skip
         return self._shadow_step
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from everstep.checkpoint import Checkpointer, CheckpointError, SaveHandle, SettingUnusable
 from everstep.checkpoint.handle import Committed, Outcome, Written
@@ -24,6 +24,7 @@ from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.storage.errors import StorageError
 
 log = logging.getLogger("everstep.train")
+T = TypeVar("T")
 
 NEVER = 999_999_999  # steps between saves, for a Checkpointer whose saves the session times
 LOOK_SECONDS = 0.02  # between checks of the peers during the wait for a save
@@ -112,18 +113,26 @@ class SaveSchedule:
         """Put `data` beside the restored commit, if the store answers soon."""
         _within(ASK_SECONDS, lambda: self.in_session.attach_to_restored(name, data))
 
+    def beside(self, name: str, most: int) -> bytes | None:
+        """The first `most` bytes of an object below the checkpoint URL; None if there is none, or if the store does not
+        answer soon. Not collective."""
+        return self._answer("an object beside the commits", lambda: self.in_session.get(name, most))
+
     def newest(self) -> int | None:
         """The step of the newest commit; None if there is none, or if the store does not answer soon: it may be
         unavailable, and a recovery does not need it. Not collective."""
-        found: list[int | None] = []
+        return self._answer("the newest commit", self.in_session.newest)
 
-        def ask() -> None:
+    def _answer(self, what: str, ask: Callable[[], T | None]) -> T | None:
+        found: list[T | None] = []
+
+        def asking() -> None:
             try:
-                found.append(self.in_session.newest())
+                found.append(ask())
             except (CheckpointError, StorageError) as e:
-                log.warning("the newest commit is not known: %s", e)
+                log.warning("%s is not known: %s", what, e)
 
-        _within(ASK_SECONDS, ask)
+        _within(ASK_SECONDS, asking)
         return found[0] if found else None
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:

@@ -8,7 +8,8 @@ with the tracked state that the new process was given. Collectives are not run. 
 optimizer's step if no code after it would notice; otherwise it runs to its end. Then everything is put back, and the
 process takes the step as itself. If its gradients differ from those of the other rank in that step, the run is refused
 on all ranks before anything is saved (ADR 0018). Missing state may show later (a counter that reaches a threshold), so
-the process takes further shadow steps in its 3rd, 5th, 9th, … step.
+the process takes further shadow steps in its 3rd, 5th, 9th, … step. If its program was rehearsed, it leaves them out in
+as many steps as the rehearsal had (`rehearsed`, ADR 0053). Its plain values are compared in each of these steps.
 
 DDP's forward pass sends rank 0's buffers to all ranks, but not in a shadow step. So rank 0 sends them before each step
 in which a process takes a shadow step.
@@ -55,7 +56,7 @@ class ShadowStepOver(PeerLost):
 class ShadowStep:
     """The shadow steps of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: the
     buffers that a forward pass takes from rank 0, by name. `may_differ`: whether a value of this name may differ
-    between processes."""
+    between processes. `rehearsed`: steps of a rehearsal of its program; 0 if there was none."""
 
     def __init__(
         self,
@@ -64,16 +65,20 @@ class ShadowStep:
         stand_in: Callable[[Callable[[str], bool] | None, Callable[[], None] | None], None],
         buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
         may_differ: Callable[[str], bool] = lambda _: False,
+        rehearsed: int = 0,
     ) -> None:
         self._state = state
         self._members = members
+        self._rehearsed = rehearsed
         self._stand_in = stand_in
         self._buffers = buffers
         self._may_differ = may_differ
         self._brought = b""  # rank 0's buffers, for a step with a shadow step
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
-        self._model: int | None = None  # the rank to be compared with in the next step; None: no shadow step
+        self._model: int | None = None  # the rank to be compared with in the next step; None: nothing is compared
+        self._lefts: list[int] = []  # of each member, by rank: steps without a shadow step, because it was rehearsed
+        self._computes = False  # whether a member takes a shadow step in the next step
         self._due = False  # whether this process takes it
         self._foreign = False  # whether a step has asked other ranks for their values
         self._may_be_left = False  # whether the block of the shadow step may be left
@@ -94,20 +99,22 @@ class ShadowStep:
         given it. Collective."""
         if joins:
             self._age = 0
-        told = self._members.gather((self._age, int(self._foreign)))
-        self._ages = [age for age, _ in told]
-        self._foreign = any(foreign for _, foreign in told)
+        told = self._members.gather((self._age, int(self._foreign), self._rehearsed))
+        self._ages = [age for age, _, _ in told]
+        self._lefts = [rehearsed for _, _, rehearsed in told]
+        self._foreign = any(foreign for _, foreign, _ in told)
         self._plan()
 
     def _plan(self) -> None:
         self._forget()
         oldest = max(self._ages)
         # There is none in the second step, because the first was compared just before.
-        due = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
-        self._model = self._ages.index(oldest) if any(due) else None
-        self._due = due[self._members.rank]
+        compared = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
+        due = [one and age >= left for one, age, left in zip(compared, self._ages, self._lefts, strict=True)]
+        self._model = self._ages.index(oldest) if any(compared) else None
+        self._computes, self._due = any(due), due[self._members.rank]
         self._brought = b""
-        if self._model is not None and (buffers := self._buffers()):
+        if self._computes and (buffers := self._buffers()):
             mine = pack_tensors(buffers, MOST_BUFFERS) if self._members.rank == 0 else b""
             self._brought = self._members.from_rank(0, mine)
 
@@ -159,7 +166,7 @@ class ShadowStep:
             return None
         if self._age < max(self._ages) or self._members.rank == self._model:
             self._values = untracked_values(sys._getframe(1), self._state)
-        if not (self._due or self._members.rank == self._model):
+        if not (self._due or (self._computes and self._members.rank == self._model)):
             return None
         self._gradients = LocalGradients(self._state)
         self._gradients.begin()
@@ -275,7 +282,7 @@ class ShadowStep:
                     name, model, f". Of the script's variables these differ: {listed(differing)}" if differing else "",
                 )  # fmt: skip
             elif name is not None:
-                found = _refusal(name, members.rank, model, self._age, differing)
+                found = _refusal(name, members.rank, model, self._age, self._rehearsed, differing)
         if not found and not is_model:
             self._warn(model, differing)
         said = members.gather((int(bool(found)),))
@@ -344,9 +351,14 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _refusal(name: str, rank: int, model: int, age: int, differing: list[str]) -> str:
+def _refusal(name: str, rank: int, model: int, age: int, rehearsed: int, differing: list[str]) -> str:
     saved = "Nothing was saved since it came"
-    if age:
+    if age and age // 2 < rehearsed:
+        saved = (
+            f"It came {age} steps ago, and its gradients were not compared until now, because {rehearsed} steps of the "
+            "script were rehearsed: commits since then may hold wrong parameters"
+        )
+    elif age:
         saved = (
             f"It came {age} steps ago, and its gradients were still equal {age - age // 2} steps ago: commits since "
             "then may hold wrong parameters"

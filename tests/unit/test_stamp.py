@@ -1,0 +1,92 @@
+"""A rehearsal's stamp: which part of a program differs first, and what is no stamp."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.contract.stamp import MOST_BYTES, Program, Stamp, object_name
+from everstep.rehearse import stamp as stamps
+from everstep.rehearse.plan import PlanError
+
+PROGRAM = Program({"__main__": "a", "net": "b"}, "c", {"python": "3.11.7", "torch": "2.13.0+cpu"}, "cpu")
+STAMP = Stamp(PROGRAM, 3, 40, "2026-11-29T20:01:02Z")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"modules": {"__main__": "x", "net": "b"}}, "the script has another text"),
+        ({"modules": {"__main__": "a", "net": "x"}}, "the module net has another text"),
+        ({"modules": {"__main__": "a"}}, "the module net is not found"),
+        ({"modules": {**PROGRAM.modules, "more": "x"}}, "the module more was not there"),
+        ({"arguments": "x"}, "its arguments, or files that they name, are others"),
+        ({"versions": {"python": "3.11.7", "torch": "2.14.0"}}, "torch is 2.14.0, and was 2.13.0+cpu"),
+        ({"versions": {"python": "3.11.7"}}, "torch is not there, and was 2.13.0+cpu"),
+        ({"device": "cuda"}, "it runs on cuda, and was rehearsed on cpu"),
+    ],
+)
+def test_first_part_that_differs_is_named(changed: dict[str, Any], says: str | None) -> None:
+    assert PROGRAM.difference(replace(PROGRAM, **changed)) == says
+
+
+def test_stamp_is_read_as_it_was_written() -> None:
+    assert Stamp.decode(STAMP.encode()) == STAMP
+    assert str(STAMP) == "2026-11-29, 3 ranks, 40 steps"
+
+
+BODY = json.loads(STAMP.encode())
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
+        (b" " * (MOST_BYTES + 1), "more than"),
+        (b"[]", "no stamp of version 1"),
+        (json.dumps({**BODY, "version": 2}).encode(), "no stamp of version 1"),
+        (json.dumps({**BODY, "program": []}).encode(), "program: an object"),
+        (json.dumps({**BODY, "program": {**BODY["program"], "modules": {"a": 1}}}).encode(), "modules: an object of"),
+        (json.dumps({**BODY, "steps": True}).encode(), "steps: a whole number"),
+        (json.dumps({**BODY, "steps": 2**70}).encode(), "steps: a whole number"),
+        (json.dumps({**BODY, "at": None}).encode(), "at: a text"),
+    ],
+)
+def test_what_is_no_stamp_is_an_error_that_names_the_part(data: bytes, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Stamp.decode(data)
+
+
+@pytest.mark.parametrize("script", ["train.py", "my script.py", "ü.py", "a%b.py"])
+def test_stamp_of_any_script_is_written_below_a_url_and_withdrawn(tmp_path: Path, script: str) -> None:
+    where = stamps.write(str(tmp_path / "commits"), tmp_path / script, STAMP)
+    assert where == f"file://{tmp_path}/commits/{object_name(script)}"
+    assert Stamp.decode((tmp_path / "commits" / object_name(script)).read_bytes()) == STAMP
+    stamps.withdraw(str(tmp_path / "commits"), tmp_path / script)
+    assert not (tmp_path / "commits" / object_name(script)).exists()
+
+
+def test_place_that_cannot_be_used_is_refused_before_anything_runs() -> None:
+    with pytest.raises(PlanError, match=r"--stamp s3:/bucket: .*s3://bucket"):
+        stamps.check("s3:/bucket", ("rank", "all"))
+
+
+def test_programs_of_all_processes_are_one_and_a_file_that_was_changed_meanwhile_makes_none(tmp_path: Path) -> None:
+    notes = []
+    for i, modules in enumerate(({"__main__": "a"}, {"__main__": "a", "late": "b"}, {"__main__": "x"})):
+        (tmp_path / f"run-{i}").mkdir()
+        notes.append(Program(modules, "c", {"torch": "2.13.0"}, "cpu"))
+    assert stamps.program_of(tmp_path) is None
+    for i, program in enumerate(notes[:2]):
+        stamps.note(tmp_path / f"run-{i}", program)
+    found = stamps.program_of(tmp_path)
+    assert found is not None
+    assert found.modules == {"__main__": "a", "late": "b"}
+    stamps.note(tmp_path / "run-2", notes[2])
+    assert stamps.program_of(tmp_path) is None
