@@ -78,7 +78,7 @@ NIGHTLY := long long-nodes
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
-test: setup  ## everything: lint, unit, model, worker, API server, S3, and a real cluster with nodes
+test: setup  ## lint, and each mechanism: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/python tests/lanes/lanes.py --lint $(LANES)
 
 nightly: setup  ## every test there is, on one commit: outcomes and seconds are in results.json

@@ -107,6 +107,7 @@ def huggingface(folder: Path, steps: int) -> Net:
 ADAPTERS = [lightning, lightning_elastic, lightning_accumulated, huggingface]
 
 
+@pytest.mark.long_but("huggingface")
 @pytest.mark.parametrize("train", ADAPTERS)
 def test_run_whose_max_steps_are_raised_reads_as_an_undisturbed_one(train: Callable[..., Net], tmp_path: Path) -> None:
     """Stopped in the middle of an epoch, at its end, and behind its first step."""

@@ -57,6 +57,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long_but("fork")
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_the_step_is_finished_and_saved_with_the_workers_that_there_are(context: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -52,6 +52,7 @@ def wait_for(condition: object, seconds: float, what: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long_but("fork-main")
 @pytest.mark.parametrize(
     ("context", "thread"), [("fork", "main"), ("fork", "thread"), ("spawn", "main"), ("forkserver", "main")]
 )
