@@ -43,6 +43,10 @@ class InSession:
         own._late_metrics.move(ranks.rank)
         own._snapshots.holders = Holders()
 
+    def due_by_steps(self, step: int) -> bool:
+        """Whether a save is due after `step` by its number."""
+        return self._checkpointer._policy.by_steps(step)
+
     def newest(self) -> int | None:
         """The step of the newest commit, of whatever writer. Not collective; raises `StorageError`."""
         found = self._checkpointer.latest()

@@ -1,8 +1,9 @@
 """Decides when a run saves, and holds its `Checkpointer`.
 
 Saves by step number happen at exactly those steps, which every rank knows. For saves by time, rank 0 decides, and the
-session tells the other ranks without a wait. Invariant: `durable` is true only for a step whose shard this rank has
-written, or that was restored.
+session tells the other ranks without a wait. A save that was due, or in flight, when a rank was lost is made in one of
+the next steps: whoever knows that it is owed asks for it. Invariant: `durable` is true only for a step whose shard this
+rank has written, or that was restored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class SaveSchedule:
         self._by_time = SavePolicy(every_seconds, None, time.monotonic())
         self._restored: int | None = None
         self._handle: SaveHandle | None = None
+        self._wanted = -1  # the newest step that was to be saved
+        self._committed = -1  # the newest step that is known to be committed
+        self.missed = False  # whether a save that a world of the past owes is still to be made
 
     @classmethod
     def find(
@@ -137,8 +141,26 @@ class SaveSchedule:
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
         """Go on in another world; see `InSession.move`."""
+        self.missed = self._wanted > self.committed
         self.in_session.move(ranks, round_, rendezvous)
         self._handle = self._restored = None
+
+    def counted(self, step: int) -> None:
+        """`step` steps are complete. If a save is due by their number, it is owed even if this world is left before it
+        begins."""
+        if self.in_session.due_by_steps(step):
+            self._wanted = step
+
+    @property
+    def committed(self) -> int:
+        """The newest step that this rank knows to be committed: by its own save, or told by another rank; -1: none."""
+        if self._handle is not None and isinstance(outcome := self._handle.outcome, Committed):
+            self._committed = max(self._committed, outcome.step)
+        return self._committed
+
+    @committed.setter
+    def committed(self, step: int) -> None:
+        self._committed = max(self._committed, step)
 
     def due(self) -> bool:
         """Whether this rank's clock asks for a save."""
@@ -152,6 +174,7 @@ class SaveSchedule:
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Begin to save. Every rank calls it at the same step; only rank 0's `metrics` are used."""
         self._by_time.saved(time.monotonic())
+        self._wanted, self.missed = step, False
         self._handle = self.checkpointer.save(step, state, metrics=metrics)
 
     def measures(self, step: int, *, again: bool) -> bool:

@@ -38,6 +38,7 @@ class StepRequest:
     move: bool = False  # leave the round: the next one has more members
     updates: int = 0  # this rank's optimizer steps in this world; the same on all ranks of its place
     calls: int = 0  # the program's collectives that it has begun in this world; the same on all ranks of its place
+    committed: int = -1  # the newest step that a rank knows to be committed
 
 
 class StepAgreement:
@@ -100,7 +101,7 @@ class StepAgreement:
             self._flight = None
 
     def _begin(self, wish: StepRequest) -> None:
-        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls]
+        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls, wish.committed]
         for place in range(self._places):
             told += [wish.updates, -wish.updates] if place == self._place else [NONE_TOLD, NONE_TOLD]
         values = torch.tensor(told, dtype=torch.int64)
@@ -112,7 +113,7 @@ class StepAgreement:
         work, values = self._flight
         work.wait()
         self._flight = None
-        stop, save, move, self._stride, begun, fewest, *updates = values.tolist()
+        stop, save, move, self._stride, begun, fewest, committed, *updates = values.tolist()
         odd = ((most, least) for most, least in zip(updates[::2], updates[1::2], strict=True) if most != -least)
         if (found := next(odd, None)) is not None:
             most, least = found
@@ -129,7 +130,7 @@ class StepAgreement:
                 "each later one of it was combined with another of theirs. Call every collective on all ranks, in the "
                 "same order"
             )
-        return StepRequest(bool(stop), bool(save), bool(move))
+        return StepRequest(bool(stop), bool(save), bool(move), committed=committed)
 
     def _wanted_stride(self) -> int:
         """The stride: enough boundaries to make the cost small, but few enough for an answer within `MAX_SECONDS`."""

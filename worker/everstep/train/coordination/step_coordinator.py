@@ -213,6 +213,8 @@ class StepCoordinator:
         """`step` steps are complete: report it."""
         self.step = step
         self._metrics.counted()
+        if self._schedule is not None:
+            self._schedule.counted(step)
         now = time.monotonic()
         self._counted, self._step_seconds = now, now - self._counted
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
@@ -236,8 +238,13 @@ class StepCoordinator:
             schedule = self._schedule
             if self._structure is not None:
                 self._structure.step_over(self.step)
-            wanted = schedule is not None and self._rank == 0 and schedule.due()
-            agreed = self._agreement.at_boundary(StepRequest(self._stop.asked, wanted, move, updates, calls))
+            wanted, committed = False, -1
+            if schedule is not None:
+                wanted = schedule.missed or (self._rank == 0 and schedule.due())
+                committed = schedule.committed
+            agreed = self._agreement.at_boundary(StepRequest(self._stop.asked, wanted, move, updates, calls, committed))
+            if schedule is not None:
+                schedule.committed = agreed.committed
             if agreed.stop:
                 self._preempt()
             if schedule is not None and (schedule.due_at(self.step) or agreed.save):
