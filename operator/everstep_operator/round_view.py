@@ -18,4 +18,4 @@ class RoundView:
     joining: tuple[int, ...] = ()  # indices that wait for the next
     closed: str | None = None  # why there will be no further round
     finished: bool = False  # closed because the processes of all members have succeeded
-    sizes: Sizes | None = None  # that agents were told; None: they keep the sizes that they were started with
+    sizes: Sizes | None = None  # that the operator set; None: agents keep those that they were started with

@@ -74,10 +74,10 @@ def disruption_target(pod: Pod) -> Condition | None:
     return next((c for c in pod.status.conditions if c.type == "DisruptionTarget" and c.status == "True"), None)
 
 
-def is_told_to_end(pod: Pod) -> bool:
+def stop_was_requested(pod: Pod) -> bool:
     """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer.
 
-    `WorkerPod.is_told_to_end` says the same of a snapshot. A pod that the kubelet ended is told too.
+    `WorkerPod.stop_was_requested` says the same of a snapshot. A pod that the kubelet ended is told too.
     """
     by_kubelet = pod.status.phase == "Failed" and pod.status.reason not in ("", "NodeLost")
     return pod.metadata.deletion_timestamp is not None or disruption_target(pod) is not None or by_kubelet

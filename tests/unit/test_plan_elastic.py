@@ -166,7 +166,7 @@ class History(PodFaults):
 
     def judged(self, snapshot: Snapshot, decided: Plan) -> None:
         """What a plan may conclude from what it was shown."""
-        old, new = roster.read(snapshot.job.status.roster), roster.read(decided.status.roster)
+        old, new = roster.from_status(snapshot.job.status.roster), roster.from_status(decided.status.roster)
         current = old.current("digits", snapshot.pods)
         lost = losses_among(snapshot, current, {i: life.started for i, life in old.workers.items()})
         known = {loss.index for loss in lost} | {p.index for p in snapshot.pods if p.incarnation > 0}
@@ -191,10 +191,10 @@ class History(PodFaults):
     def carried(self, before: Status, pods: dict[str, WorkerPod]) -> None:
         """What holds for the cluster after any prefix of any plan, of an operator with any view."""
         status = self.world.status
-        made = roster.read(status.roster)
+        made = roster.from_status(status.roster)
         self.published |= {(i, life.number) for i, life in made.workers.items()}
         assert status.world.round >= before.world.round
-        assert made.next_incarnation >= roster.read(before.roster).next_incarnation
+        assert made.next_incarnation >= roster.from_status(before.roster).next_incarnation
         for name in self.world.pods.keys() - pods.keys():
             pod = self.world.pods[name]
             assert (pod.index, pod.incarnation) in self.published, f"{name} was created, and nobody published it"
@@ -220,7 +220,7 @@ class History(PodFaults):
             if self.finished is not None:
                 return
             self.world.pods = {n: p for n, p in self.world.pods.items() if p.deleted_at is None}
-            for i in sorted(roster.read(self.world.status.roster).workers):
+            for i in sorted(roster.from_status(self.world.status.roster).workers):
                 self.do("ready", i)
             self.do("form")
             if not decided.actions and not decided.publish and self.at_rest():
@@ -228,7 +228,7 @@ class History(PodFaults):
         raise AssertionError(f"not at rest after {PASSES} passes: {decided}")
 
     def at_rest(self) -> bool:
-        lives = roster.read(self.world.status.roster).workers
+        lives = roster.from_status(self.world.status.roster).workers
         alive = {p.index: p.incarnation for p in self.world.pods.values() if p.deleted_at is None}
         whole = {i: life.number for i, life in lives.items()} == alive
         done = any(p.finished for p in self.world.pods.values())
@@ -331,7 +331,7 @@ def test_roster_that_somebody_edited_back_takes_the_incarnations_of_the_pods() -
     pods = sorted(world.pods)
     assert "digits-w1-2" in pods
     edited = roster.Roster(4, 0, {i: roster.Incarnation(0) for i in range(3)})
-    world.status = world.status.model_copy(update={"roster": roster.write(edited)})
+    world.status = world.status.model_copy(update={"roster": roster.to_status(edited)})
     world.do_settle()
     assert sorted(world.pods) == pods
     assert str(world.published()) == "0@0 1@2 2-3@0"
@@ -387,7 +387,7 @@ def test_roster_written_and_read_again_is_the_same(
     made: dict[int, tuple[int, bool]], wanted: int, following: int
 ) -> None:
     before = roster.Roster(wanted, following, {i: roster.Incarnation(*made[i]) for i in sorted(made)})
-    assert roster.read(roster.write(before)) == before
+    assert roster.from_status(roster.to_status(before)) == before
 
 
 @given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans())
@@ -398,8 +398,8 @@ def test_revised_roster_never_uses_a_name_twice(
     known = {i: roster.Incarnation(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
     old = roster.Roster(len(known), 0, known)
     lost &= set(known)
-    new = roster.revised(snapshot, old, wanted, lost, replaced=replaced)
-    back = roster.revised(snapshot, new, len(known), (), replaced=True)
+    new = roster.successor(snapshot, old, wanted, lost, replaced=replaced)
+    back = roster.successor(snapshot, new, len(known), (), replaced=True)
     used = {(i, life.number) for i, life in known.items()}
     for i, life in new.workers.items():
         assert (i in known and i not in lost) == ((i, life.number) in used)
@@ -410,10 +410,10 @@ def test_revised_roster_never_uses_a_name_twice(
 
 def test_four_thousand_workers_of_different_incarnations_fit_the_status() -> None:
     made = {i: roster.Incarnation(99_999_000 + i % 2, started=True) for i in range(4096)}
-    wire = Status(roster=roster.write(roster.Roster(4096, 99_999_999, made))).to_wire()
+    wire = Status(roster=roster.to_status(roster.Roster(4096, 99_999_999, made))).to_wire()
     assert len(str(wire)) < 400_000  # an object of the API server has at most 1.5 MiB
     same = {i: roster.Incarnation(7, started=True) for i in range(4096)}
-    assert len(roster.write(roster.Roster(4096, 8, same)).workers) == 1
+    assert len(roster.to_status(roster.Roster(4096, 8, same)).workers) == 1
 
 
 def test_check_refuses_a_plan_that_deletes_a_survivor() -> None:

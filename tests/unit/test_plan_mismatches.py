@@ -38,7 +38,7 @@ def judged(
     world.do_job("recovery.maxRestarts=5")
     if rule:
         world.do_rule("onExitCodes", "1", "Restart")
-    place = mismatches.place(loss(before)) if before is not None else None
+    place = mismatches.location(loss(before)) if before is not None else None
     world.status = world.status.model_copy(
         update={
             "restarts": Restarts(mismatch=place, last_step=7, incident_at=world.now),
@@ -80,7 +80,7 @@ def test_another_mismatch_or_one_after_new_steps_is_restarted(before: str | None
     found = judged(before, SAID, **options)
     assert isinstance(found, Restart)
     if not options.get("follows"):
-        assert found.restarts.mismatch == mismatches.place(loss(SAID))
+        assert found.restarts.mismatch == mismatches.location(loss(SAID))
 
 
 @pytest.mark.parametrize(("seconds", "final"), [(2, False), (70, True)])
@@ -94,7 +94,7 @@ def test_worker_that_the_first_mismatch_ended_is_no_second_one_however_late_it_i
 def test_loss_of_another_kind_in_between_forgets_nothing() -> None:
     found = judged(SAID, "ValueError: bad row")
     assert isinstance(found, Restart)
-    assert found.restarts.mismatch == mismatches.place(loss(SAID))
+    assert found.restarts.mismatch == mismatches.location(loss(SAID))
 
 
 def test_loss_after_new_steps_forgets_a_mismatch_that_was_before_them() -> None:
@@ -104,7 +104,7 @@ def test_loss_after_new_steps_forgets_a_mismatch_that_was_before_them() -> None:
 
 
 def test_longest_text_fits_the_status() -> None:
-    place = mismatches.place(loss(NO_MATCH + "x" * 5000))
+    place = mismatches.location(loss(NO_MATCH + "x" * 5000))
     assert place is not None
     assert len(place) == MAX_MISMATCH
-    assert mismatches.place(loss("ValueError")) is None
+    assert mismatches.location(loss("ValueError")) is None

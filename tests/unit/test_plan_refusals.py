@@ -15,7 +15,7 @@ from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionTy
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
-from everstep_operator.plan.state.losses import MAX_ERROR, MAX_PLACE, Loss, Refusal, losses_among
+from everstep_operator.plan.state.losses import MAX_ERROR, MAX_LOCATION, Loss, Refusal, losses_among
 
 SAID = "LoopError: `ema` moves and is not tracked: write run.track(ema=ema) before the loop"
 
@@ -87,7 +87,7 @@ def test_line_of_a_record_is_cut_and_shows_no_secret(world: Any) -> None:
     for line, shown in (
         (None, "None"),
         ("a\nb\tc", "a b c"),
-        ("x" * 3000, "x" * MAX_PLACE),
+        ("x" * 3000, "x" * MAX_LOCATION),
         ("password=hunter2hunter2", "password=[redacted]"),
         ("\ud800.py:1", "?.py:1"),
     ):

@@ -14,7 +14,7 @@ from everstep_operator.controller.observe import worker_pod
 from everstep_operator.kube.wire import Pod, rfc3339
 from everstep_operator.plan.actions import DeletePod
 from everstep_operator.plan.planner import plan
-from everstep_operator.worker_pods import is_told_to_end
+from everstep_operator.worker_pods import stop_was_requested
 from support.operator.kubelet_pods import BACKENDS, Json, a_world, act, ended, running, tell
 
 # What else is in the pod while or after its worker ends; `None` in place of a code: it runs.
@@ -140,7 +140,7 @@ TOLD: dict[str, tuple[bool, str | None, Json]] = {
 DATED = [who for who, (deleted, reason, _) in TOLD.items() if deleted or reason]
 
 
-def told_to_end(who: str, at: datetime) -> Json:
+def stop_requested(who: str, at: datetime) -> Json:
     deleted, reason, status = TOLD[who]
     condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "lastTransitionTime": rfc3339(at)}
     return {**status, "deleted_at": at if deleted else None, "conditions": [condition] if reason else []}
@@ -151,14 +151,14 @@ def test_planner_and_round_store_agree_on_who_was_told_to_end(who: str) -> None:
     status = {"phase": "Failed", "reason": "NodeLost"} if who == "its node was lost" else {"phase": "Running"}
     deleted = who in TOLD and TOLD[who][0]
     if who in TOLD:
-        status = {**status, **told_to_end(who, START)}
+        status = {**status, **stop_requested(who, START)}
         status.pop("deleted_at")
     marks = {labels.WORKER_INDEX: "0", labels.INCARNATION: "0"}
     metadata = {"labels": marks, **({"deletionTimestamp": "2026-01-01T00:00:30Z"} if deleted else {})}
     pod = msgspec.convert({"metadata": metadata, "status": status}, Pod)
     seen = worker_pod(pod)
     assert seen is not None
-    assert is_told_to_end(pod) is seen.is_told_to_end is (who in TOLD)
+    assert stop_was_requested(pod) is seen.stop_was_requested is (who in TOLD)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,7 +170,7 @@ def test_exit_0_of_a_pod_that_was_told_to_end_is_no_success(backend: str, who: s
     at = world.now
     world.do_advance("5")
     for index in (0, 1):
-        tell(world, index, ended(0, at + timedelta(seconds=later)), **told_to_end(who, at))
+        tell(world, index, ended(0, at + timedelta(seconds=later)), **stop_requested(who, at))
     told = act(world)
     assert world.status.condition("Complete").status == "False", told
     assert "WorkerLost" in told
@@ -189,7 +189,7 @@ def test_exit_0_before_the_pod_was_told_to_end_is_a_success(
     world.do_advance("5")
     beside = {n: ended(code, at) for n, code in (side_cars or {}).items()}
     for index in (0, 1):
-        tell(world, index, ended(0, at - timedelta(seconds=1)), beside, **told_to_end(who, at))
+        tell(world, index, ended(0, at - timedelta(seconds=1)), beside, **stop_requested(who, at))
     told = act(world)
     assert world.status.condition("Complete").status == "True", told
 
@@ -222,7 +222,7 @@ def test_failure_before_the_pod_was_told_to_end_is_charged(who: str) -> None:
     world = a_world("everstep")
     at = world.now
     world.do_advance("5")
-    tell(world, 1, ended(1, at - timedelta(seconds=1)), {"mesh": ended(143, at)}, **told_to_end(who, at))
+    tell(world, 1, ended(1, at - timedelta(seconds=1)), {"mesh": ended(143, at)}, **stop_requested(who, at))
     world.reconcile()
     assert world.status.restarts.user_code == 1
 

@@ -25,7 +25,7 @@ from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import Hindered, JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
-from everstep_operator.worker_pods import is_told_to_end
+from everstep_operator.worker_pods import stop_was_requested
 from support.operator.round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 
@@ -38,7 +38,9 @@ async def change(
     after = apply(before, event(before))
     if isinstance(after, Rejected):
         return True  # it happened already, though nobody was told
-    return await rounds.of(agent.job).swap(sight.version, encode(after), told_to_end=agent.told_to_end) is not None
+    return (
+        await rounds.of(agent.job).swap(sight.version, encode(after), stop_requested=agent.stop_requested) is not None
+    )
 
 
 def join(member: Member) -> Callable[[Document], Command]:
@@ -304,7 +306,7 @@ async def test_success_of_an_agent_whose_pod_was_told_to_end_is_refused_and_no_o
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)
     assert await change(rounds, stage.agents[0], lambda d: Done("a", d.round))
-    told = replace(stage.agents[1], told_to_end=True)
+    told = replace(stage.agents[1], stop_requested=True)
     with pytest.raises(RoundsRefused, match="exit code 0 is no success"):
         await change(rounds, told, lambda d: Done("b", d.round))
     assert await change(rounds, told, lambda _: Stop("b"))
@@ -328,7 +330,7 @@ async def test_success_of_an_agent_whose_pod_was_told_to_end_is_refused_and_no_o
 )
 def test_pod_that_is_deleted_or_disrupted_is_told_to_end(metadata: object, conditions: object, told: bool) -> None:
     pod = msgspec.convert({"metadata": metadata, "status": {"phase": "Running", "conditions": conditions}}, Pod)
-    assert is_told_to_end(pod) is told
+    assert stop_was_requested(pod) is told
 
 
 async def test_closed_job_stays_closed() -> None:

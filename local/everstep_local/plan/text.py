@@ -93,7 +93,7 @@ def _steps(snapshot: Snapshot, plan: Plan) -> Iterator[str]:
 
 def _published(old: Status, new: Status) -> str:
     if new.roster is not None and new.roster != old.roster:
-        return f"; publish the workers {roster.read(new.roster)}, each as index@incarnation"
+        return f"; publish the workers {roster.from_status(new.roster)}, each as index@incarnation"
     if new.world.round != old.world.round:
         return f"; publish round {new.world.round} of {new.world.size} workers"
     return ""

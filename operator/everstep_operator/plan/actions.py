@@ -2,7 +2,7 @@
 no other way.
 
 Each action may be left out or taken twice without harm: the next plan derives it again from what it observes. `stages`
-says in which order actions are taken.
+has the order in which actions are taken.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class SetSizes:
-    """Tell the agents, through the round store, which sizes a round may have. This precedes the release of healthy
-    workers."""
+    """Set, in the round store, the sizes that a round may have. Healthy workers are released only after that."""
 
     sizes: Sizes
     why: str

@@ -59,14 +59,14 @@ def _check_roster(snapshot: Snapshot, plan: Plan, created: list[CreatePod], doom
     job = snapshot.job
     old = roster.published(job)
     made = roster.published(replace(job, status=plan.status))
-    nothing = roster.nothing(job)
+    empty = roster.empty(job)
     if _incarnations(made) != _incarnations(old) and not plan.publish:
         raise PlanError(f"workers {made} are not published in place of {old}")
     if old is not None and made is None:
         raise PlanError("the published workers are taken back")
     if old is not None and made is not None:
         _check_successor(old, made)
-    made = made or nothing
+    made = made or empty
     _check_round(snapshot, plan, made)
     for create in created:
         worker = made.workers.get(create.index)
@@ -86,7 +86,7 @@ def _check_round(snapshot: Snapshot, plan: Plan, made: Roster) -> None:
     it."""
     before, number = snapshot.job.status.world.round, plan.status.world.round
     seen = snapshot.progress.round if snapshot.world is None else snapshot.world.round
-    if made.whole:
+    if made.replaces_all:
         if number != before and not plan.publish:
             raise PlanError(f"round {number} is not published as the successor of {before}")
     elif number not in (before, seen):

@@ -15,8 +15,8 @@ def explain(snapshot: Snapshot, plan: Plan) -> str:
     """The plan's decisions, one a line, in the order in which they would be carried out."""
     lines = []
     old, new = snapshot.job.status, plan.status
-    if plan.publish and (said := _published(snapshot.job, new)) is not None:
-        lines.append(said)
+    if plan.publish and (line := _published(snapshot.job, new)) is not None:
+        lines.append(line)
     lines += [str(action) for action in plan.actions]
     ready = new.condition(ConditionType.READY)
     if new != old and ready is not None:
@@ -28,8 +28,10 @@ def explain(snapshot: Snapshot, plan: Plan) -> str:
 
 
 def _published(job: JobView, new: Status) -> str | None:
-    """The line that says which workers are published; None if they are the same as before."""
+    """The line with the published workers; None if they are the same as before."""
     old, made = roster.published(job), roster.published(replace(job, status=new))
     if made is None or made == old:
         return None
-    return f"publish round {made.next_incarnation} size {made.wanted}" if made.whole else f"publish workers {made}"
+    return (
+        f"publish round {made.next_incarnation} size {made.wanted}" if made.replaces_all else f"publish workers {made}"
+    )

@@ -2,7 +2,7 @@
 
 Ordering duty: the status is written first, by a compare-and-swap on the job's resourceVersion. The stages are carried
 out after it, and events are written last. If the write is refused, no action may be taken and no event written.
-`publish` says that the actions follow from this very status; then it must be written even if only figures differ.
+`publish`: the actions follow from this very status, so it must be written even if only figures differ.
 """
 
 from __future__ import annotations

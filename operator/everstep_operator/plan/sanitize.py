@@ -1,6 +1,6 @@
 """Sanitizes untrusted text and numbers before anything is decided.
 
-Exit messages, kubelet texts, refusals and reports come from containers and webhooks that nobody vouches for. Only this
+Exit messages, kubelet texts, refusals and reports come from containers and webhooks, which are not trusted. Only this
 module replaces text that has no UTF-8 form, and bounds numbers to what a status may hold. It also hides secrets:
 credentials of a known shape, and the values of the template's secret variables, because a failing program often prints
 them. Invariant: a plan made from a sanitized snapshot can be written as a status, and quotes no secret of the spec.
@@ -23,7 +23,7 @@ MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything lon
 MAX_SECONDS = 1e9
 # A shorter value occurs inside ordinary words: hiding it would cost more text than it protects.
 MIN_SECRET = 4
-# Values of settings whose names only sound secret, such as TOKENIZERS_PARALLELISM: each is a word of many messages.
+# Common values of settings whose names only look secret, such as TOKENIZERS_PARALLELISM.
 _SWITCHES = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 Number = TypeVar("Number", int, float)
@@ -55,10 +55,10 @@ def _secrets(template: Mapping[str, Any]) -> tuple[str, ...]:
     spec = template.get("spec") or {}
     containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
     variables = (e for c in containers for e in c.get("env") or ())
-    found = {
+    values = {
         str(e["value"]) for e in variables if e.get("value") is not None and redact.secret_name(str(e.get("name")))
     }
-    hidden = (v for v in found if len(v) >= MIN_SECRET and v.lower() not in _SWITCHES)
+    hidden = (v for v in values if len(v) >= MIN_SECRET and v.lower() not in _SWITCHES)
     return tuple(sorted(hidden, key=lambda v: (-len(v), v)))
 
 

@@ -69,7 +69,7 @@ class WorkerPod:
     created_at: datetime | None = None
     exit: Exit | None = None
     ready_at: datetime | None = None  # when `ready` became what it is
-    message: str | None = None  # status.message: what the kubelet says of `reason`
+    message: str | None = None  # status.message: the kubelet's explanation of `reason`
     spec_hash: str | None = None  # of the spec that it was made from; None: an older operator made it
     started_at: datetime | None = None  # when the worker container began to run
     joining: bool = False  # the container runs, and its start-up probe has not succeeded
@@ -90,9 +90,10 @@ class WorkerPod:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the worker has ended its work. A program that ends with 0 because its pod was told to end has not."""
+        """Whether the worker has ended its work. A program that ends with 0 because its pod was asked to stop has
+        not."""
         if self.exit is None:
-            return self.phase is PodPhase.SUCCEEDED and not self.is_told_to_end
+            return self.phase is PodPhase.SUCCEEDED and not self.stop_was_requested
         return self.exit.code == 0 and self.ended_by_itself
 
     @property
@@ -108,14 +109,14 @@ class WorkerPod:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether the worker ended before its pod was told to end. The times are whole seconds, and in the same second
-        the pod counts as told."""
+        """Whether the worker ended before its pod was asked to stop. The times are whole seconds; in the same second
+        the request counts as the earlier one."""
         if self.exit is None:
             return False
-        if not self.is_told_to_end:
+        if not self.stop_was_requested:
             return True
-        ended, told = self.exit.finished_at, self._told_to_end_at
-        return ended is not None and told is not None and ended < told
+        ended, requested = self.exit.finished_at, self._stop_requested_at
+        return ended is not None and requested is not None and ended < requested
 
     @property
     def ended_by_kubelet(self) -> bool:
@@ -123,12 +124,12 @@ class WorkerPod:
         return self.phase is PodPhase.FAILED and self.reason not in (None, "NodeLost")
 
     @property
-    def is_told_to_end(self) -> bool:
+    def stop_was_requested(self) -> bool:
         return self.deleted_at is not None or self.disruption is not None or self.ended_by_kubelet
 
     @property
-    def _told_to_end_at(self) -> datetime | None:
-        """The first time that is known; None if one is missing."""
+    def _stop_requested_at(self) -> datetime | None:
+        """The earlier of the known times; None if the time of a request is not known."""
         disrupted = self.disruption is not None or self.ended_by_kubelet
         if disrupted and self.disrupted_at is None:
             return None
@@ -137,11 +138,11 @@ class WorkerPod:
 
 
 class NodeHealth(StrEnum):
-    """What a node's Ready condition says."""
+    """The state of a node by its Ready condition."""
 
     READY = "Ready"
-    NOT_READY = "NotReady"  # the kubelet says so, and is alive
-    SILENT = "Silent"  # the node controller says so: the kubelet has not answered for its whole grace period
+    NOT_READY = "NotReady"  # reported by the kubelet, which is alive
+    SILENT = "Silent"  # set by the node controller: the kubelet has not answered for its whole grace period
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most bytes that a process of the current round has held at once, and its rank. `device`: of an accelerator's
+    """The greatest memory in bytes of a process of the current round, and its rank. `device`: of an accelerator's
     memory."""
 
     host: int

@@ -5,7 +5,7 @@ succeed or fail. A stage begins when every action of the earlier stages has ende
 has failed. A stage that is left out counts as failed. A failure stops nothing else.
 
 So the writes of an operator that dies are always these: the status, all stages before the running one, and any subset
-of the running one. The property tests cut plans in exactly these places
+of the running one. The property tests cut plans at exactly these points
 (`local/everstep_local/plan/simulation/cluster.py`).
 """
 
@@ -37,7 +37,7 @@ class StageName(StrEnum):
     NETWORK = "network"  # the service that gives pods their host names
     GUARD = "guard"  # the disruption budget and the network policy: no pod waits for them
     CREATE = "create"  # pods
-    SIZES = "sizes"  # the sizes that the agents are told
+    SIZES = "sizes"  # the sizes that the round store gives to the agents
     RELEASE = "release"  # healthy workers that are no longer wanted
     CLEAN = "clean"  # the remaining objects of a finished job
     END = "end"  # the job itself
@@ -74,16 +74,16 @@ def staged(
     actions: Mapping[StageName, Collection[Action]], needs: Mapping[StageName, Collection[StageName]] | None = None
 ) -> tuple[Stage, ...]:
     """The stages that have actions, in their order."""
-    asked = needs or {}
+    dependencies = needs or {}
     return tuple(
-        Stage(name, tuple(actions[name]), frozenset(asked.get(name, ()))) for name in ORDER if actions.get(name)
+        Stage(name, tuple(actions[name]), frozenset(dependencies.get(name, ()))) for name in ORDER if actions.get(name)
     )
 
 
 def broken_rule(stages: tuple[Stage, ...]) -> str | None:
     """What is wrong with the stages of a plan, if anything is."""
-    places = [ORDER.index(stage.name) for stage in stages]
-    if places != sorted(set(places)):
+    positions = [ORDER.index(stage.name) for stage in stages]
+    if positions != sorted(set(positions)):
         return f"stages {[str(stage.name) for stage in stages]} are not in their order, each once"
     for stage in stages:
         if any(ORDER.index(needed) >= ORDER.index(stage.name) for needed in stage.needs):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from everstep_operator.api.base import ApiModel
 
-# Clocks of one cluster differ by less. A time that is further ahead says nothing.
+# Clocks of one cluster differ by less. A time that is further ahead is wrong.
 AHEAD = timedelta(seconds=60)
 # A day from the ends of the calendar: written in any time zone they are still times.
 FIRST, LAST = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 12, 30, tzinfo=UTC)

@@ -8,7 +8,7 @@ from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
-from everstep_operator.worker_pods import has_ended, is_told_to_end
+from everstep_operator.worker_pods import has_ended, stop_was_requested
 
 BACKEND = "everstep"  # the value of spec.rendezvous, and its default
 
@@ -50,5 +50,5 @@ async def find_agent(callers: Callers, caller: Caller) -> Agent:
         raise RoundsRefused(
             f"job {caller.job.metadata.name} has rendezvous.backend {backend}: its rounds are not kept here"
         )
-    told_to_end = is_told_to_end(caller.pod)
-    return Agent(job_ref(caller.job), Worker(caller.identity.pod_uid, worker.index, worker.incarnation), told_to_end)
+    stop_requested = stop_was_requested(caller.pod)
+    return Agent(job_ref(caller.job), Worker(caller.identity.pod_uid, worker.index, worker.incarnation), stop_requested)

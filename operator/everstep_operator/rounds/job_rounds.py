@@ -135,9 +135,9 @@ class JobRounds:
         """Whether a swap would be refused whatever it writes: among many agents, most come too late."""
         return self._stored is not None and expected < self._stored.version
 
-    async def swap(self, expected: int, data: bytes, *, told_to_end: bool = False) -> int | None:
+    async def swap(self, expected: int, data: bytes, *, stop_requested: bool = False) -> int | None:
         """Write the document if the version is still `expected`. Returns its new version; None: the agent must read
-        again. `told_to_end`: whatever the processes of the agent do now is not their own doing.
+        again. `stop_requested`: whatever the processes of the agent do now is not their own doing.
 
         A document that begins a round gets the next free number. If the agent has written another one, it must read
         again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused, NotLeading, RoundsUnavailable
@@ -155,7 +155,7 @@ class JobRounds:
             if self._stored is None or self._stored.version != expected:
                 return None
             require_lawful(self._document, document)
-            if told_to_end:
+            if stop_requested:
                 require_no_success(self._document, document)
             asked, (text, document) = document, corrected(text, document, self._document)
             version = await self._put(expected, text, document)

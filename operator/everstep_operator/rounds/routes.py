@@ -131,7 +131,7 @@ class RoundRoutes:
         body = await self._auth.body(request, MAX_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
-        version = await self._rounds.of(agent.job).swap(expected, body, told_to_end=agent.told_to_end)
+        version = await self._rounds.of(agent.job).swap(expected, body, stop_requested=agent.stop_requested)
         if version is None:
             return _late()
         return web.Response(status=204, headers={VERSION_HEADER: str(version)})

@@ -26,11 +26,11 @@ log = logging.getLogger("everstep.rounds")
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The caller: a pod of a job. `told_to_end`: whatever its processes do now is not their own doing."""
+    """The caller: a pod of a job. `stop_requested`: whatever its processes do now is not their own doing."""
 
     job: JobRef
     worker: Worker
-    told_to_end: bool = False
+    stop_requested: bool = False
 
 
 class RoundStore:

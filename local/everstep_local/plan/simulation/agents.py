@@ -28,7 +28,7 @@ class ElasticWorld(World):
         self.unread: RoundView | None = None
 
     def published(self) -> roster.Roster:
-        return roster.read(self.status.roster)
+        return roster.from_status(self.status.roster)
 
     def current(self, index: int) -> str:
         return self.published().name("digits", index) if index in self.published().workers else f"no worker {index}"

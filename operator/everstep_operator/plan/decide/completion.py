@@ -47,8 +47,8 @@ def when_training_ends(facts: Facts) -> Keep | None:
 def ends(facts: Facts) -> bool:
     """Whether the training has ended, or may have: then no worker is added to the job. An operator that has just begun
     to lead cannot know before it has read the round."""
-    if facts.view is not None:
-        return _has_finished(facts.view)
+    if facts.round_view is not None:
+        return _has_finished(facts.round_view)
     return is_awaited(facts.snapshot) and bool(facts.succeeded)
 
 
@@ -60,14 +60,14 @@ def when_all_succeeded(facts: Facts) -> Complete | None:
 def _completed(facts: Facts) -> int | None:
     """The number of workers that succeeded, if the job is complete. Workers outside the world have nothing left to
     join."""
-    done, world, view = facts.succeeded, facts.world, facts.view
+    done, world, view = facts.succeeded, facts.world, facts.round_view
     if view is not None and _has_finished(view):
-        # The agents have told each other of their success. A member without a pod (scaled away, deleted, its node lost)
+        # The agents have exchanged their success. A member without a pod (scaled away, deleted, its node lost)
         # is not needed any more. A member whose pod still runs gets the time to end by itself.
         return None if _still_ending(facts.snapshot, view) else len(view.members)
     if done and done == facts.roster.workers.keys():
         return len(done)  # no other worker is wanted, however large the world was before
-    if facts.roster.whole or is_awaited(facts.snapshot):
+    if facts.roster.replaces_all or is_awaited(facts.snapshot):
         return None
     if view is not None:
         return world.size if 0 < len(world.members) == world.size and world.members <= done else None
@@ -85,6 +85,6 @@ def _still_ending(snapshot: Snapshot, view: RoundView) -> bool:
     """Whether a member of the last round has a running pod. Pods are found by name, because the roster may be newer."""
     by_name = {p.name: p for p in snapshot.pods if p.round is None}
     named = {i: object_names.pod_name(snapshot.job.name, i, incarnation) for i, incarnation in view.members}
-    there = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
-    lost = {loss.index for loss in losses_among(snapshot, there, dict.fromkeys(there, True))}
-    return any(not p.succeeded and i not in lost for i, p in there.items())
+    present = {i: by_name[name] for i, name in named.items() if name in by_name and by_name[name].index == i}
+    lost = {loss.index for loss in losses_among(snapshot, present, dict.fromkeys(present, True))}
+    return any(not p.succeeded and i not in lost for i, p in present.items())

@@ -1,4 +1,4 @@
-"""The decisions that a pass over a job can come to: a closed union. It does not say how they are carried out."""
+"""The decisions of a pass over a job: a closed union. It does not say how they are carried out."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from everstep_operator.plan.state.world_state import is_awaited
 
 # A loss within this time of an incident is part of it, if the lost worker existed when the incident began.
 INCIDENT = timedelta(seconds=10)
-# Under c10d the failures of peers are often seen before the failure that caused them: wait for that one this long.
-SETTLE = timedelta(seconds=2)
+# Under c10d the failures of peers often become visible before the failure that caused them. It is waited for this long.
+CAUSE_WAIT = timedelta(seconds=2)
 
 
 def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
@@ -33,17 +33,17 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
     if not lost:
         return None
     root = lost[0]
-    if (left := _until_settled(facts, lost)) is not None:
+    if (left := _wait_for_cause(facts, lost)) is not None:
         return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
-    if (why := _given_up(facts, lost)) is not None:
+    if (why := _rendezvous_closed(facts, lost)) is not None:
         return Failed(FailedReason.RENDEZVOUS_CLOSED, f"{root.sentence}; the agents gave the job up: {why}", root)
     # Under c10d no worker outlives an incident, so no loss can belong to the incident before.
-    follows = not facts.roster.whole and _follows(facts.snapshot, facts.current.get(root.index))
+    follows = not facts.roster.replaces_all and _follows(facts.snapshot, facts.current.get(root.index))
     match restart_budget.judge(facts.snapshot, root, follows=follows):
         case restart_budget.Fail(reason, message, event):
             return Failed(reason, message, root, event)
         case restart_budget.Restart(restarts):
-            if facts.world.stands and restarts.start_timeouts:
+            if facts.world.has_quorum and restarts.start_timeouts:
                 # Enough others train: a worker that never starts is no reason to end them.
                 restarts = restarts.model_copy(update={"start_timeouts": 0})
             if root.cause is Cause.START_TIMEOUT and restarts.start_timeouts >= _limit(facts):
@@ -67,35 +67,39 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
     hit = not indices.isdisjoint(facts.world.members)
     replaced = not _can_do_without(facts, indices)
     if hit and replaced:
-        # The workers that come back need all peers, so one that has succeeded has to come back with them.
+        # Replaced workers need all peers, so a worker that has succeeded is replaced with them.
         indices |= facts.succeeded
     if replaced:
-        indices |= facts.outdated  # the lost workers come back from another spec than theirs
-    if not follows and not facts.roster.whole:
+        indices |= facts.outdated  # the replaced workers are made from another spec than these
+    if not follows and not facts.roster.replaces_all:
         restarts = restarts.model_copy(update={"incident_at": facts.snapshot.now})
     restarts = start_failures.counted(facts.job.status.restarts, restarts, lost)
     restarts = rejections.counted(facts.snapshot.now, restarts, lost)
-    # Under c10d the other workers fail because of the first: they are not mentioned.
-    more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.whole else ""
+    # Under c10d the other workers fail because of the first one, so they are not mentioned.
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 and not facts.roster.replaces_all else ""
     message = root.sentence + more
-    what = "going on without a replacement (spec.elastic.regrow)"
+    reaction = "going on without a replacement (spec.elastic.regrow)"
     if replaced:
-        what = "recreating the world" if facts.roster.whole else f"replacing {object_names.list_of_workers(indices)}"
+        reaction = (
+            "recreating the world"
+            if facts.roster.replaces_all
+            else f"replacing {object_names.list_of_workers(indices)}"
+        )
     return Publish(
-        roster.revised(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
+        roster.successor(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
         message,
         ReadyReason.RECOVERING if hit else None,
-        Event(EventReason.WORKER_LOST, f"{message}; {what}{start_failures.tried(facts.snapshot, restarts)}"),
+        Event(EventReason.WORKER_LOST, f"{message}; {reaction}{start_failures.tried(facts.snapshot, restarts)}"),
         restarts,
         Recovery(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
     )
 
 
 def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
-    """The lost workers that have to come back. A worker outside the last round of an ending job fails to join, because
+    """The lost workers that are needed. A worker outside the last round of an ending job fails to join, because
     the rendezvous is closed. It is not needed while the others finish."""
-    lost, view = facts.lost, facts.view
-    if facts.roster.whole:
+    lost, view = facts.lost, facts.round_view
+    if facts.roster.replaces_all:
         return lost
     if view is not None:
         if view.finished:
@@ -110,24 +114,24 @@ def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:
     return tuple(loss for loss in lost if loss.cause is not Cause.PEER_LOST)
 
 
-def _until_settled(facts: Facts, lost: tuple[Loss, ...]) -> timedelta | None:
-    """How long to wait for the failure that caused those that are seen; None: judge now. Only c10d needs this: our own
-    agents tell a failure from its consequences."""
+def _wait_for_cause(facts: Facts, lost: tuple[Loss, ...]) -> timedelta | None:
+    """How long to wait for the failure that caused the visible ones; None: judge now. Only c10d needs this: our own
+    agents distinguish a failure from its consequences."""
     root = lost[0]
-    if not facts.roster.whole or root.cause is not Cause.PEER_LOST or root.at is None:
+    if not facts.roster.replaces_all or root.cause is not Cause.PEER_LOST or root.at is None:
         return None
     waited = facts.snapshot.now - root.at
-    others_may_tell = len(lost) < len(facts.roster.workers) and timedelta(0) <= waited < SETTLE
-    return SETTLE - waited if others_may_tell else None
+    cause_may_follow = len(lost) < len(facts.roster.workers) and timedelta(0) <= waited < CAUSE_WAIT
+    return CAUSE_WAIT - waited if cause_may_follow else None
 
 
-def _given_up(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
-    """Why no lost worker can come back: the agents closed the rendezvous before all had succeeded. Under c10d each
+def _rendezvous_closed(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
+    """Why no lost worker can join again: the agents closed the rendezvous before all had succeeded. Under c10d each
     round has its own rendezvous."""
-    if facts.succeeded or facts.roster.whole:
+    if facts.succeeded or facts.roster.replaces_all:
         return None
-    if facts.view is not None:
-        return facts.view.closed
+    if facts.round_view is not None:
+        return facts.round_view.closed
     shut_out = any("RendezvousClosedError" in line for loss in lost for line in loss.log_lines)
     return "they closed the rendezvous" if shut_out else None
 

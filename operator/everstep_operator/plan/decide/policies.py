@@ -15,7 +15,7 @@ from everstep_operator.plan.state.facts import Facts
 
 POLICIES: tuple[Callable[[Facts], Decision | None], ...] = (
     completion.when_all_succeeded,
-    suspend.when_asked,
+    suspend.when_suspended,
     start.when_nothing_is_wanted_yet,
     completion.when_overdue,
     update.when_the_backend_has_changed,

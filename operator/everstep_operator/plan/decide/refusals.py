@@ -37,8 +37,8 @@ def _has_trained(snapshot: Snapshot) -> bool:
     return not start_failures.reports(snapshot) and start_failures.may_have_run_unseen(snapshot)
 
 
-def words(loss: Loss) -> str:
-    """The message: what the session said, where in the script, and what to do."""
+def message(loss: Loss) -> str:
+    """The message: the refusal of the session, the line of the script, and the remedy."""
     assert loss.refusal is not None
     line = loss.refusal.line
     at = f" (at {line})" if line and line not in loss.detail else ""

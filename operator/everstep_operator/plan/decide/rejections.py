@@ -1,4 +1,4 @@
-"""Counts pods that nodes rejected, and says how long their successors wait and which nodes they should avoid.
+"""Counts pods that nodes rejected, and decides how long their successors wait and which nodes they avoid.
 
 A kubelet rejects a pod before a container runs: its devices are not healthy, its memory is taken, it restarts or shuts
 down. The scheduler does not know why, and would choose the same node again at once. No program is to blame, so nothing
@@ -15,11 +15,11 @@ from everstep_operator.api.recovery import Backoff
 from everstep_operator.api.status import MAX_REJECTED_BY, Restarts
 from everstep_operator.plan.state.losses import Loss
 
-# A node may be well again after this long. Until then rejections belong to one row.
+# After this time a node may accept pods again. Rejections within this time count as one series.
 REMEMBERED = timedelta(minutes=30)
 # Also with `backoffSeconds.initial: 0`: a kubelet rejects a pod in milliseconds.
 SHORTEST = timedelta(seconds=1)
-# Workers that were lost for other reasons wait meanwhile, too.
+# Workers that were lost for other reasons wait for this time too.
 LONGEST = timedelta(seconds=60)
 
 
@@ -41,7 +41,7 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
     )
 
 
-def held_until(restarts: Restarts, back_off: Backoff) -> datetime | None:
+def back_off_until(restarts: Restarts, back_off: Backoff) -> datetime | None:
     """The time from which missing workers may be created; None if nothing was rejected."""
     if restarts.rejected_at is None or restarts.rejections == 0:
         return None

@@ -20,9 +20,9 @@ def when_the_size_changes(facts: Facts) -> Publish | None:
 
 def when_out_of_date(facts: Facts) -> Publish | None:
     """A new roster, if somebody edited the status or it is older than the pods."""
-    newer = roster.caught_up(facts.snapshot, _revised(facts))
+    newer = roster.raised_to_pods(facts.snapshot, _revised(facts))
     return None if newer == facts.roster else Publish(newer, "roster out of date: republishing")
 
 
 def _revised(facts: Facts) -> roster.Roster:
-    return roster.revised(facts.snapshot, facts.roster, facts.wanted, replaced=facts.regrows)
+    return roster.successor(facts.snapshot, facts.roster, facts.wanted, replaced=facts.regrows)

@@ -17,8 +17,8 @@ from everstep_operator.plan.decide import mismatches, refusals, rejections, star
 from everstep_operator.plan.snapshot import Snapshot
 from everstep_operator.plan.state.losses import Charge, Loss
 
-# The loss of a machine, or the lack of one, says nothing about whether the program can take a step.
-_SAYS_NOTHING_ABOUT_PROGRESS = frozenset(
+# A machine that is lost or missing does not show whether the program can take a step.
+_UNRELATED_TO_PROGRESS = frozenset(
     {
         Cause.NODE_LOST,
         Cause.POD_DELETED,
@@ -54,23 +54,25 @@ def judge(snapshot: Snapshot, loss: Loss, *, follows: bool = False) -> Fail | Re
     step = seen.step if seen.step is not None else before.step
     reporting = seen.updated_at is not None or before.updated_at is not None
     if refusals.is_final(snapshot, loss) and _rule(job.spec.recovery, loss) is None:
-        return Fail(FailedReason.SCRIPT_REFUSED, refusals.words(loss), EventReason.SCRIPT_REFUSED)
-    place = mismatches.place(loss) if not follows and not mismatches.is_heard_late(job.status.restarts, loss) else None
+        return Fail(FailedReason.SCRIPT_REFUSED, refusals.message(loss), EventReason.SCRIPT_REFUSED)
+    location = mismatches.location(loss) if not follows and not mismatches.is_late(job.status.restarts, loss) else None
     if (
-        place
+        location
         and reporting
         and mismatches.is_final(job.status.restarts, loss, step)
         and _rule(job.spec.recovery, loss) is None
     ):
-        return Fail(FailedReason.SCRIPT_REFUSED, mismatches.words(loss), EventReason.SCRIPT_REFUSED)
+        return Fail(FailedReason.SCRIPT_REFUSED, mismatches.message(loss), EventReason.SCRIPT_REFUSED)
     elsewhere = start_failures.runs_elsewhere(snapshot, loss.index, loss.pod)
     if loss.cannot_start and not elsewhere and not start_failures.has_run(snapshot):
         return _at_start(snapshot.now, job.spec.recovery, job.status.restarts, loss, follows)
     # Other workers run meanwhile. Either their steps are not known, or they do not train with the lost worker.
     alone = elsewhere and (step is None or _is_outside(snapshot, loss))
-    judged = decide(snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone)
-    if place and isinstance(judged, Restart):
-        return Restart(judged.restarts.model_copy(update={"mismatch": place}))
+    judged = judge_by_budget(
+        snapshot.now, job.spec.recovery, job.status.restarts, loss, step, reporting, follows, alone
+    )
+    if location and isinstance(judged, Restart):
+        return Restart(judged.restarts.model_copy(update={"mismatch": location}))
     return judged
 
 
@@ -84,7 +86,7 @@ def _is_outside(snapshot: Snapshot, loss: Loss) -> bool:
 def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss, follows: bool) -> Fail | Restart:
     """Judge the loss of a program that cannot start and never has. A matching rule of `spec.recovery` takes
     precedence."""
-    judged = decide(now, recovery, restarts, loss, None, False, follows)
+    judged = judge_by_budget(now, recovery, restarts, loss, None, False, follows)
     if isinstance(judged, Fail) or judged.restarts == restarts or _rule(recovery, loss) is not None:
         return judged
     tries = restarts.start_failures + 1
@@ -97,7 +99,7 @@ def _at_start(now: datetime, recovery: Recovery, restarts: Restarts, loss: Loss,
     return Restart(judged.restarts.model_copy(update={"start_failures": tries}))
 
 
-def decide(
+def judge_by_budget(
     now: datetime,
     recovery: Recovery,
     restarts: Restarts,
@@ -111,7 +113,7 @@ def decide(
 
     `step`: the highest step completed so far; None if no process ever reported one. `reporting`: whether the script
     reports at all. Without reports nothing is known about progress, so `noProgressLimit` cannot be applied. `alone`:
-    the loss says nothing about the other workers' progress, so only the restart budget counts it.
+    the loss is unrelated to the other workers' progress, so only the restart budget counts it.
     """
     charge = loss.charge
     match _rule(recovery, loss):
@@ -152,11 +154,11 @@ def _used_up(recovery: Recovery) -> str:
     return f"{number} {within} {'is' if allowed == 1 else 'are'} used up (spec.recovery.maxRestarts)"
 
 
-def held_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
+def back_off_until(now: datetime, recovery: Recovery, restarts: Restarts) -> datetime | None:
     """The time from which missing workers may be created, if that is later than `now`. Only a charged restart and a
     rejected pod are followed by a back-off, which is exponential."""
     back_off = recovery.backoff_seconds
-    starts = [rejections.held_until(restarts, back_off)]
+    starts = [rejections.back_off_until(restarts, back_off)]
     if restarts.last_at is not None and restarts.in_window > 0:
         seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
         starts.append(restarts.last_at + timedelta(seconds=seconds))
@@ -180,7 +182,7 @@ def _count(
 ) -> Restarts:
     progressed = step is not None and (old.last_step is None or step > old.last_step)
     without = 0 if progressed else old.without_progress
-    if loss.cause not in _SAYS_NOTHING_ABOUT_PROGRESS and not progressed and not alone:
+    if loss.cause not in _UNRELATED_TO_PROGRESS and not progressed and not alone:
         without += 1
     charged = charge is Charge.USER_CODE
     window_over = old.window_started_at is None or now - old.window_started_at > timedelta(

@@ -14,9 +14,9 @@ def when_nothing_is_wanted_yet(facts: Facts) -> Publish | None:
     if facts.roster.wanted > 0:
         return None
     if facts.published is None:
-        made = roster.opening(facts.snapshot, facts.wanted)
+        made = roster.initial(facts.snapshot, facts.wanted)
     else:
-        made = roster.revised(facts.snapshot, facts.roster, facts.wanted)
+        made = roster.successor(facts.snapshot, facts.roster, facts.wanted)
     message = f"creating {facts.wanted} workers"
     before = facts.job.status.condition(ConditionType.READY)
     resumed = before is not None and before.reason == ReadyReason.SUSPENDED

@@ -10,7 +10,7 @@ from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 
 
-def when_asked(facts: Facts) -> Publish | Keep | None:
+def when_suspended(facts: Facts) -> Publish | Keep | None:
     if not facts.job.spec.suspend:
         return None
     none = _none(facts)
@@ -23,6 +23,6 @@ def when_asked(facts: Facts) -> Publish | Keep | None:
 def _none(facts: Facts) -> roster.Roster:
     """The empty roster. A job that was created suspended (by a queue, for example) and never had pods needs none."""
     if facts.published is None:
-        return roster.opening(facts.snapshot, 0)
-    made = roster.revised(facts.snapshot, facts.roster, 0, facts.roster.workers, replaced=False)
-    return roster.caught_up(facts.snapshot, made)
+        return roster.initial(facts.snapshot, 0)
+    made = roster.successor(facts.snapshot, facts.roster, 0, facts.roster.workers, replaced=False)
+    return roster.raised_to_pods(facts.snapshot, made)

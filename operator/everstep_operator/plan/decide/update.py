@@ -1,5 +1,5 @@
-"""Replaces workers whose pods were made from an older spec: two programs in one world would train something that nobody
-wrote.
+"""Replaces workers whose pods were made from an older spec: two programs in one world would train a model that
+nobody wrote.
 
 A running job refuses such an edit. But a job may be suspended, edited and resumed before the operator looks, or the
 admission policy is off. Then its workers are replaced in one orderly change, as by a suspension: uncharged, with the
@@ -26,16 +26,16 @@ def when_the_backend_has_changed(facts: Facts) -> Publish | None:
 
 
 def when_workers_are_of_an_older_spec(facts: Facts) -> Publish | None:
-    # The workers that come back need all peers, so one that has succeeded has to come back with them.
+    # Replaced workers need all peers, so a worker that has succeeded is replaced with them.
     return _update(facts, facts.outdated | facts.succeeded) if facts.outdated else None
 
 
 def _update(facts: Facts, replaced: frozenset[int]) -> Publish:
-    what = "the world" if facts.roster.whole else list_of_workers(replaced)
-    message = f"the spec has changed: replacing {what}"
+    workers = "the world" if facts.roster.replaces_all else list_of_workers(replaced)
+    message = f"the spec has changed: replacing {workers}"
     if facts.wanted != facts.roster.wanted:
         message += f", and resizing from {facts.roster.wanted} to {facts.wanted} workers"
-    made = roster.revised(facts.snapshot, facts.roster, facts.wanted, replaced)
-    # What the old program did says nothing about the new one.
+    made = roster.successor(facts.snapshot, facts.roster, facts.wanted, replaced)
+    # Failures of the old program do not count for the new one.
     restarts = facts.job.status.restarts.model_copy(update={"start_failures": 0, "mismatch": None})
     return Publish(made, message, ReadyReason.UPDATING, Event(EventReason.WORKERS_UPDATED, message), restarts)

@@ -37,8 +37,8 @@ def render_plan(facts: Facts, decision: Decision) -> Plan:
             return _publish(state.with_roster(facts, decision.roster), decision)
         case Wait(after, message):
             observed = _status(facts)
-            told = job_events.of_status(facts.snapshot, observed)
-            return Plan(observed, (), told, Requeue(after, message), reason=message)
+            status_events = job_events.of_status(facts.snapshot, observed)
+            return Plan(observed, (), status_events, Requeue(after, message), reason=message)
         case Keep():
             return _keep(facts)
         case other:
@@ -49,15 +49,15 @@ def _publish(facts: Facts, change: Publish) -> Plan:
     """Publish the roster, and carry it out in the same pass. Pods that it keeps stay untouched."""
     made = _status(facts, change)
     convergence = converge.converge(facts, made.restarts)
-    told = () if change.event is None else (change.event,)
-    what = f"round {facts.roster.next_incarnation}" if facts.roster.whole else f"workers {facts.roster}"
+    own_events = () if change.event is None else (change.event,)
+    published = f"round {facts.roster.next_incarnation}" if facts.roster.replaces_all else f"workers {facts.roster}"
     return Plan(
         made,
         _stages(facts, convergence),
-        events=(*told, *job_events.of_pass(facts, made)),
+        events=(*own_events, *job_events.of_pass(facts, made)),
         requeue=convergence.requeue,
         publish=True,
-        reason=f"publish {what}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),
+        reason=f"publish {published}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),
     )
 
 
@@ -85,7 +85,7 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
         StageName.SIZES: converge.set_sizes(facts),
     }
     needs = {StageName.RELEASE: (StageName.SIZES,)}
-    if facts.roster.whole:
+    if facts.roster.replaces_all:
         needs[StageName.CREATE] = (StageName.NETWORK,)
     return staged(actions, needs)
 
@@ -94,14 +94,14 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
     verdict = ready_condition.verdict(facts)
     if change is not None and change.reason is not None:
         verdict = ready_condition.of_change(verdict, change.reason, change.message)
-    stored = facts.roster if facts.published is not None and not facts.roster.whole else None
+    stored = facts.roster if facts.published is not None and not facts.roster.replaces_all else None
     return job_status.render(
         facts.snapshot,
         verdict,
         world=world_status.render(facts),
         existing=len(facts.current),
         ready=facts.ready,
-        roster=None if stored is None else roster.write(roster.marked(stored, facts.current)),
+        roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
         restarts=change.restarts if change is not None else None,
         recoveries=_recoveries(facts, change),
     )
@@ -112,7 +112,7 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     if change is not None:
         return records if change.recovery is None else _opened(facts, change.recovery, records)
     # Under c10d all ranks of the round have reported a step, even if a readiness probe has not succeeded yet.
-    if not (facts.world.stands or facts.roster.whole) or _was_suspended_since(facts, records):
+    if not (facts.world.has_quorum or facts.roster.replaces_all) or _was_suspended_since(facts, records):
         return records
     full = facts.world.size >= facts.roster.wanted
     last_step = facts.job.status.restarts.last_step

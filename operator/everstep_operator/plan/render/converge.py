@@ -21,7 +21,7 @@ from everstep_operator.plan.stages import StageName
 from everstep_operator.plan.state import node_loss, sizing
 from everstep_operator.plan.state.facts import Facts
 
-# The commit log or the peers have all that a superseded worker holds, and its accelerators are needed at once.
+# The state of a superseded worker is in the commit log or at its peers, and its accelerators are needed at once.
 SURVIVOR_GRACE_SECONDS = 1
 REFUSED_RETRY = timedelta(seconds=15)
 
@@ -38,7 +38,7 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """`actions` by stage; `waits` says what is waited for, and is empty if nothing is."""
+    """`actions` by stage; `waits` names what is waited for; it is empty if nothing is."""
 
     actions: Mapping[StageName, Sequence[Action]]
     requeue: Requeue | None = None
@@ -49,24 +49,26 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     """The actions that leave exactly the roster's pods. `restarts`: the counters that the status will have."""
     snapshot, job = facts.snapshot, facts.job
     actions: dict[StageName, list[Action]] = {StageName.CLEAR: [], StageName.RELEASE: []}
-    for one in _superseded(facts):
-        if (removal := _remove(snapshot, one)) is not None:
-            healthy = one.released and not one.pod.finished and not node_loss.is_lost(snapshot, one.pod)
+    for superseded in _superseded(facts):
+        if (removal := _remove(snapshot, superseded)) is not None:
+            healthy = (
+                superseded.released and not superseded.pod.finished and not node_loss.is_lost(snapshot, superseded.pod)
+            )
             actions[StageName.RELEASE if healthy else StageName.CLEAR].append(removal)
     if snapshot.service_uid is None and facts.roster.workers:
         service = CreateService(object_names.service_name(job.name), pods.service(job), "workers need host names")
         actions[StageName.NETWORK] = [service]
     missing = _missing(facts)
-    # No event tells that a name is free again, or that there is quota.
-    taken = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
-    if taken is None and snapshot.object_refused is not None:
-        taken = Requeue(REFUSED_RETRY, "creates were refused")
+    # No event is sent when a name is free again, or when quota is available.
+    retry = Requeue(REFUSED_RETRY, "name taken") if snapshot.name_collisions else None
+    if retry is None and snapshot.object_refused is not None:
+        retry = Requeue(REFUSED_RETRY, "creates were refused")
     if not missing:
-        return Convergence(actions, taken)
+        return Convergence(actions, retry)
     if (older := waits.older_pods(facts)) is not None:
         again = Requeue(REFUSED_RETRY, "workers of an older spec end")
-        return Convergence(actions, again, f"waits until {older.words}")
-    start = restart_budget.held_until(snapshot.now, job.spec.recovery, restarts)
+        return Convergence(actions, again, f"waits until {older.description}")
+    start = restart_budget.back_off_until(snapshot.now, job.spec.recovery, restarts)
     if start is not None:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
@@ -75,9 +77,11 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         _create(facts, index, avoided) for index in missing[: snapshot.settings.max_pods_per_plan]
     ]
     # This is tried again in every pass, and after a while even without an observed change.
-    if taken is not None:
-        said = snapshot.name_collisions[0] if snapshot.name_collisions else waits.refused(snapshot.object_refused or "")
-        return Convergence(actions, taken, said)
+    if retry is not None:
+        obstacle = (
+            snapshot.name_collisions[0] if snapshot.name_collisions else waits.refused(snapshot.object_refused or "")
+        )
+        return Convergence(actions, retry, obstacle)
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
     return Convergence(actions)
@@ -86,7 +90,7 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
 def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
     """Set the sizes, if the agents' store is ours and holds other ones. While no workers are wanted, the last sizes
     stay."""
-    view, sizes = facts.view, sizing.present(facts.job.spec)
+    view, sizes = facts.round_view, sizing.present(facts.job.spec)
     if view is None or view.closed is not None or view.sizes == sizes or facts.job.spec.suspend:
         return ()
     why = "none were set before" if view.sizes is None else f"in place of {view.sizes}"
@@ -96,43 +100,43 @@ def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:
 def soonest(facts: Facts, *requeues: Requeue | None) -> Requeue | None:
     """When to plan again if no change is observed: at one of `requeues`, at the deadline, or to look again at a worker
     whose node is not ready or not seen."""
-    found = [requeue for requeue in requeues if requeue is not None]
+    candidates = [requeue for requeue in requeues if requeue is not None]
     if (due := completion.deadline(facts.snapshot)) is not None:
-        found.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
+        candidates.append(Requeue(due - facts.snapshot.now, "activeDeadlineSeconds"))
     for pod in facts.current.values():
         if (left := node_loss.until_lost(facts.snapshot, pod)) is not None:
             state = "ready" if pod.node in facts.snapshot.nodes else "seen"
-            found.append(Requeue(left, f"node {pod.node} is not {state}"))
-    return min(found, key=lambda requeue: requeue.after, default=None)
+            candidates.append(Requeue(left, f"node {pod.node} is not {state}"))
+    return min(candidates, key=lambda requeue: requeue.after, default=None)
 
 
 def _superseded(facts: Facts) -> list[Superseded]:
     job, roster = facts.job, facts.roster
     current = {p.uid for p in facts.current.values()}
     template_grace = pods.grace_seconds(job)
-    found = []
+    superseded = []
     for pod in facts.snapshot.pods:
         if pod.uid in current or not roster.supersedes(job.name, pod):
             continue
         if pod.uid in facts.outdated_pods and roster.wanted > 0:
-            # Nobody has lost it: it may commit what it has.
-            found.append(Superseded(pod, "it was made from an older spec", template_grace, released=True))
-        elif roster.whole:
+            # It is not lost: it may commit its state.
+            superseded.append(Superseded(pod, "it was made from an older spec", template_grace, released=True))
+        elif roster.replaces_all:
             # A worker of a past round has nothing to save. A worker of a suspended job is healthy, and may commit.
             suspended = roster.wanted == 0
             grace = template_grace if suspended else SURVIVOR_GRACE_SECONDS
             round_ = object_names.round_of_incarnation(pod.incarnation)
-            found.append(Superseded(pod, f"round {round_} is over", grace, released=suspended))
+            superseded.append(Superseded(pod, f"round {round_} is over", grace, released=suspended))
         elif pod.index in roster.workers:
-            found.append(Superseded(pod, "it was replaced", SURVIVOR_GRACE_SECONDS))
+            superseded.append(Superseded(pod, "it was replaced", SURVIVOR_GRACE_SECONDS))
         else:
-            # It is healthy, so it gets the time that its template asks for.
-            found.append(Superseded(pod, "it is not wanted any more", template_grace, released=True))
-    return found
+            # It is healthy, so it gets the grace period of its template.
+            superseded.append(Superseded(pod, "it is not wanted any more", template_grace, released=True))
+    return superseded
 
 
 def _missing(facts: Facts) -> list[int]:
-    """Create the workers that have no pod yet. A worker that had started and has no pod is lost: it comes back in
+    """Create the workers that have no pod yet. A worker that had started and has no pod is lost: it is created in
     another incarnation, or not at all."""
     if completion.ends(facts):
         return []
@@ -143,7 +147,7 @@ def _create(facts: Facts, index: int, avoided: Sequence[str]) -> CreatePod:
     job, roster, settings = facts.job, facts.roster, facts.snapshot.settings
     incarnation = roster.workers[index].number
     name = roster.name(job.name, index)
-    if not roster.whole:
+    if not roster.replaces_all:
         body = pods.avoid(pods.agent_pod(job, index, incarnation, settings), avoided)
         return CreatePod(name, index, incarnation, body, f"worker {index}{_not_on(avoided)}")
     round_ = roster.next_incarnation

@@ -19,32 +19,32 @@ from everstep_operator.plan.state.facts import Facts
 
 def actions(facts: Facts) -> tuple[Action, ...]:
     """Create the disruption budget that the job needs now, or delete one that it does not need."""
-    job, there = facts.job, facts.snapshot.disruption_budget
+    job, existing = facts.job, facts.snapshot.disruption_budget
     least = _least(facts)
     name = object_names.service_name(job.name)
-    if there is not None and there.min_available != least:
+    if existing is not None and existing.min_available != least:
         why = "no drain has to be held up" if least is None else f"it does not leave {least} workers"
-        return (DeleteDisruptionBudget(name, there.uid, why),)
-    if there is None and least is not None:
+        return (DeleteDisruptionBudget(name, existing.uid, why),)
+    if existing is None and least is not None:
         return (CreateDisruptionBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
     return ()
 
 
-def gone(snapshot: Snapshot) -> tuple[Action, ...]:
+def deletion(snapshot: Snapshot) -> tuple[Action, ...]:
     """Delete the disruption budget of a finished job."""
-    there = snapshot.disruption_budget
-    if there is None:
+    existing = snapshot.disruption_budget
+    if existing is None:
         return ()
-    return (DeleteDisruptionBudget(object_names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+    return (DeleteDisruptionBudget(object_names.service_name(snapshot.job.name), existing.uid, "the job is finished"),)
 
 
 def _least(facts: Facts) -> int | None:
     spec = facts.job.spec
     if spec.elastic is None or not spec.pod_disruption_budget or facts.roster.wanted == 0:
         return None
-    # A recovery with enough workers keeps the budget, so that it does not come and go with each loss.
+    # A recovery with enough workers keeps the budget, so that it is not deleted and created at each loss.
     recovers = facts.snapshot.disruption_budget is not None and facts.ready >= facts.sizes.minimum
-    return facts.sizes.minimum if facts.world.stands or recovers else None
+    return facts.sizes.minimum if facts.world.has_quorum or recovers else None
 
 
 def _body(job: JobView, name: str, least: int) -> dict[str, Any]:

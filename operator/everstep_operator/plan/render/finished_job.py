@@ -69,10 +69,10 @@ def fail(snapshot: Snapshot, failed: Failed) -> Plan:
 
 def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:
     """Delete the pods of a finished job that `podCleanup` names, and pods in which only side-cars run."""
-    return staged({StageName.CLEAN: _left_over(snapshot)})
+    return staged({StageName.CLEAN: _clean_up_actions(snapshot)})
 
 
-def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
+def _clean_up_actions(snapshot: Snapshot) -> tuple[Action, ...]:
     policy = snapshot.job.spec.pod_cleanup
     actions: list[Action] = []
     for pod in snapshot.pods:
@@ -87,7 +87,7 @@ def _left_over(snapshot: Snapshot) -> tuple[Action, ...]:
         actions.append(
             DeleteService(object_names.service_name(snapshot.job.name), snapshot.service_uid, "the job is finished")
         )
-    return (*actions, *disruption_budget.gone(snapshot), *network_policy.gone(snapshot))
+    return (*actions, *disruption_budget.deletion(snapshot), *network_policy.deletion(snapshot))
 
 
 def _side_cars_end_by(snapshot: Snapshot, pod: WorkerPod) -> datetime:
@@ -112,7 +112,8 @@ def _side_cars_may_end(snapshot: Snapshot) -> Requeue | None:
 
 def after_finish(snapshot: Snapshot) -> Plan:
     """The plan for a finished job: its pods are removed, and after its time to live the job. Its result never changes
-    again. If somebody has edited it, the status says that it was seen, and an event that it does nothing."""
+    again. If somebody has edited it, the status has the new generation, and an event explains that the edit has no
+    effect."""
     job = snapshot.job
     ttl, ended = job.spec.ttl_seconds_after_finished, job.status.completion_time
     status_, events = _after_edit(job)

@@ -12,50 +12,50 @@ from everstep_operator.plan.state.facts import Facts
 
 
 def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
-    """The events of a pass: everything that it found to be new."""
+    """The events of a pass: everything that is new."""
     return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
 
 
 def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     """Events of rounds that formed, recoveries that ended, slow ranks and commits."""
     before = snapshot.job.status
-    found = []
+    events = []
     if _formed(before.world, observed.world):
         world = observed.world
         number = world.round if world.formed_round is None else world.formed_round
         text = f"round {number} formed with {world.size} workers" if number else f"{world.size} workers are ready"
-        found.append(Event(EventReason.WORLD_FORMED, text))
+        events.append(Event(EventReason.WORLD_FORMED, text))
     if (
         observed.recoveries != before.recoveries
         and observed.recoveries
         and not recovery_record.is_open(observed.recoveries)
     ):
-        found += _recovered(snapshot, observed)
+        events += _recovered(snapshot, observed)
     slow = observed.progress.straggler
     if slow is not None and slow != before.progress.straggler:
-        found.append(Event(EventReason.STRAGGLER_DETECTED, slow))
-    return (*found, *_commits(snapshot, observed))
+        events.append(Event(EventReason.STRAGGLER_DETECTED, slow))
+    return (*events, *_commits(snapshot, observed))
 
 
 def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
     """Events of a job that begins to have too few workers to train, or no node for some of them."""
     before, ready = facts.job.status, observed.condition(ConditionType.READY)
-    found = []
-    # A job of a fixed size has lost a worker then, and another event says so.
+    events = []
+    # A job of a fixed size has lost a worker then, and another event reports it.
     waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM and facts.job.spec.elastic is not None
     if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
-        found.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
+        events.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
     stalled = observed.condition(ConditionType.STALLED)
     begins = _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED)
     if begins and ready_condition.starved(facts):
-        found.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
+        events.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
     elif begins and facts.snapshot.name_collisions:
-        found.append(Event(EventReason.NAME_TAKEN, facts.snapshot.name_collisions[0]))
+        events.append(Event(EventReason.NAME_TAKEN, facts.snapshot.name_collisions[0]))
     elif begins and stalled is not None and facts.snapshot.object_refused and facts.snapshot.create_refused is None:
-        found.append(Event(EventReason.CREATE_REFUSED, stalled.message))
+        events.append(Event(EventReason.CREATE_REFUSED, stalled.message))
     elif begins and stalled is not None:
-        found.append(Event(EventReason.WORKER_WAITS, stalled.message))
-    return tuple(found)
+        events.append(Event(EventReason.WORKER_WAITS, stalled.message))
+    return tuple(events)
 
 
 def _formed(before: World, now: World) -> bool:
@@ -74,7 +74,7 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     if done.rung == Rung.REGROW:
         return [Event(EventReason.WORKER_REPLACED, f"the world has its {observed.world.size} workers again")]
     size = f" with {observed.world.size} workers" if done.rung == Rung.SHRINK else ""
-    found = [
+    events = [
         Event(
             EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,
             f"training resumed{size} {recovery_record.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
@@ -84,8 +84,8 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     if (step := snapshot.progress.restored_step) is not None:
         took = snapshot.progress.restore_seconds or 0.0
         text = f"the state after step {step} was restored in {took:.1f} s"
-        found.append(Event(EventReason.RESTORED_FROM_CHECKPOINT, text))
-    return found
+        events.append(Event(EventReason.RESTORED_FROM_CHECKPOINT, text))
+    return events
 
 
 def _repeated(steps: int | None) -> str:
@@ -96,15 +96,15 @@ def _repeated(steps: int | None) -> str:
 
 def _commits(snapshot: Snapshot, observed: Status) -> list[Event]:
     before = snapshot.job.status
-    found = []
+    events = []
     committed = observed.checkpoint.last_committed_step
     if committed is not None and committed != before.checkpoint.last_committed_step:
-        found.append(Event(EventReason.CHECKPOINT_COMMITTED, f"committed step {committed}"))
+        events.append(Event(EventReason.CHECKPOINT_COMMITTED, f"committed step {committed}"))
     if observed.checkpoint.healthy is False and before.checkpoint.healthy is not False:
         seen = snapshot.progress
         if seen.checkpoint_error is None and seen.checkpoint_damaged is not None:
-            found.append(Event(EventReason.CHECKPOINT_CORRUPT, seen.checkpoint_damaged))
+            events.append(Event(EventReason.CHECKPOINT_CORRUPT, seen.checkpoint_damaged))
         else:
             message = seen.checkpoint_error or "a commit failed"
-            found.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message))
-    return found
+            events.append(Event(EventReason.CHECKPOINT_COMMIT_FAILED, message))
+    return events

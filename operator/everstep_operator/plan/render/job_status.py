@@ -177,10 +177,10 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     reason, message = verdict.reason, verdict.message[:MAX_MESSAGE]
     running = reason in (ReadyReason.RUNNING, ReadyReason.RUNNING_DEGRADED)
     over = reason in (ReadyReason.COMPLETE, ReadyReason.FAILED)
-    settled = running or over or (reason is ReadyReason.SUSPENDED and not snapshot.pods)
-    said: dict[ConditionType, tuple[bool, str, str]] = {
+    reconciled = running or over or (reason is ReadyReason.SUSPENDED and not snapshot.pods)
+    conditions: dict[ConditionType, tuple[bool, str, str]] = {
         ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
-        ConditionType.RECONCILING: (not settled, reason, message),
+        ConditionType.RECONCILING: (not reconciled, reason, message),
         ConditionType.STALLED: (
             verdict.stalled is not None or reason is ReadyReason.FAILED,
             "Stalled" if verdict.stalled else reason,
@@ -192,21 +192,21 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
         holds = reason is its_reason
-        said[type_] = (holds, reason, message if holds else otherwise)
+        conditions[type_] = (holds, reason, message if holds else otherwise)
     if verdict.failed is not None:
-        said[ConditionType.FAILED] = (True, verdict.failed, message)
+        conditions[ConditionType.FAILED] = (True, verdict.failed, message)
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         why = _UNUSABLE.get(seen.checkpoint_error.partition(":")[0], "CommitFailed")
-        said[ConditionType.CHECKPOINT_HEALTHY] = (False, why, seen.checkpoint_error[:MAX_MESSAGE])
+        conditions[ConditionType.CHECKPOINT_HEALTHY] = (False, why, seen.checkpoint_error[:MAX_MESSAGE])
     elif seen.checkpoint_damaged is not None:
-        said[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
+        conditions[ConditionType.CHECKPOINT_HEALTHY] = (False, "Damaged", seen.checkpoint_damaged[:MAX_MESSAGE])
     elif seen.committed_step is not None:
-        said[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
+        conditions[ConditionType.CHECKPOINT_HEALTHY] = (True, "Committed", "the last commit succeeded")
     old = {c.type: c for c in snapshot.job.status.conditions}
     made = {
         type_: _condition(old.get(type_), type_, status, why, text, snapshot)
-        for type_, (status, why, text) in said.items()
+        for type_, (status, why, text) in conditions.items()
     }
     return tuple(c for _, c in sorted({**old, **made}.items()))
 

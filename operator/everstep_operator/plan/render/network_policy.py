@@ -24,22 +24,22 @@ PROTOCOLS = ("TCP", "UDP", "SCTP")
 def actions(facts: Facts) -> tuple[Action, ...]:
     """Create the policy, or delete one that was made for other ports or is not wanted any more. It is created again
     once it is gone."""
-    job, there = facts.job, facts.snapshot.network_policy
+    job, existing = facts.job, facts.snapshot.network_policy
     name, ports = object_names.service_name(job.name), _ports(facts.snapshot)
-    if there is not None and there.open_ports != ports:
+    if existing is not None and existing.open_ports != ports:
         why = "no policy is wanted" if ports is None else f"it was made for other ports than {ports or 'none'}"
-        return (DeleteNetworkPolicy(name, there.uid, why),)
-    if there is None and ports is not None and facts.roster.wanted > 0:
+        return (DeleteNetworkPolicy(name, existing.uid, why),)
+    if existing is None and ports is not None and facts.roster.wanted > 0:
         return (CreateNetworkPolicy(name, _body(job, name, ports), "its workers alone reach each other"),)
     return ()
 
 
-def gone(snapshot: Snapshot) -> tuple[Action, ...]:
+def deletion(snapshot: Snapshot) -> tuple[Action, ...]:
     """Delete the policy of a finished job."""
-    there = snapshot.network_policy
-    if there is None:
+    existing = snapshot.network_policy
+    if existing is None:
         return ()
-    return (DeleteNetworkPolicy(object_names.service_name(snapshot.job.name), there.uid, "the job is finished"),)
+    return (DeleteNetworkPolicy(object_names.service_name(snapshot.job.name), existing.uid, "the job is finished"),)
 
 
 def _ports(snapshot: Snapshot) -> str | None:
@@ -68,7 +68,7 @@ def _body(job: JobView, name: str, ports: str) -> dict[str, Any]:
     workers = {"matchLabels": {labels.JOB_UID: job.uid}}
     rules: list[dict[str, Any]] = [{"from": [{"podSelector": workers}]}]
     if ports:
-        pairs = (one.split("/") for one in ports.split(","))
+        pairs = (port.split("/") for port in ports.split(","))
         rules.append({"ports": [{"port": int(number), "protocol": protocol} for number, protocol in pairs]})
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -43,8 +43,8 @@ def service(job: JobView) -> dict[str, Any]:
 
 def grace_seconds(job: JobView) -> int:
     """The seconds that the template gives a worker to end in order, or Kubernetes' default."""
-    told = job.spec.template.get("spec", {}).get("terminationGracePeriodSeconds")
-    return told if isinstance(told, int) and told >= 0 else DEFAULT_GRACE_SECONDS
+    configured = job.spec.template.get("spec", {}).get("terminationGracePeriodSeconds")
+    return configured if isinstance(configured, int) and configured >= 0 else DEFAULT_GRACE_SECONDS
 
 
 def worker_pod(job: JobView, index: int, round_: int, size: int, settings: Settings) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _pod(
         container["startupProbe"] = start_probe.probe(job.spec)
         identity = {**identity, env.JOINED_FILE: start_probe.joined_file(job.name, index, incarnation)}
     _inject_environment(container, job, identity, tuning or {})
-    for one in (container, *(spec.get("initContainers") or ())):
-        one.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    for any_container in (container, *(spec.get("initContainers") or ())):
+        any_container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _mount(spec, container, TOKEN_DIR, _token_volume())
     if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
@@ -118,7 +118,7 @@ def _pod(
                 labels.SPEC_HASH: pod_hash.of_spec(job.spec),
             },
             "annotations": {"kubectl.kubernetes.io/default-container": "worker", **(meta.get("annotations") or {})},
-            **({"finalizers": kept} if (kept := meta.get("finalizers")) else {}),
+            **({"finalizers": finalizers} if (finalizers := meta.get("finalizers")) else {}),
         },
         "spec": spec,
     }
@@ -145,16 +145,16 @@ def _inject_environment(
         "PET_MAX_RESTARTS": str(rendezvous.restarts_in_place(job)),
         "PET_MONITOR_INTERVAL": "0.1",
         "PYTHONUNBUFFERED": "1",
-        # A process that is asked to stop commits first. It gets its pod's grace period, not torchrun's 30 seconds.
+        # A process that is asked to stop commits first. It has its pod's grace period, not torchrun's 30 seconds.
         env.GRACE_SECONDS: str(grace_seconds(job)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_seconds(job)),
     }
     reserved = {*identity, *_FIELDS, env.ROUND, env.JOINED_FILE}
     theirs = [e for e in (container.get("env") or ()) if e.get("name") not in reserved]
-    taken = {e.get("name") for e in theirs}
-    if "PET_MAX_RESTARTS" in taken:
-        taken.add(env.MAX_RESTARTS)  # a user who sets the one means both
-    ours = {**identity, **{k: v for k, v in tuning.items() if k not in taken}}
+    user_names = {e.get("name") for e in theirs}
+    if "PET_MAX_RESTARTS" in user_names:
+        user_names.add(env.MAX_RESTARTS)  # a user who sets the one means both
+    ours = {**identity, **{k: v for k, v in tuning.items() if k not in user_names}}
     container["env"] = [
         *({"name": k, "valueFrom": {"fieldRef": {"fieldPath": path}}} for k, path in sorted(_FIELDS.items())),
         *({"name": k, "value": _literal(v)} for k, v in sorted(ours.items())),
@@ -178,7 +178,7 @@ def _literal(value: str) -> str:
 
 
 def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) -> dict[str, str]:
-    found = {
+    variables = {
         env.JOB_NAME: job.name,
         env.JOB_NAMESPACE: job.namespace,
         env.JOB_UID: job.uid,
@@ -187,17 +187,17 @@ def _everstep(job: JobView, index: int, incarnation: int, settings: Settings) ->
         env.INCARNATION: str(incarnation),
     }
     if settings.report_url:
-        found[env.REPORT_URL] = settings.report_url.rstrip("/") + REPORT_PATH
-        found[env.TOKEN_FILE] = f"{TOKEN_DIR}/token"
+        variables[env.REPORT_URL] = settings.report_url.rstrip("/") + REPORT_PATH
+        variables[env.TOKEN_FILE] = f"{TOKEN_DIR}/token"
     if (checkpoint := job.spec.checkpoint) is not None:
-        found[env.CHECKPOINT_URL] = checkpoint.url
-        found[env.CHECKPOINT_KEEP] = str(checkpoint.keep)
+        variables[env.CHECKPOINT_URL] = checkpoint.url
+        variables[env.CHECKPOINT_KEEP] = str(checkpoint.keep)
         if checkpoint.keep_every_steps is not None:
-            found[env.CHECKPOINT_KEEP_EVERY_STEPS] = str(checkpoint.keep_every_steps)
+            variables[env.CHECKPOINT_KEEP_EVERY_STEPS] = str(checkpoint.keep_every_steps)
         if checkpoint.keep_every_hours is not None:
-            found[env.CHECKPOINT_KEEP_EVERY_HOURS] = str(checkpoint.keep_every_hours)
+            variables[env.CHECKPOINT_KEEP_EVERY_HOURS] = str(checkpoint.keep_every_hours)
         if checkpoint.interval_seconds is not None:
-            found[env.CHECKPOINT_EVERY_SECONDS] = str(checkpoint.interval_seconds)
+            variables[env.CHECKPOINT_EVERY_SECONDS] = str(checkpoint.interval_seconds)
         if checkpoint.every_steps is not None:
-            found[env.CHECKPOINT_EVERY_STEPS] = str(checkpoint.every_steps)
-    return found
+            variables[env.CHECKPOINT_EVERY_STEPS] = str(checkpoint.every_steps)
+    return variables

@@ -21,14 +21,14 @@ CAPACITY_PATIENCE = timedelta(seconds=30)
 STALLED_AFTER = timedelta(minutes=5)
 # Reasons that stay until the changed world has taken its first step.
 _CHANGES = (ReadyReason.RECOVERING, ReadyReason.RESIZING, ReadyReason.UPDATING)
-_ASKED_FOR = (ReadyReason.RESIZING, ReadyReason.UPDATING)  # by an edit of the spec
+_BY_EDIT = (ReadyReason.RESIZING, ReadyReason.UPDATING)  # by an edit of the spec
 
 
 def trains(facts: Facts) -> bool:
     """Whether the world takes steps, as far as can be known."""
     reported = facts.snapshot.progress
     if reported.updated_at is None or reported.round == 0:
-        return True  # there are no reports, or stock torchrun did not tell its processes their round
+        return True  # there are no reports, or the processes of stock torchrun do not know their round
     since_loss = reported.trained_at is not None and (
         reported.lost_at is None or reported.trained_at > reported.lost_at
     )
@@ -36,19 +36,19 @@ def trains(facts: Facts) -> bool:
 
 
 def verdict(facts: Facts) -> Verdict:
-    """What the Ready condition says when nothing is being changed."""
+    """The content of the Ready condition when nothing is being changed."""
     wanted = facts.roster.wanted
     if wanted == 0:
-        left = f"{len(facts.snapshot.pods)} are ending" if facts.snapshot.pods else "no workers"
+        ending = f"{len(facts.snapshot.pods)} are ending" if facts.snapshot.pods else "no workers"
         stays = waits.not_ending(facts)
-        message = f"spec.suspend is true: {left}" + (f"; {stays}" if stays is not None else "")
+        message = f"spec.suspend is true: {ending}" + (f"; {stays}" if stays is not None else "")
         return Verdict(ReadyReason.SUSPENDED, message, stays, _quorum(facts, "the job is suspended"))
     why = blocked(facts)
     stalled = why if why is not None and _has_waited_long(facts) else _overstayed(facts) or waits.not_ending(facts)
-    return _of_standing(facts, why, stalled) if facts.world.stands else _of_broken(facts, why, stalled)
+    return _with_quorum(facts, why, stalled) if facts.world.has_quorum else _without_quorum(facts, why, stalled)
 
 
-def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+def _with_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     """The verdict if enough workers are in the world."""
     size, wanted = facts.world.size, facts.roster.wanted
     quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
@@ -56,7 +56,7 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     if before in _CHANGES and not trains(facts):
         counted = (
             f"{facts.ready}/{wanted} ready{_succeeded(facts)}"
-            if facts.roster.whole
+            if facts.roster.replaces_all
             else f"{size}/{wanted} in the round"
         )
         return Verdict(ReadyReason(before), f"{counted}, waiting for the first step", quorum=quorum)
@@ -67,42 +67,42 @@ def _of_standing(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
         stays = beside or waits.not_ending(facts)
         return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
-    changes = before in _ASKED_FOR and why is None
+    changes = before in _BY_EDIT and why is None
     reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
     return Verdict(reason, message, stalled, quorum)
 
 
-def _of_broken(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+def _without_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     """The verdict if the world has not formed yet, or has lost workers."""
-    reason = _reason_of_broken(facts)
+    reason = _reason_without_quorum(facts)
     recovers = reason in _CHANGES
-    waits = ", waiting for all workers" if facts.roster.whole and recovers else ""
+    waits = ", waiting for all workers" if facts.roster.replaces_all and recovers else ""
     counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}{_joining(facts)}"
     message = f"{counted}{waits}{_because(facts, why)}"
     return Verdict(reason, message, stalled, _quorum(facts, message))
 
 
-def _reason_of_broken(facts: Facts) -> ReadyReason:
-    there = facts.ready + len(facts.succeeded)
+def _reason_without_quorum(facts: Facts) -> ReadyReason:
+    ready_or_done = facts.ready + len(facts.succeeded)
     before = _reason_before(facts)
     if before == ReadyReason.UPDATING:
         return ReadyReason.UPDATING  # it has ended all workers on purpose: no quorum was lost
-    if facts.roster.whole and before in (ReadyReason.RECOVERING, ReadyReason.RESIZING):
+    if facts.roster.replaces_all and before in (ReadyReason.RECOVERING, ReadyReason.RESIZING):
         return ReadyReason(before)
-    if facts.roster.whole or facts.job.status.world.formed_at is None:
-        return ReadyReason.WAITING_FOR_QUORUM if there else ReadyReason.PENDING
-    if facts.job.spec.elastic is not None and there < facts.sizes.minimum:
+    if facts.roster.replaces_all or facts.job.status.world.formed_at is None:
+        return ReadyReason.WAITING_FOR_QUORUM if ready_or_done else ReadyReason.PENDING
+    if facts.job.spec.elastic is not None and ready_or_done < facts.sizes.minimum:
         return ReadyReason.WAITING_FOR_QUORUM
     return ReadyReason.RESIZING if before == ReadyReason.RESIZING else ReadyReason.RECOVERING
 
 
 def _quorum(facts: Facts, message: str) -> Quorum:
     """The quorum. Under c10d all workers are needed, and the condition says how many are ready."""
-    stands = facts.world.stands and facts.roster.wanted > 0
-    if not facts.roster.whole:
-        return Quorum(stands, message)
+    reached = facts.world.has_quorum and facts.roster.wanted > 0
+    if not facts.roster.replaces_all:
+        return Quorum(reached, message)
     done = f", {len(facts.succeeded)} have succeeded" if facts.succeeded else ""
-    return Quorum(stands, f"{facts.ready} of {facts.world.size} workers are ready{done}", "AllReady")
+    return Quorum(reached, f"{facts.ready} of {facts.world.size} workers are ready{done}", "AllReady")
 
 
 def _reason_before(facts: Facts) -> str | None:
@@ -125,16 +125,16 @@ def _joining(facts: Facts) -> str:
 
 
 def _because(facts: Facts, why: str | None) -> str:
-    said = why or _backs_off(facts)
-    if not said and (older := _outlived(facts)) is not None:
-        said = _awaits(older)
-    return f": {said}" if said else ""
+    reason = why or _backs_off(facts)
+    if not reason and (older := _outlived(facts)) is not None:
+        reason = _awaits(older)
+    return f": {reason}" if reason else ""
 
 
 def _backs_off(facts: Facts) -> str | None:
     """Says that missing workers are created later. The text stays the same until then."""
     job = facts.job
-    start = restart_budget.held_until(facts.snapshot.now, job.spec.recovery, job.status.restarts)
+    start = restart_budget.back_off_until(facts.snapshot.now, job.spec.recovery, job.status.restarts)
     if start is None or len(facts.current) >= facts.roster.wanted:
         return None
     return f"no worker is created before {start:%H:%M:%S} UTC, after failures (back-off)"
@@ -157,7 +157,7 @@ def _outlived(facts: Facts) -> OlderPods | None:
 
 
 def _awaits(older: OlderPods) -> str:
-    return f"no worker is created before {older.words}"
+    return f"no worker is created before {older.description}"
 
 
 def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:

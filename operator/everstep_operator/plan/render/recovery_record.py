@@ -56,10 +56,15 @@ def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ..
     """The records, with a new one if the world has its full size again after the newest recovery had shrunk it."""
     if not records or records[0].rung != Rung.SHRINK or is_open(records):
         return records
-    taken = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
+    milliseconds = _ms(progress.restored_at, progress.first_step_at) if progress.first_step_at is not None else None
     before = records[0]
     grown = RecoveryRecord(
-        at=now, cause=before.cause, worker=before.worker, node=before.node, rung=Rung.REGROW, first_step_ms=taken or 0
+        at=now,
+        cause=before.cause,
+        worker=before.worker,
+        node=before.node,
+        rung=Rung.REGROW,
+        first_step_ms=milliseconds or 0,
     )
     return (grown, *records)[:MAX_RECOVERIES]
 

@@ -15,7 +15,7 @@ from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import sizing
 
-# Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a fixed-size world knows whom to expect.
+# Stock c10d waits 30 s for late joiners and needs 15 s to notice a dead agent; a world of fixed size knows its members.
 _RENDEZVOUS_TUNING = {
     "last_call_timeout": 1,
     "keep_alive_interval": 1,
@@ -37,8 +37,8 @@ def restarts_in_place(job: JobView) -> int:
 
     With c10d never: so the operator decides, and charges each failure once, to its cause (ADR 0027). With the other
     backends a few times: torchrun counts a lost peer as a failure too, and without restarts each loss would end all
-    pods. Such restarts are neither charged nor judged. (`everstep-run` tells failures from lost peers, and has its own
-    number: `agent_limits`.)
+    pods. Such restarts are neither charged nor judged. (`everstep-run` distinguishes failures from lost peers, and has
+    a number of its own: `agent_limits`.)
     """
     return 0 if job.spec.rendezvous.backend is RendezvousBackend.C10D else min(FEW, job.spec.recovery.max_restarts)
 

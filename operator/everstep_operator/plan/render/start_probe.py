@@ -1,14 +1,14 @@
 """Makes the probe by which a pod is Ready when its worker has joined a round, and not when its container runs.
 
-With backend everstep the round store knows who is in a round. With c10d and etcd nobody tells the operator: torchrun
-runs nothing of ours, and its store dies with its round. But torchrun and everstep-run start the training processes when
-the round is complete, and not before. torchrun's have `TORCHELASTIC_RUN_ID` in their environment from their first
-moment. Those of everstep-run are forked, so its agent writes a file. A command in the container can see both, and needs
-only the shell and `grep` of the image.
+With backend everstep the round store knows who is in a round. With c10d and etcd the operator does not learn it:
+torchrun runs no code of ours, and its store ends with its round. But torchrun and everstep-run start the training
+processes when the round is complete, and not before. torchrun's have `TORCHELASTIC_RUN_ID` in their environment from
+their first moment. Those of everstep-run are forked, so its agent writes a file. A command in the container can see
+both, and needs only the shell and `grep` of the image.
 
-It is a start-up probe, which ends with its first success: later rounds cost nothing. One run of it waits all the time,
-because each failed run would be an event. Invariant: it never fails, because the kubelet would kill the container then.
-Where nothing can be seen (no `grep`, another user's processes, a program without a launcher), it succeeds once a
+It is a start-up probe, which ends with its first success: later rounds cost nothing. One run of it waits until
+then, because each failed run would be an event. Invariant: it never fails, because the kubelet would kill the container
+then. Where nothing can be seen (no `grep`, another user's processes, a program without a launcher), it succeeds once a
 rendezvous would have been given up: then the program runs without one.
 """
 

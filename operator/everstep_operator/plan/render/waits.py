@@ -1,7 +1,7 @@
-"""Says what keeps a job's workers from running: for how long already, and whether a person is needed.
+"""Describes what keeps a job's workers from running: since when, and whether a person is needed.
 
-Every wait has words. It is dated by its beginning and not by its length, so a status stays the same while nothing
-changes.
+Every wait has a description. It has the time of its beginning and not its length, so a status stays the same while
+nothing changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everstep_operator.plan.snapshot import WorkerPod
 from everstep_operator.plan.state import node_loss
 from everstep_operator.plan.state.facts import Facts
 
-# A kubelet kills a pod when its grace period is over. One that has not after this long needs a person.
+# A kubelet kills a pod when its grace period is over. A kubelet that has not done so after this time needs a person.
 OVERSTAYED = timedelta(seconds=60)
 # A pod that starts takes less than this where its image is on the node. Then its wait is shown.
 START_PATIENCE = timedelta(seconds=30)
@@ -27,15 +27,15 @@ class OlderPods:
     """Pods of an older spec that have still to end. `overstay`: one lives much longer than the grace period that it was
     given."""
 
-    words: str
+    description: str
     overstay: bool
 
 
 def older_pods(facts: Facts) -> OlderPods | None:
     """The pods of an older spec for whose end the creation of workers waits; None if there are none.
 
-    Until then they could meet their successors in one round, and a successor that opens the commit log would fence
-    their last commit off.
+    Until then they could be in one round with their successors, and a successor that opens the commit log would fence
+    off their last commit.
     """
     alive = sorted(
         (
@@ -48,8 +48,8 @@ def older_pods(facts: Facts) -> OlderPods | None:
     if not alive:
         return None
     more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
-    words = f"pod {alive[0].name}{more} of an older spec {'have' if more else 'has'} ended"
-    return OlderPods(words, any(overstays(facts, pod) for pod in alive))
+    description = f"pod {alive[0].name}{more} of an older spec {'have' if more else 'has'} ended"
+    return OlderPods(description, any(overstays(facts, pod) for pod in alive))
 
 
 def overstays(facts: Facts, pod: WorkerPod) -> bool:
@@ -63,8 +63,8 @@ def _patience_with_end(facts: Facts) -> timedelta:
     return timedelta(seconds=pods.grace_seconds(facts.job)) + OVERSTAYED
 
 
-def _overdue_at(facts: Facts, told: datetime) -> datetime:
-    return times.after(told, _patience_with_end(facts).total_seconds())
+def _overdue_at(facts: Facts, deleted_at: datetime) -> datetime:
+    return times.after(deleted_at, _patience_with_end(facts).total_seconds())
 
 
 def blocked(facts: Facts) -> str | None:
@@ -79,7 +79,7 @@ def blocked(facts: Facts) -> str | None:
         if pod.waiting is not None:
             return f"worker {index} has not started{_since(facts, pod)}: {pod.waiting}"
         if pod.unschedulable is not None:
-            return f"worker {index} cannot be scheduled{_since(facts, pod)}: {pod.unschedulable}{_held(facts)}"
+            return f"worker {index} cannot be scheduled{_since(facts, pod)}: {pod.unschedulable}{_or_ending_pod(facts)}"
         if pod.starting is not None and waited(facts, pod) >= START_PATIENCE:
             more = f"`kubectl describe pod {pod.name}` tells more"
             return f"worker {index} has not started{_since(facts, pod)}: {pod.starting}; {more}"
@@ -99,28 +99,28 @@ def not_ending(facts: Facts) -> str | None:
     if not overdue:
         return None
     current = {pod.uid for pod in facts.current.values()}
-    found = sorted((pod for pod in overdue if pod.uid not in current), key=lambda pod: pod.name)
-    if not found:
+    lingering = sorted((pod for pod in overdue if pod.uid not in current), key=lambda pod: pod.name)
+    if not lingering:
         return None
-    pod, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    pod, more = lingering[0], f" and {len(lingering) - 1} more" if len(lingering) > 1 else ""
     where = f" on {pod.node}" if pod.node else ""
-    told = f"was told to end{_moment(facts, pod.deleted_at, 'at')}, and its node has not ended it"
+    description = f"was told to end{_moment(facts, pod.deleted_at, 'at')}, and its node has not ended it"
     remedy = f"once the node is gone, `kubectl delete pod {pod.name} -n {facts.job.namespace} --force`"
-    return f"pod {pod.name}{where}{more} {told}; {remedy}"
+    return f"pod {pod.name}{where}{more} {description}; {remedy}"
 
 
 def until_overdue(facts: Facts) -> Requeue | None:
-    """When a pod that was told to end will have taken too long. No change would be observed then."""
-    told = [p.deleted_at for p in facts.snapshot.pods if p.deleted_at is not None and not p.finished]
-    ahead = [left for at in told if (left := _overdue_at(facts, at) - facts.snapshot.now) > timedelta(0)]
+    """When a pod that was asked to stop will have taken too long. No change would be observed then."""
+    deletions = [p.deleted_at for p in facts.snapshot.pods if p.deleted_at is not None and not p.finished]
+    ahead = [left for at in deletions if (left := _overdue_at(facts, at) - facts.snapshot.now) > timedelta(0)]
     # A moment later, since a pod is overdue only after that time.
     return Requeue(min(ahead) + timedelta(seconds=1), "a pod has not ended") if ahead else None
 
 
-def _held(facts: Facts) -> str:
+def _or_ending_pod(facts: Facts) -> str:
     """A pod that does not end may hold what the worker waits for."""
-    held = not_ending(facts)
-    return f"; {held}" if held is not None else ""
+    ending = not_ending(facts)
+    return f"; {ending}" if ending is not None else ""
 
 
 def _since(facts: Facts, pod: WorkerPod) -> str:

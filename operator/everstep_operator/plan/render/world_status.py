@@ -7,7 +7,7 @@ from everstep_operator.plan.state.facts import Facts
 
 
 def render(facts: Facts) -> World:
-    if facts.roster.whole:
+    if facts.roster.replaces_all:
         return _published(facts)
     world = _formed(facts)
     if facts.roster.wanted == 0:
@@ -20,7 +20,7 @@ def _published(facts: Facts) -> World:
     old, number = facts.job.status.world, facts.roster.next_incarnation
     if number > old.round:
         return World(round=number, size=len(facts.roster.workers), since=facts.snapshot.now)
-    if facts.world.stands and old.formed_at is None:
+    if facts.world.has_quorum and old.formed_at is None:
         return old.model_copy(update={"formed_at": facts.snapshot.now})
     return old
 
@@ -35,7 +35,7 @@ def _formed(facts: Facts) -> World:
     old, seen = facts.job.status.world, facts.world
     number = max(old.round, seen.round)
     is_new = old.formed_at is None or (old.formed_round, old.size) != (seen.round, seen.size)
-    if seen.stands and is_new:
+    if seen.has_quorum and is_new:
         at = facts.snapshot.now
         return World(round=number, size=seen.size, since=at, formed_at=at, formed_round=seen.round)
     return old.model_copy(update={"round": number})

@@ -9,7 +9,7 @@ import re
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells and launchers
 
-# Where torchrun's own words begin, after those of the program.
+# The first line of torchrun itself, after those of the program.
 _TORCHRUN = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: ")
 _LAUNCHER = re.compile(r"\[?[WEIF]\d{4} [\d:.]+ |[\d:.]+ everstep-run: |\{\"everstep\"")
 _RANK = re.compile(r"\[rank\d{1,6}\]:\s*")
@@ -33,13 +33,13 @@ def own_lines(message: str) -> list[str]:
     return [line for line in lines[:end] if line.strip() and not _LAUNCHER.match(line)]
 
 
-def telling(lines: list[str] | tuple[str, ...]) -> str:
+def error_line(lines: list[str] | tuple[str, ...]) -> str:
     """The last line that names an error; empty if none does."""
-    said = (_RANK.sub("", line.strip(), count=1) for line in reversed(lines))
-    return next((line for line in said if _ERROR.match(line[:300])), "")
+    stripped = (_RANK.sub("", line.strip(), count=1) for line in reversed(lines))
+    return next((line for line in stripped if _ERROR.match(line[:300])), "")
 
 
-def cannot_start(code: int, words: str) -> bool:
+def cannot_start(code: int, text: str) -> bool:
     """Whether the program would fail again in the same way: it does not exist, cannot be run or read, or lacks a
     module."""
-    return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(words[:1000]) is not None
+    return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(text[:1000]) is not None

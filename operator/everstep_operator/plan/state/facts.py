@@ -35,9 +35,9 @@ class Facts:
         return self.snapshot.job
 
     @property
-    def view(self) -> RoundView | None:
+    def round_view(self) -> RoundView | None:
         """The round store's document, where the agents form the rounds."""
-        return None if self.roster.whole else self.snapshot.world
+        return None if self.roster.replaces_all else self.snapshot.world
 
     @property
     def ready(self) -> int:
@@ -63,7 +63,7 @@ class Facts:
 def derive(snapshot: Snapshot) -> Facts:
     """The facts under the published roster."""
     published = roster.published(snapshot.job)
-    made = roster.nothing(snapshot.job) if published is None else published
+    made = roster.empty(snapshot.job) if published is None else published
     outdated = frozenset(pod.uid for pod in pod_hash.outdated(snapshot, snapshot.pods))
     return _derive(snapshot, published, made, outdated)
 

@@ -1,9 +1,9 @@
 """Finds which loss came first, why, and what caused it.
 
 When one training process dies, its peers' collectives fail a moment later and all of their pods end with exit code 1.
-The first cause must be found among these failures, because it decides what is charged and what `status.failure` says.
-The sources, best first: the worker library's record in the termination log; torchrun's failure summary in the last log
-lines; the kubelet's reason and exit code; the state of the pod and its node.
+The first cause must be found among these failures, because it decides what is charged and what `status.failure`
+contains. The sources, best first: the worker library's record in the termination log; torchrun's failure summary in the
+last log lines; the kubelet's reason and exit code; the state of the pod and its node.
 
 Invariant: a loss that the program did not cause is never charged to `spec.recovery.maxRestarts`.
 """
@@ -27,7 +27,7 @@ MAX_MESSAGE = sanitize.MAX_TEXT
 MAX_LINE = 500  # characters of a log line that a status keeps
 MAX_ERROR = termination.MAX_BRIEF  # and of an error; of a longer one the beginning, and the end with what to do
 MAX_READ = 2000  # of an error, before it is cut
-MAX_PLACE = 80  # and of a file's name with a line's number
+MAX_LOCATION = 80  # and of a file's name with a line's number
 SIGKILL, SIGTERM = 9, 15
 # The kubelet's reason for a container whose end it did not see, because the node or its runtime restarted.
 _END_NOT_SEEN = ("Unknown", "ContainerStatusUnknown")
@@ -113,9 +113,9 @@ class Loss:
     exit_code: int | None = None  # of the training process where it is known, else of the container
     at: datetime | None = None  # when it happened, if known
     log_lines: tuple[str, ...] = ()
-    cannot_start: bool = False  # it would fail in the same way again: see `decide.start_failures`
-    refusal: Refusal | None = None  # so would this, until the script is changed: see `decide.refusals`
-    unstarted: bool = False  # its container never began to run, so the program has shown nothing
+    cannot_start: bool = False  # a restart would fail in the same way: see `decide.start_failures`
+    refusal: Refusal | None = None  # a restart would be refused too, until the script is changed: see `decide.refusals`
+    unstarted: bool = False  # its container never began to run, so the loss shows nothing about the program
 
     @property
     def charge(self) -> Charge:
@@ -132,15 +132,15 @@ def losses_among(
 ) -> tuple[Loss, ...]:
     """Every lost worker, root cause first. `expected` maps the indices of the workers to whether the pod is known to
     have existed. If it is not, a missing pod has simply not been created yet."""
-    found = []
+    losses = []
     for index, was_there in expected.items():
         pod = current.get(index)
         if pod is None:
             if was_there:
-                found.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
+                losses.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
         elif (loss := _loss_of(snapshot, pod)) is not None:
-            found.append(replace(loss, unstarted=_is_unstarted(pod, loss)))
-    return root_cause_first(found)
+            losses.append(replace(loss, unstarted=_is_unstarted(pod, loss)))
+    return root_cause_first(losses)
 
 
 def _is_unstarted(pod: WorkerPod, loss: Loss) -> bool:
@@ -149,14 +149,13 @@ def _is_unstarted(pod: WorkerPod, loss: Loss) -> bool:
     return loss.cause is Cause.START_FAILED or not has_started(pod)
 
 
-def root_cause_first(found: Iterable[Loss]) -> tuple[Loss, ...]:
-    return tuple(sorted(found, key=_first_cause))
+def root_cause_first(losses: Iterable[Loss]) -> tuple[Loss, ...]:
+    return tuple(sorted(losses, key=_first_cause))
 
 
-# Causes of losses that cause no other loss, or may follow from one. A worker that was rejected, or did
-# not start, has met nobody. A worker that is
-# asked to stop makes its peers stop in order; a worker that dies breaks their collectives; a worker that cannot run is
-# waited for in vain.
+# Causes of losses that cause no other loss, or may follow from one. A worker that was rejected, or did not start, was
+# in no round. A worker that is asked to stop makes its peers stop in order; a worker that dies breaks their
+# collectives; peers wait without success for a worker that cannot run.
 _CONSEQUENCES = (Cause.REJECTED, Cause.START_TIMEOUT, Cause.PREEMPTED, Cause.PEER_LOST, Cause.PEER_MISSING)
 
 
@@ -177,7 +176,7 @@ def _loss_of(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
         node = snapshot.nodes.get(pod.node or "")
         return Loss(pod.index, Cause.NODE_LOST, detail, pod.name, pod.node, at=node.changed_at if node else None)
     if pod.reason == "Evicted":
-        detail = f"evicted by the kubelet{_said(pod)}"
+        detail = f"evicted by the kubelet{_kubelet_message(pod)}"
         return Loss(pod.index, Cause.EVICTED, detail, pod.name, pod.node, at=pod.deleted_at)
     if pod.disruption is not None:
         detail = f"disrupted: {pod.disruption}"
@@ -217,15 +216,15 @@ def _loss_by_kubelet(pod: WorkerPod) -> Loss:
     """Whatever its reason is, the kubelet does not end or reject a pod for what its program did."""
     if pod.exit is not None:
         cause = _ENDED_BY_KUBELET.get(pod.reason or "", Cause.EVICTED)
-        detail = f"ended by the kubelet: {pod.reason}{_said(pod)}"
+        detail = f"ended by the kubelet: {pod.reason}{_kubelet_message(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node, pod.exit.code, pod.exit.finished_at)
     cause = _NOT_RUN_BY_KUBELET.get(pod.reason or "", Cause.REJECTED)
     did = "rejected by the kubelet" if cause is Cause.REJECTED else "ended by the kubelet before it ran"
-    return Loss(pod.index, cause, f"{did}: {pod.reason}{_said(pod)}", pod.name, pod.node)
+    return Loss(pod.index, cause, f"{did}: {pod.reason}{_kubelet_message(pod)}", pod.name, pod.node)
 
 
-def _said(pod: WorkerPod) -> str:
-    """The kubelet's message. It names the resource that the node lacked, or the missing device."""
+def _kubelet_message(pod: WorkerPod) -> str:
+    """The kubelet's message, which names the resource or device that the node lacked; empty if there is none."""
     return f": {' '.join(pod.message.split()).rstrip('.')}" if pod.message else ""
 
 
@@ -235,7 +234,7 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
         return _loss_of_init(pod, pod.init_failure)
     if exit_ is None:
         cause = Cause.NODE_LOST if pod.reason == "NodeLost" else Cause.START_FAILED
-        detail = f"failed without running: {pod.reason or 'no reason given'}{_said(pod)}"
+        detail = f"failed without running: {pod.reason or 'no reason given'}{_kubelet_message(pod)}"
         return Loss(pod.index, cause, detail, pod.name, pod.node)
     record = _record(exit_.message)
     code = min(max(record.exit_code if record is not None else _process_exit_code(exit_), 0), 255)
@@ -250,11 +249,11 @@ def _loss_of_exit(pod: WorkerPod) -> Loss:
 def _loss_of_init(pod: WorkerPod, failed: InitFailure) -> Loss:
     """An init container is the user's own code, and its end is charged like that of the program."""
     lines = _tail(failed.message)
-    words = exit_text.telling(lines) or (lines[-1] if lines else "")
+    error = exit_text.error_line(lines) or (lines[-1] if lines else "")
     reason = f" ({failed.reason})" if failed.reason and failed.reason != "Error" else ""
     detail = f"init container {failed.container} ended with exit code {failed.code}{reason}"
-    detail += f": {words}" if words else ""
-    hopeless = exit_text.cannot_start(failed.code, words)
+    detail += f": {error}" if error else ""
+    hopeless = exit_text.cannot_start(failed.code, error)
     code = min(max(failed.code, 0), 255)
     return Loss(pod.index, Cause.START_FAILED, detail, pod.name, pod.node, code, failed.finished_at, lines, hopeless)
 
@@ -275,8 +274,8 @@ def _record(message: str | None) -> _Record | None:
 
     The message is untrusted text: anything odd in it is ignored.
     """
-    found = [r for line in (message or "")[:MAX_MESSAGE].splitlines() if (r := _record_of(line)) is not None]
-    return min(found, key=lambda r: r.peer_lost, default=None)
+    records = [r for line in (message or "")[:MAX_MESSAGE].splitlines() if (r := _record_of(line)) is not None]
+    return min(records, key=lambda r: r.peer_lost, default=None)
 
 
 def _record_of(line: str) -> _Record | None:
@@ -302,7 +301,7 @@ def _refusal(body: Mapping[str, object]) -> Refusal | None:
     """Workers that are older than this field do not write it."""
     if not termination.is_early(body.get("refused_after")):
         return None
-    return Refusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_PLACE))
+    return Refusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_LOCATION))
 
 
 def _process_exit_code(exit_: Exit) -> int:
@@ -345,15 +344,15 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
         return f"ended by signal {code - 128}"
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
     # For a container that never ran, the message is the runtime's, in one sentence.
-    words = lines[-1] if exit_.reason in _NEVER_RAN and lines else exit_text.telling(lines)
-    return f"exit code {code}{reason}" + (f": {words}" if words else "")
+    error = lines[-1] if exit_.reason in _NEVER_RAN and lines else exit_text.error_line(lines)
+    return f"exit code {code}{reason}" + (f": {error}" if error else "")
 
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
     """The last lines that the program wrote; the launcher's last lines if the program wrote nothing."""
     # Secrets are hidden before the text is cut into lines, because a key has many lines.
-    kept = "\n".join(redact.lines((message or "")[:MAX_MESSAGE].splitlines()))
-    text = exit_text.own_lines(kept) or [line for line in kept.splitlines() if line.strip()]
+    redacted = "\n".join(redact.lines((message or "")[:MAX_MESSAGE].splitlines()))
+    text = exit_text.own_lines(redacted) or [line for line in redacted.splitlines() if line.strip()]
     return tuple(_shown(line) for line in text[-lines:])
 
 

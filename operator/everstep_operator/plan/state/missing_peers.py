@@ -1,11 +1,11 @@
-"""Tells workers that gave up because others could not run from workers that failed to meet.
+"""Separates workers that gave up because others could not run from workers that ran together and formed no round.
 
-A worker that waits for a peer without a node, quota or image ends after `spec.rendezvous.joinTimeoutSeconds`. It did
-nothing wrong, and its end says nothing about whether the program can take a step. Without this distinction 30 minutes
-without capacity would end a healthy job.
+A worker that waits for a peer without a node, quota or image ends after `spec.rendezvous.joinTimeoutSeconds`. Its
+program did not fail, and may be able to take a step. Without this distinction 30 minutes without capacity would end a
+healthy job.
 
-Invariant: workers that are enough for a round, and that all ran while one of them waited, are never excused. So
-workers that something else keeps apart still end their job by `spec.recovery.noProgressLimit`.
+Invariant: workers that are enough for a round, and that all ran while one of them waited, are never excused. So a
+job whose workers cannot reach each other still ends by `spec.recovery.noProgressLimit`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def excused(
 ) -> tuple[Loss, ...]:
     """The losses, with the cause PeerMissing where a worker waited in vain for others that could not run."""
     patience = _patience(snapshot.job.spec)
-    found = tuple(_excused(snapshot, roster, current, sizes, loss, patience) for loss in lost)
-    return found if found == lost else root_cause_first(found)
+    judged = tuple(_excused(snapshot, roster, current, sizes, loss, patience) for loss in lost)
+    return judged if judged == lost else root_cause_first(judged)
 
 
 def _excused(
@@ -65,10 +65,10 @@ def _patience(spec: TrainingJobSpec) -> timedelta:
 
 def _waited(snapshot: Snapshot, roster: Roster, loss: Loss) -> bool:
     """Whether the worker ended because it waited too long for others. Under c10d a worker that cannot reach worker 0,
-    which has the store, says that it lost a peer. In a round that has never been complete there was none to lose."""
+    which has the store, reports a lost peer. In a round that was never complete there was no peer to lose."""
     if loss.cause is Cause.RENDEZVOUS_TIMEOUT:
         return True
-    return roster.whole and loss.cause is Cause.PEER_LOST and snapshot.job.status.world.formed_at is None
+    return roster.replaces_all and loss.cause is Cause.PEER_LOST and snapshot.job.status.world.formed_at is None
 
 
 def _ran(pod: WorkerPod | None, since: datetime, started: bool) -> bool:

@@ -4,8 +4,8 @@ Three facts differ. A node object that was deleted is gone. A node of which Kube
 kubelet has not answered for the whole grace period of the node controller. A node of which the kubelet itself says
 `False` is alive, and so, most likely, are its containers: a network plugin was restarted, or the runtime is slow.
 
-A worker that answers is never lost by what is said of its node. Invariant: each wait has an end, and `until_lost` says
-when to look again, because nothing that is observed tells that a wait is over.
+A worker that answers is never lost because of its node's state. Invariant: each wait has an end, and `until_lost` gives
+the time of the next check, because no event marks the end of a wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_READY_GRACE = timedelta(seconds=60)
 NODE_SEEN_WITHIN = timedelta(seconds=30)
 # Under c10d a step needs all ranks, so a report that is not older than this shows that all workers live.
 STEPPED_WITHIN = timedelta(seconds=5)
-LOOK = timedelta(seconds=2)  # how often it is looked again at a worker on a node that is not ready
+LOOK = timedelta(seconds=2)  # between two checks of a worker on a node that is not ready
 _TAINTS = {
     NodeHealth.NOT_READY: "node.kubernetes.io/not-ready",
     NodeHealth.SILENT: "node.kubernetes.io/unreachable",
@@ -98,8 +98,8 @@ def _is_fresh(at: datetime | None, now: datetime) -> bool:
 def _tolerated(template: Mapping[str, Any], taint: str) -> int | None:
     """The `tolerationSeconds` that the template itself has for a taint. (Every pod has some: the API server adds 300.)
 
-    A toleration without seconds, or of every taint, says where a pod may be scheduled. Taken literally, it would keep
-    the workers of a dead node for ever.
+    A toleration without seconds, or of every taint, is about where a pod may be scheduled. Taken literally, it would
+    keep the workers of a dead node for ever.
     """
     spec = template.get("spec")
     listed = spec.get("tolerations") if isinstance(spec, Mapping) else None

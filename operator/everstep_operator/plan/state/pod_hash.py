@@ -65,14 +65,14 @@ def outdated(snapshot: Snapshot, pods: Iterable[WorkerPod]) -> tuple[WorkerPod, 
 
 def _without(defaults: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are set and differ from these."""
-    found = {}
+    different = {}
     for key, child in value.items():
         default = defaults.get(key)
         if isinstance(child, Mapping) and isinstance(default, Mapping):
-            found[key] = _without(default, child)
+            different[key] = _without(default, child)
         elif child is not None and child != default:
-            found[key] = child
-    return found
+            different[key] = child
+    return different
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,11 +1,11 @@
 """The roster: the published workers of a job, and the incarnation of each.
 
 A worker is replaced by raising its incarnation here, in the status, before anything is done to pods. Where the agents
-form the rounds, one worker is replaced alone. Under c10d a roster is *whole*: every change gives all workers the same
-new incarnation, which is a new round (ADR 0027).
+form the rounds, one worker is replaced alone. Under c10d every change gives all workers the same new
+incarnation, which is a new round (ADR 0027).
 
 Invariants: which pods should exist follows from the roster alone. The incarnation of an index never falls. An index
-that comes back after it was taken out gets an incarnation above all that were taken out, so a name is never used twice.
+that is added again gets an incarnation above all that were removed, so a name is never used twice.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Incarnation:
 class Roster:
     """`wanted`: the number of workers that it was made for. It has fewer if lost workers are not replaced.
 
-    `whole`: any change replaces all workers. Then its round is `next_incarnation`, which is one more than the
-    incarnation of its workers. That holds for a roster without workers too.
+    `replaces_all`: any change replaces all workers, as under c10d. Then the round is `next_incarnation`, which is one
+    more than the incarnation of the workers. That holds for a roster without workers too.
     """
 
     wanted: int = 0
     next_incarnation: int = 0
     workers: Mapping[int, Incarnation] = field(default_factory=dict)  # by index, in order
-    whole: bool = False
+    replaces_all: bool = False
 
     def name(self, job: str, index: int) -> str:
         return object_names.pod_name(job, index, self.workers[index].number)
@@ -53,7 +53,7 @@ class Roster:
 
     def is_of_its_backend(self, pod: WorkerPod) -> bool:
         """A pod of another backend, which the job had before it was suspended, can never be one of these workers."""
-        return (pod.round is not None) == self.whole
+        return (pod.round is not None) == self.replaces_all
 
     def supersedes(self, job: str, pod: WorkerPod) -> bool:
         """Whether the pod belongs neither to this roster nor to a later one: it was replaced or taken out, or somebody
@@ -75,22 +75,22 @@ class Roster:
 def published(job: JobView) -> Roster | None:
     """The roster of a job's status; None if there never was one. Under c10d `status.world` is the roster."""
     if job.spec.rendezvous.backend is not RendezvousBackend.C10D:
-        return None if job.status.roster is None else read(job.status.roster)
+        return None if job.status.roster is None else from_status(job.status.roster)
     world = job.status.world
     if world.round == 0:
         return None
     worker = Incarnation(object_names.incarnation_of_round(world.round), started=world.formed_at is not None)
-    return Roster(world.size, world.round, dict.fromkeys(range(world.size), worker), whole=True)
+    return Roster(world.size, world.round, dict.fromkeys(range(world.size), worker), replaces_all=True)
 
 
-def nothing(job: JobView) -> Roster:
-    """The roster of a job for which nothing was published yet."""
-    return Roster(whole=job.spec.rendezvous.backend is RendezvousBackend.C10D)
+def empty(job: JobView) -> Roster:
+    """The roster of a job for which none was published yet."""
+    return Roster(replaces_all=job.spec.rendezvous.backend is RendezvousBackend.C10D)
 
 
-def read(stored: api.Roster | None) -> Roster:
-    """The roster as stored. Somebody may have edited it: the types bound its values, and of two ranges with one index
-    the first counts."""
+def from_status(stored: api.Roster | None) -> Roster:
+    """The roster as stored. Somebody may have edited it: the types bound its values. If two ranges have the same
+    index, the first one counts."""
     if stored is None:
         return Roster()
     workers: dict[int, Incarnation] = {}
@@ -100,7 +100,7 @@ def read(stored: api.Roster | None) -> Roster:
     return Roster(stored.wanted, stored.next_incarnation, dict(sorted(workers.items())))
 
 
-def write(roster: Roster) -> api.Roster:
+def to_status(roster: Roster) -> api.Roster:
     """The stored form of the roster. Neighbours in the same incarnation are one range."""
     ranges = tuple(
         api.WorkerRange(first=first, last=last, incarnation=worker.number, started=worker.started)
@@ -109,57 +109,68 @@ def write(roster: Roster) -> api.Roster:
     return api.Roster(wanted=roster.wanted, next_incarnation=roster.next_incarnation, workers=ranges)
 
 
-def opening(snapshot: Snapshot, wanted: int) -> Roster:
-    """The first roster, or the replacement of a roster that somebody deleted. Existing pods are kept, unless it is
-    whole."""
+def initial(snapshot: Snapshot, wanted: int) -> Roster:
+    """The first roster, or the replacement of a roster that somebody deleted. Existing pods are kept, unless every
+    change replaces all workers."""
     job = snapshot.job
-    none = nothing(job)
-    pods = _named(snapshot, none)
-    newest = _newest(pods)
+    none = empty(job)
+    pods = _pods_of_our_names(snapshot, none)
+    newest = _newest_incarnations(pods)
     # Every incarnation that a c10d round used is smaller than the round's number.
-    base = max(min(job.status.world.round, _limit(none)), _unused(snapshot, none, newest))
-    if none.whole:
-        return _renewed(none, wanted, base) if wanted else replace(none, next_incarnation=base)
-    kept = {p.index: p.incarnation for p in pods if none.is_of_its_backend(p)}
-    kept = {index: n for index, n in kept.items() if n == newest[index]}
-    workers = {index: Incarnation(kept.get(index, base)) for index in range(wanted)}
-    taken_out = [_after(n, none) for index, n in newest.items() if index not in workers]
+    base = max(min(job.status.world.round, _greatest_incarnation(none)), _unused_incarnation(snapshot, none, newest))
+    if none.replaces_all:
+        return _with_all_replaced(none, wanted, base) if wanted else replace(none, next_incarnation=base)
+    existing = {p.index: p.incarnation for p in pods if none.is_of_its_backend(p)}
+    existing = {index: n for index, n in existing.items() if n == newest[index]}
+    workers = {index: Incarnation(existing.get(index, base)) for index in range(wanted)}
+    taken_out = [_incarnation_after(n, none) for index, n in newest.items() if index not in workers]
     return Roster(wanted, max([base, *taken_out]), workers)
 
 
-def caught_up(snapshot: Snapshot, roster: Roster) -> Roster:
-    """The roster, raised to the incarnations of existing pods: an edited status must not bring an older pod back."""
-    pods = _named(snapshot, roster)
-    least, newest = _least(pods, roster), _newest(pods)
+def raised_to_pods(snapshot: Snapshot, roster: Roster) -> Roster:
+    """The roster, raised to the incarnations of existing pods: an edited status must not create an older pod again."""
+    pods = _pods_of_our_names(snapshot, roster)
+    least, newest = _least_incarnations(pods, roster), _newest_incarnations(pods)
     workers = {
         index: worker if least.get(index, -1) <= worker.number else Incarnation(least[index])
         for index, worker in roster.workers.items()
     }
-    beyond = [_after(incarnation, roster) for index, incarnation in newest.items() if index not in workers]
+    beyond = [_incarnation_after(incarnation, roster) for index, incarnation in newest.items() if index not in workers]
     made = replace(roster, workers=workers, next_incarnation=max([roster.next_incarnation, *beyond]))
-    if not roster.whole:
+    if not roster.replaces_all:
         return made
-    number = _unused(snapshot, roster, newest)
-    return _renewed(roster, roster.wanted, number) if made != roster or number > roster.next_incarnation else roster
+    number = _unused_incarnation(snapshot, roster, newest)
+    return (
+        _with_all_replaced(roster, roster.wanted, number)
+        if made != roster or number > roster.next_incarnation
+        else roster
+    )
 
 
-def revised(
+def successor(
     snapshot: Snapshot, roster: Roster, wanted: int, lost: Collection[int] = (), *, replaced: bool = True
 ) -> Roster:
-    """The roster for `wanted` workers, with the lost ones `replaced` or given up. A smaller roster loses its highest
-    indices; a larger one gets the lowest free ones. Workers that were given up stay away until `wanted` changes."""
-    if roster.whole:
+    """The roster for `wanted` workers, with the lost ones `replaced` or left out. A smaller roster loses its highest
+    indices; a larger one gets the lowest free ones. Workers that were left out are created again only when `wanted`
+    changes."""
+    if roster.replaces_all:
         if not lost and wanted == roster.wanted:
             return roster
-        return _renewed(roster, wanted, _unused(snapshot, roster, _newest(_named(snapshot, roster))))
+        return _with_all_replaced(
+            roster,
+            wanted,
+            _unused_incarnation(snapshot, roster, _newest_incarnations(_pods_of_our_names(snapshot, roster))),
+        )
     workers: dict[int, Incarnation] = {}
     for index, worker in roster.workers.items():
         if index not in lost:
             workers[index] = worker
         elif replaced:
-            workers[index] = Incarnation(_after(worker.number, roster))
+            workers[index] = Incarnation(_incarnation_after(worker.number, roster))
     workers = {index: workers[index] for index in sorted(workers)[:wanted]}
-    out = [_after(worker.number, roster) for index, worker in roster.workers.items() if index not in workers]
+    out = [
+        _incarnation_after(worker.number, roster) for index, worker in roster.workers.items() if index not in workers
+    ]
     following = max([roster.next_incarnation, *out])
     if replaced or wanted != roster.wanted:
         free = (index for index in count() if index not in workers)
@@ -168,7 +179,7 @@ def revised(
     return Roster(wanted, following, dict(sorted(workers.items())))
 
 
-def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
+def with_started(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
     """The roster, with `started` set for every worker whose container has begun to run."""
     workers = {
         index: worker
@@ -179,34 +190,35 @@ def marked(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:
     return replace(roster, workers=workers)
 
 
-def _renewed(roster: Roster, wanted: int, least: int) -> Roster:
-    """The next whole roster: all workers in one new incarnation. An empty roster uses a number up too, so that an
-    operator with an old view cannot bring the pods back."""
+def _with_all_replaced(roster: Roster, wanted: int, least: int) -> Roster:
+    """The next roster, with all workers in one new incarnation. An empty roster takes a number too, so that an operator
+    with an old view cannot create the pods again."""
     number = max(roster.next_incarnation, least)
-    return Roster(wanted, _after(number, roster), dict.fromkeys(range(wanted), Incarnation(number)), whole=True)
+    return Roster(
+        wanted, _incarnation_after(number, roster), dict.fromkeys(range(wanted), Incarnation(number)), replaces_all=True
+    )
 
 
-def _limit(roster: Roster) -> int:
-    """The greatest incarnation. That of a whole roster follows from the round, which may be any safe integer of
-    JSON."""
-    return SAFE_INT_MAX if roster.whole else api.MAX_INCARNATION
+def _greatest_incarnation(roster: Roster) -> int:
+    """The greatest incarnation. Under c10d it follows from the round, which may be any safe integer of JSON."""
+    return SAFE_INT_MAX if roster.replaces_all else api.MAX_INCARNATION
 
 
-def _after(incarnation: int, roster: Roster) -> int:
+def _incarnation_after(incarnation: int, roster: Roster) -> int:
     """The following incarnation. Only an edited status reaches the greatest one, which then stays."""
-    return min(incarnation + 1, _limit(roster))
+    return min(incarnation + 1, _greatest_incarnation(roster))
 
 
-def _unused(snapshot: Snapshot, roster: Roster, newest: Mapping[int, int]) -> int:
+def _unused_incarnation(snapshot: Snapshot, roster: Roster, newest: Mapping[int, int]) -> int:
     """An incarnation that no pod (`newest`), member of a round, or roster of another backend was ever seen in."""
-    members = () if roster.whole or snapshot.world is None else snapshot.world.members
-    other = read(snapshot.job.status.roster) if roster.whole else Roster()
+    members = () if roster.replaces_all or snapshot.world is None else snapshot.world.members
+    other = from_status(snapshot.job.status.roster) if roster.replaces_all else Roster()
     seen = [*newest.values(), *(incarnation for _, incarnation in members)]
     seen += [worker.number for worker in other.workers.values()]
-    return max(0, other.next_incarnation, _after(max(seen, default=-1), roster))
+    return max(0, other.next_incarnation, _incarnation_after(max(seen, default=-1), roster))
 
 
-def _newest(pods: Iterable[WorkerPod]) -> dict[int, int]:
+def _newest_incarnations(pods: Iterable[WorkerPod]) -> dict[int, int]:
     """The newest incarnation of each index that has a pod, of any backend."""
     newest: dict[int, int] = {}
     for pod in pods:
@@ -214,18 +226,19 @@ def _newest(pods: Iterable[WorkerPod]) -> dict[int, int]:
     return newest
 
 
-def _least(pods: Iterable[WorkerPod], roster: Roster) -> dict[int, int]:
+def _least_incarnations(pods: Iterable[WorkerPod], roster: Roster) -> dict[int, int]:
     """The least incarnation that each index may have, given the pods that exist."""
     least: dict[int, int] = {}
     for pod in pods:
-        number = pod.incarnation if roster.is_of_its_backend(pod) else _after(pod.incarnation, roster)
+        number = pod.incarnation if roster.is_of_its_backend(pod) else _incarnation_after(pod.incarnation, roster)
         least[pod.index] = max(least.get(pod.index, 0), number)
     return least
 
 
-def _named(snapshot: Snapshot, roster: Roster) -> list[WorkerPod]:
-    """The pods with one of our names. To compare the names of 1,000 pods takes a tenth of a pass: do it once."""
-    limit = _limit(roster)
+def _pods_of_our_names(snapshot: Snapshot, roster: Roster) -> list[WorkerPod]:
+    """The pods whose names follow from their labels. Comparing 1,000 names takes a tenth of a pass, so it is done
+    once."""
+    limit = _greatest_incarnation(roster)
     return [
         pod
         for pod in snapshot.pods

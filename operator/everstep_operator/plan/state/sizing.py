@@ -23,10 +23,10 @@ def wanted(spec: TrainingJobSpec) -> int:
 
 
 def present(spec: TrainingJobSpec) -> Sizes:
-    """The sizes that a round may have now. None exceeds the wanted size: agents would wait in vain for workers that
-    never come.
+    """The sizes that a round may have now. None exceeds the wanted size: agents would wait for workers that are
+    never created.
 
-    The round store tells these to the agents, because running agents were started with the sizes of an older spec.
+    The round store gives these to the agents, because running agents were started with the sizes of an older spec.
     """
     all_, most = bounds(spec), bounds(spec).largest(spec.replicas)
     return Sizes(all_.minimum, most, tuple(size for size in all_.allowed if size <= most))
