@@ -92,6 +92,7 @@ def test_hidden_state_by_which_it_trains_is_named_with_its_step(tmp_path: Path) 
     assert "hidden is not the same 2 tensors on rank" in shown
 
 
+@pytest.mark.long
 def test_average_that_nothing_reads_is_a_warning(tmp_path: Path) -> None:
     code, found, shown = rehearse(tmp_path, ANEW, "", "--at", "1@8:backward")
     assert [(one["kind"], one["certain"], one["names"]) for one in found] == [("held", False, ["average.shadow"])]
@@ -99,13 +100,13 @@ def test_average_that_nothing_reads_is_a_warning(tmp_path: Path) -> None:
     assert code == 0
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 def test_tensors_that_are_tracked_and_those_that_are_made_anew_give_no_finding(tmp_path: Path) -> None:
     code, found, _ = rehearse(tmp_path, ANEW, AVERAGE)
     assert (found, code) == ([], 0)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "names"),
     [
