@@ -29,7 +29,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser of the flags. `environ` is used only to show present values in the help text."""
     p = argparse.ArgumentParser(
         prog="everstep-operator",
-        description="Runs TrainingJobs of one Kubernetes cluster until it is told to stop. In a pod it uses the pod's "
+        description="Runs TrainingJobs of one Kubernetes cluster until it is stopped. In a pod it uses the pod's "
         "service account; elsewhere give --kubeconfig or --context, and --namespace.",
         epilog="Each setting can be given as the variable in brackets, too; a flag wins.",
         allow_abbrev=False,  # a flag that is added later must not change the meaning of a shortened one
@@ -54,10 +54,10 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Invocation:
     """Parse and check the arguments. Raises SettingsError or CredentialsError; ends Python for --help, --version and an
     unknown argument."""
-    given = parser(environ).parse_args(list(argv))
-    flags = {v.name: value for v in VARIABLES if (value := getattr(given, v.name)) is not None}
+    parsed = parser(environ).parse_args(list(argv))
+    flags = {v.name: value for v in VARIABLES if (value := getattr(parsed, v.name)) is not None}
     OperatorSettings.from_env(environ, flags)
-    cluster = look_up(find_source(environ, given.kubeconfig, given.context))
+    cluster = look_up(find_source(environ, parsed.kubeconfig, parsed.context))
     if not (flags.get(NAMESPACE.name) or environ.get(NAMESPACE.name)):
         if not isinstance(cluster.source, InCluster):
             raise SettingsError(

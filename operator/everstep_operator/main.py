@@ -1,4 +1,4 @@
-"""The operator's process: it reads the settings, connects the parts, and runs until it is told to stop."""
+"""The operator's process: it reads the settings, connects the parts, and runs until it is stopped."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Operator:
             relisted=metrics.relisted,
             network_policies=settings.job_network_policies,
         )
-        self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - which asks it in turn
+        self.leader_probe = LeaderProbe(lambda: self.elector.other_holder_address())  # noqa: PLW0108 - the elector is made below, with this probe
         self.elector = LeaderElector(
             clients.lease,
             namespace=settings.namespace,
@@ -139,7 +139,7 @@ class Operator:
             round_view=lambda job: view_of(self.rounds, job, is_new=self._is_new(job)),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,
-            rounds_hindered=lambda job: self.rounds.hindered(job_ref(job)),
+            rounds_write_failure=lambda job: self.rounds.write_failure(job_ref(job)),
         )
         EventHandlers(self.caches, self.queue, expectations, self.rounds)
         self.controller = Controller(
@@ -242,16 +242,16 @@ class Operator:
             await self._clock.sleep(METRICS_INTERVAL)
 
 
-async def _serve(asked: Invocation) -> None:
-    settings, clock, metrics = asked.settings, SystemClock(), Metrics()
-    async with connected(asked.cluster.source, WRITES.total, metrics.api_request) as clients:
+async def _serve(invocation: Invocation) -> None:
+    settings, clock, metrics = invocation.settings, SystemClock(), Metrics()
+    async with connected(invocation.cluster.source, WRITES.total, metrics.api_request) as clients:
         task = asyncio.create_task(Operator(clients, settings, metrics, clock).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
         log.info(
             "operator starts",
-            extra={"identity": settings.identity, "namespace": settings.namespace, "cluster": str(asked.cluster)},
+            extra={"identity": settings.identity, "namespace": settings.namespace, "cluster": str(invocation.cluster)},
         )
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -261,15 +261,15 @@ async def _serve(asked: Invocation) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `everstep-operator`."""
     try:
-        asked = read(sys.argv[1:] if argv is None else argv, os.environ)
+        invocation = read(sys.argv[1:] if argv is None else argv, os.environ)
     except (SettingsError, CredentialsError) as e:
         print(f"everstep-operator: {e}", file=sys.stderr)  # noqa: T201  # logging is not set up yet
         return 2
-    setup(asked.settings.log_level)
+    setup(invocation.settings.log_level)
     for unknown in variables.unknown(os.environ, [v.name for v in VARIABLES]):
         log.warning("%s", unknown)
     _allow_files()
-    asyncio.run(_serve(asked))
+    asyncio.run(_serve(invocation))
     return 0
 
 

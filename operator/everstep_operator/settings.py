@@ -61,7 +61,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Sources:
     """The sources of values: flags (by the name of their variable), then the environment."""
 
     environ: Mapping[str, str]
@@ -70,7 +70,7 @@ class Given:
     def text(self, name: str, default: str = "") -> str:
         return self.flags.get(name) or self.environ.get(name) or default
 
-    def spoken(self, name: str) -> str:
+    def source_of(self, name: str) -> str:
         """The flag or variable that the value came from."""
         flag = next((v.flag for v in VARIABLES if v.name == name), name)
         return flag if self.flags.get(name) else name
@@ -102,35 +102,35 @@ class OperatorSettings:
     ) -> OperatorSettings:
         """Read the settings. `flags` has values by the name of their variable. Raises SettingsError for the first wrong
         value."""
-        given = Given(environ, flags or {})
+        sources = Sources(environ, flags or {})
         defaults = {v.name: v.default for v in VARIABLES}
-        prefixes = given.text("EVERSTEP_CHECKPOINT_URL_PREFIXES")
-        level = given.text("EVERSTEP_LOG_LEVEL", defaults["EVERSTEP_LOG_LEVEL"])
+        prefixes = sources.text("EVERSTEP_CHECKPOINT_URL_PREFIXES")
+        level = sources.text("EVERSTEP_LOG_LEVEL", defaults["EVERSTEP_LOG_LEVEL"])
         if level.upper() not in LEVELS:
             raise SettingsError(
-                f"{given.spoken('EVERSTEP_LOG_LEVEL')}: {level!r} is not {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+                f"{sources.source_of('EVERSTEP_LOG_LEVEL')}: {level!r} is not {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
             )
 
-        policies = given.text("EVERSTEP_JOB_NETWORK_POLICIES", defaults["EVERSTEP_JOB_NETWORK_POLICIES"])
+        policies = sources.text("EVERSTEP_JOB_NETWORK_POLICIES", defaults["EVERSTEP_JOB_NETWORK_POLICIES"])
         if policies not in ("true", "false"):
             raise SettingsError(
-                f"{given.spoken('EVERSTEP_JOB_NETWORK_POLICIES')}: {policies!r} is neither true nor false"
+                f"{sources.source_of('EVERSTEP_JOB_NETWORK_POLICIES')}: {policies!r} is neither true nor false"
             )
 
         def number(name: str, low: int, high: int) -> int:
-            text = given.text(name, defaults[name])
+            text = sources.text(name, defaults[name])
             if not text.isdecimal() or not low <= int(text) <= high:
-                raise SettingsError(f"{given.spoken(name)}: {text!r} is not a whole number from {low} to {high}")
+                raise SettingsError(f"{sources.source_of(name)}: {text!r} is not a whole number from {low} to {high}")
             return int(text)
 
         return cls(
-            namespace=given.text("EVERSTEP_NAMESPACE", "default"),
-            pod_name=given.text("EVERSTEP_POD_NAME", socket.gethostname()),
-            pod_ip=given.text("EVERSTEP_POD_IP", defaults["EVERSTEP_POD_IP"]),
-            host=given.text("EVERSTEP_HOST"),
+            namespace=sources.text("EVERSTEP_NAMESPACE", "default"),
+            pod_name=sources.text("EVERSTEP_POD_NAME", socket.gethostname()),
+            pod_ip=sources.text("EVERSTEP_POD_IP", defaults["EVERSTEP_POD_IP"]),
+            host=sources.text("EVERSTEP_HOST"),
             port=number("EVERSTEP_PORT", 0, 65535),
             probe_port=number("EVERSTEP_PROBE_PORT", 0, 65535),
-            report_url=given.text("EVERSTEP_REPORT_URL"),
+            report_url=sources.text("EVERSTEP_REPORT_URL"),
             checkpoint_url_prefixes=tuple(p.strip() for p in prefixes.split(",") if p.strip()),
             job_network_policies=policies == "true",
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),

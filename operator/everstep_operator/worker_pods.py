@@ -38,10 +38,10 @@ def owner_key(obj: KubeObject) -> Key | None:
 
 def worker_labels(pod: Pod) -> WorkerLabels | None:
     """The worker that the labels name; None if they name none."""
-    found = pod.metadata.labels
+    pod_labels = pod.metadata.labels
     try:
-        index, incarnation = int(found[labels.WORKER_INDEX]), int(found[labels.INCARNATION])
-        return WorkerLabels(index, incarnation, int(found[labels.ROUND]) if labels.ROUND in found else None)
+        index, incarnation = int(pod_labels[labels.WORKER_INDEX]), int(pod_labels[labels.INCARNATION])
+        return WorkerLabels(index, incarnation, int(pod_labels[labels.ROUND]) if labels.ROUND in pod_labels else None)
     except (KeyError, ValueError):
         return None
 
@@ -51,7 +51,7 @@ def worker_container(pod: Pod) -> ContainerStatus | None:
     return next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
 
 
-# How the end of a container is told that the kubelet did not see, because the node or its runtime restarted.
+# The end of a container that the kubelet did not see, because the node or its runtime restarted.
 _NOT_SEEN = ContainerTerminated(exit_code=137, reason="ContainerStatusUnknown")
 
 
@@ -75,9 +75,9 @@ def disruption_target(pod: Pod) -> Condition | None:
 
 
 def stop_was_requested(pod: Pod) -> bool:
-    """Whether the pod is being deleted, or is about to be: what its program does from now on may be the answer.
+    """Whether the pod is being deleted, or is about to be: a program may end because of that.
 
-    `WorkerPod.stop_was_requested` says the same of a snapshot. A pod that the kubelet ended is told too.
+    `WorkerPod.stop_was_requested` says the same of a snapshot. That includes a pod that the kubelet ended.
     """
     by_kubelet = pod.status.phase == "Failed" and pod.status.reason not in ("", "NodeLost")
     return pod.metadata.deletion_timestamp is not None or disruption_target(pod) is not None or by_kubelet

@@ -20,30 +20,30 @@ ME = Tenant("me", "job", "pod")
 def test_whatever_three_namespaces_take_a_fourth_gets_a_fifth_of_all(wishes: list[tuple[Tenant, int]]) -> None:
     shares = Shares(1000)
     for tenant, amount in wishes * 5:
-        shares.take(tenant, amount)
+        shares.reserve(tenant, amount)
     mine = 0
     # Each of my pods has its part of what is free: what pods of one namespace can have together.
     for number in range(200):
-        mine += sum(shares.take(Tenant("me", f"job{number}", f"pod{number}")) for _ in range(10))
+        mine += sum(shares.reserve(Tenant("me", f"job{number}", f"pod{number}")) for _ in range(10))
     assert mine >= 195
 
 
 @given(st.lists(st.tuples(HOSTILE, st.integers(1, 40)), max_size=200), st.data())
 def test_what_is_given_back_is_forgotten(wishes: list[tuple[Tenant, int]], data: st.DataObject) -> None:
     shares = Shares(300)
-    held = [(tenant, amount) for tenant, amount in wishes if shares.take(tenant, amount)]
+    held = [(tenant, amount) for tenant, amount in wishes if shares.reserve(tenant, amount)]
     assert shares.used == sum(amount for _, amount in held) <= 300
     for tenant, amount in data.draw(st.permutations(held)):
-        shares.give_back(tenant, amount)
+        shares.release(tenant, amount)
     assert (shares.used, len(shares)) == (0, 0)
 
 
 def test_job_and_pod_leave_room_for_their_neighbours() -> None:
     shares = Shares(64)
-    pod = sum(shares.take(Tenant("a", "j1", "p1")) for _ in range(64))
-    others = sum(shares.take(Tenant("a", "j1", f"p{i}")) for i in range(2, 50) for _ in range(64))
-    job = sum(shares.take(Tenant("a", "j2", "p99")) for _ in range(64))
-    stranger = sum(shares.take(Tenant("b", "j", "p")) for _ in range(64))
+    pod = sum(shares.reserve(Tenant("a", "j1", "p1")) for _ in range(64))
+    others = sum(shares.reserve(Tenant("a", "j1", f"p{i}")) for i in range(2, 50) for _ in range(64))
+    job = sum(shares.reserve(Tenant("a", "j2", "p99")) for _ in range(64))
+    stranger = sum(shares.reserve(Tenant("b", "j", "p")) for _ in range(64))
     assert pod == 13
     assert others >= 8
     assert job >= 4
@@ -52,9 +52,9 @@ def test_job_and_pod_leave_room_for_their_neighbours() -> None:
 
 
 def test_one_alone_may_have_what_one_needs() -> None:
-    assert Shares(1).take(ME)
-    assert Shares(64).take(ME, 64)
-    assert not Shares(64).take(ME, 65)
+    assert Shares(1).reserve(ME)
+    assert Shares(64).reserve(ME, 64)
+    assert not Shares(64).reserve(ME, 65)
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.2), st.sampled_from(["p1", "p2"])), max_size=300))

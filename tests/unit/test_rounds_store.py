@@ -22,7 +22,7 @@ from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
 from everstep_operator.round_view import RoundView
-from everstep_operator.rounds.documents import Hindered, JobRef, RoundsRefused, RoundsUnavailable
+from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable, WriteFailure
 from everstep_operator.rounds.presence import Worker
 from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.worker_pods import stop_was_requested
@@ -399,11 +399,11 @@ async def test_name_of_a_new_jobs_document_that_somebody_else_has_is_said_until_
     assert rounds.view(stage.job, is_new=True) == RoundView(0)
     with pytest.raises(RoundsUnavailable, match="has a name that this job needs"):
         await rounds.of(stage.job).set_sizes(SIZES)
-    assert "digits-rounds" in (rounds.hindered(stage.job).taken or "")
+    assert "digits-rounds" in (rounds.write_failure(stage.job).name_taken or "")
     assert told == [stage.job]
     await stage.client.delete(CONFIGMAPS, NS, "digits-rounds")
     await rounds.of(stage.job).set_sizes(SIZES)
-    assert rounds.hindered(stage.job) == Hindered()
+    assert rounds.write_failure(stage.job) == WriteFailure()
     document = await stage.stored()
     assert document is not None
     assert document.sizes == SIZES
@@ -424,13 +424,13 @@ async def test_document_that_the_api_server_refuses_is_told_until_it_is_written(
     rounds = stage.operator(client)
     with pytest.raises(RoundsUnavailable, match="exceeded quota"):
         await change(rounds, stage.agents[0], STORY[0][1])
-    said = rounds.hindered(stage.job).refused
+    said = rounds.write_failure(stage.job).refused
     assert said is not None
     assert said.startswith("ConfigMap digits-rounds: ")
     assert "exceeded quota: small" in said
     refuses = False
     assert await change(rounds, stage.agents[0], STORY[0][1])
-    assert rounds.hindered(stage.job) == Hindered()
+    assert rounds.write_failure(stage.job) == WriteFailure()
 
 
 async def test_sizes_that_the_api_server_refuses_wake_the_job_once() -> None:

@@ -139,7 +139,7 @@ def test_each_request_is_begun_once_in_order_and_few_in_a_turn(asks: list[tuple[
             tick()
             continue
         asked.append((who, number))
-        if turns.ask(Flow(*who), lambda who=who, number=number: begin(who, number)):  # type: ignore[misc]
+        if turns.try_start(Flow(*who), lambda who=who, number=number: begin(who, number)):  # type: ignore[misc]
             begin(who, number)
     while len(turns):
         before = len(begun)
@@ -159,8 +159,8 @@ def test_newcomer_waits_for_no_more_than_one_request_of_each_other(waiting: list
     turns = FairQueue(soon.append)
     begun: list[str] = []
     for group, one in waiting:
-        turns.ask(Flow(group, one), lambda group=group: begun.append(group))  # type: ignore[misc]
-    if turns.ask(Flow("new", "p"), lambda: begun.append("new")):
+        turns.try_start(Flow(group, one), lambda group=group: begun.append(group))  # type: ignore[misc]
+    if turns.try_start(Flow("new", "p"), lambda: begun.append("new")):
         return
     while "new" not in begun:
         soon.popleft()()

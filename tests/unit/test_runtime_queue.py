@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from everstep_operator.kube.backoff import Backoff
 from everstep_operator.runtime.errors import QueueFull
-from everstep_operator.runtime.queue import FAIR, RECENT, KeyQueue, WorkQueue
+from everstep_operator.runtime.queue import RECENT, ROUTINE_SHARE, KeyQueue, WorkQueue
 from support.clocks.manual import ManualClock
 
 KEYS = st.sampled_from("abcde")
@@ -42,7 +42,7 @@ class Naive:
             self.ready.append(key)
 
     def take(self) -> str | None:
-        if self.routine and (not self.ready or self.taken >= FAIR - 1):
+        if self.routine and (not self.ready or self.taken >= ROUTINE_SHARE - 1):
             self.taken = 0
             return self.routine.pop(0)
         self.taken += bool(self.ready)
@@ -212,7 +212,7 @@ def test_news_come_before_what_is_only_looked_through_and_do_not_put_it_off_for_
     for news in range(1000, 1100):
         queue.add(news)
     taken = [queue.take(0.0) for _ in range(80)]
-    assert [key for key in taken if key is not None and key < 100] == list(range(80 // FAIR))
+    assert [key for key in taken if key is not None and key < 100] == list(range(80 // ROUTINE_SHARE))
 
 
 async def test_paused_queue_keeps_only_the_news_of_the_last_moments(clock: ManualClock) -> None:

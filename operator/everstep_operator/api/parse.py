@@ -40,13 +40,13 @@ def parse_status(raw: Mapping[str, Any] | None) -> Status:
     try:
         return Status.model_validate(known)
     except ValidationError as e:
-        places = [problem["loc"] for problem in e.errors(include_url=False, include_input=False)]
-    entries = {(where[0], where[1]) for where in places if len(where) > 1 and isinstance(where[1], int)}
-    fields = {where[0] for where in places} - {name for name, _ in entries}
-    kept = {name: value for name, value in known.items() if name not in fields}
+        invalid = [problem["loc"] for problem in e.errors(include_url=False, include_input=False)]
+    entries = {(where[0], where[1]) for where in invalid if len(where) > 1 and isinstance(where[1], int)}
+    fields = {where[0] for where in invalid} - {name for name, _ in entries}
+    valid = {name: value for name, value in known.items() if name not in fields}
     for name in {str(name) for name, _ in entries}:
-        kept[name] = [entry for at, entry in enumerate(known[name]) if (name, at) not in entries]
-    return Status.model_validate(kept)
+        valid[name] = [entry for at, entry in enumerate(known[name]) if (name, at) not in entries]
+    return Status.model_validate(valid)
 
 
 def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
     containers = spec.get("containers") if isinstance(spec, Mapping) else None
     if not isinstance(containers, list):
         return None
-    found = [c for c in containers if isinstance(c, Mapping) and c.get("name") == WORKER_CONTAINER]
-    return found[0] if len(found) == 1 else None
+    workers = [c for c in containers if isinstance(c, Mapping) and c.get("name") == WORKER_CONTAINER]
+    return workers[0] if len(workers) == 1 else None
 
 
 _TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "integer": int}
@@ -158,10 +158,10 @@ def _pod_field(template: Mapping[str, Any], name: str) -> Any:
 
 def _ours(name: str, why: str, *allowed: str) -> Check:
     values = ", ".join(f"'{value}'" for value in ("", *allowed))
-    given = " or ".join([*allowed, "absent"])
+    expected = " or ".join([*allowed, "absent"])
     return Check(
         cel=f"!has(self.template.spec.{name}) || self.template.spec.{name} in [{values}]",
-        message=f"spec.template.spec.{name} must be {given}: {why}",
+        message=f"spec.template.spec.{name} must be {expected}: {why}",
         field=f".template.spec.{name}",
         holds=lambda s: _pod_field(s.template, name) in (None, "", *allowed),
     )

@@ -324,11 +324,11 @@ class TrainingJobSpec(ApiModel):
     def _auto_is_known(self) -> TrainingJobSpec:
         if self.processes_per_replica == AUTO:
             try:
-                asked = self._devices()
+                count = self._devices()
             except devices.Uncountable as e:
                 raise FieldError(".processesPerReplica", f"auto {e}, such as 8") from None
-            if asked > MAX_PROCESSES:
-                problem = f"auto finds {asked} devices, and a worker has at most {MAX_PROCESSES} processes"
+            if count > MAX_PROCESSES:
+                problem = f"auto finds {count} devices, and a worker has at most {MAX_PROCESSES} processes"
                 raise FieldError(".processesPerReplica", problem)
         return self
 

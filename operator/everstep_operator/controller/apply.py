@@ -76,7 +76,7 @@ class _Refusals:
 
 class Applier:
     """`require_leading` raises when this replica may not write; `monotonic` is the clock of the expectations;
-    `set_sizes` tells the agents of a job their sizes; `is_superseded`: whether a newer spec of the job is known."""
+    `set_sizes` sets the sizes of a job's rounds; `is_superseded`: whether a newer spec of the job is known."""
 
     def __init__(
         self,
@@ -184,7 +184,9 @@ class Applier:
             case SetSizes():
                 try:
                     await self._set_sizes(job, action.sizes)
-                except WriteRefused:  # the rounds tell it to the next plan, which comes when other refusals are retried
+                except (
+                    WriteRefused
+                ):  # the next plan reads it from the rounds, at the time of the retry of other refusals
                     return False
             case other:
                 assert_never(other)
@@ -211,14 +213,14 @@ class Applier:
             await self._client.create(resource, job.namespace, body)
         except AlreadyExists:
             try:
-                found = await self._client.get(resource, job.namespace, name)
+                existing = await self._client.get(resource, job.namespace, name)
             except NotFound as e:
                 raise Conflict(
                     f"{name} was taken and is free again",
                     operation=Operation("create", resource.plural, job.namespace, name),
                 ) from e
-            if controller_uid(found.metadata) != job.uid:
-                whose, ends = controller_of(found.metadata), found.metadata.deletion_timestamp
+            if controller_uid(existing.metadata) != job.uid:
+                whose, ends = controller_of(existing.metadata), existing.metadata.deletion_timestamp
                 refusals.collisions.append(
                     object_names.name_collision(resource.kind, name, job.namespace, job.name, whose, ends)
                 )

@@ -1,4 +1,4 @@
-"""Maps events to jobs: turns informer deltas into keys on the work queue, and tells the round store of dead pods.
+"""Maps events to jobs: turns informer deltas into keys on the work queue, and withdraws dead pods from the round store.
 
 It decides nothing else.
 """
@@ -62,7 +62,7 @@ class EventHandlers:
         self._queue.add(key)
 
     def _withdraw(self, pod: Pod) -> None:
-        """Tell the other agents now that the pod's agent is dead, before its lease expires."""
+        """Withdraw the pod's agent now: the other agents must not wait until its lease expires."""
         worker, job_uid = worker_labels(pod), controller_uid(pod.metadata)
         if worker is not None and job_uid is not None:
             self._rounds.withdraw_pod(job_uid, Worker(pod.metadata.uid, worker.index, worker.incarnation))
@@ -73,7 +73,7 @@ class EventHandlers:
 
     def _node(self, delta: Delta[Node]) -> None:
         """React to a change of a node's Ready condition and to its end, but not to its heartbeats. The agents on a node
-        that is not ready may live: their presence tells, and ends by itself."""
+        that is not ready may live: their presence shows it, and expires by itself."""
         node = delta.object
         if isinstance(delta, Updated) and observe.node_view(delta.old).health == observe.node_view(node).health:
             return

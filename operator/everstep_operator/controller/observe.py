@@ -71,8 +71,8 @@ def job_view(obj: Unstructured, checkpoint_url_prefixes: tuple[str, ...] = ()) -
 
 def worker_pod(pod: Pod) -> WorkerPod | None:
     """A pod of ours; None when its labels do not say which worker it is."""
-    found = worker_labels(pod)
-    if found is None:
+    worker = worker_labels(pod)
+    if worker is None:
         return None
     conditions = {c.type: c for c in pod.status.conditions}
     ready, since = _ready(pod, conditions)
@@ -80,9 +80,9 @@ def worker_pod(pod: Pod) -> WorkerPod | None:
     return WorkerPod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
-        index=found.index,
-        incarnation=found.incarnation,
-        round=found.round,
+        index=worker.index,
+        incarnation=worker.incarnation,
+        round=worker.round,
         phase=PodPhase(pod.status.phase) if pod.status.phase in _PHASES else PodPhase.PENDING,
         ready=ready,
         node=pod.spec.node_name or None,

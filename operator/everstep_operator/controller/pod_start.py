@@ -1,8 +1,8 @@
 """Reads from a pod what keeps its worker from starting, and which of its init containers failed. Pure.
 
-Each wait gets a word, because a person who asks why a job does not run looks at the job first. What the kubelet says in
-events alone, such as a volume that does not mount, is not read: the operator would need the right to read all events.
-Then the wait has the kubelet's general word, such as ContainerCreating.
+Each wait has a text, because a person who looks for the reason looks at the job first. What the kubelet reports only in
+events, such as a volume that does not mount, is not read: the operator would need the right to read all events. Then
+the text is the kubelet's general word, such as ContainerCreating.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Combines the reports of one job's workers into the few facts that a plan needs.
 
-The facts are kept in memory only. An operator that restarts begins empty. It hears again within a second from every
-process that (re)starts, and with the next report from rank 0. Correctness does not depend on these facts; people read
+The facts are kept in memory only. An operator that restarts begins empty. Every process that starts reports
+within a second, and rank 0 with its next step. Correctness does not depend on these facts; people read
 them. Invariant: reports of an earlier round never change the facts of a later one, except the commit from which it
 begins.
 """
@@ -118,8 +118,8 @@ class JobProgress:
         """Take a commit from a report of an older round. A worker that stops commits its last step after the round that
         stops it was published, and for a suspended job people want to see that commit. Once processes of the newer
         round have reported, their reports count instead."""
-        heard = self._started or self._restored or self._stepped
-        if heard or report.committed_step is None or report.committed_step <= (self._committed_step or 0):
+        has_reported = self._started or self._restored or self._stepped
+        if has_reported or report.committed_step is None or report.committed_step <= (self._committed_step or 0):
             return False
         self._committed(report)
         self._step = max(self._step or 0, report.committed_step)
@@ -196,7 +196,7 @@ class JobProgress:
 
     @property
     def peak_memory(self) -> PeakMemory | None:
-        """The greatest peak that a rank of the present round has told."""
+        """The greatest peak that a rank of the present round has reported."""
         return self._peak
 
     def snapshot(self) -> Progress:

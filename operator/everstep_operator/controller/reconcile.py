@@ -30,7 +30,7 @@ from everstep_operator.plan.planner import plan
 from everstep_operator.plan.render import recovery_record
 from everstep_operator.plan.snapshot import JobView, NodeView, Settings, Snapshot, WorkerPod
 from everstep_operator.round_view import RoundView
-from everstep_operator.rounds.documents import Hindered
+from everstep_operator.rounds.documents import WriteFailure
 from everstep_operator.runtime.cache import is_not_newer
 from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.control_loop import Result
@@ -72,10 +72,10 @@ class Reconciler:
         round_view: Callable[[Unstructured], RoundView | None],
         answers: Callable[[Unstructured, str], bool] = lambda _, __: False,
         forget: Callable[[str], None] = lambda _: None,
-        rounds_hindered: Callable[[Unstructured], Hindered] = lambda _: Hindered(),
+        rounds_write_failure: Callable[[Unstructured], WriteFailure] = lambda _: WriteFailure(),
     ) -> None:
         """`round_view` gives the round of a job; None if its rounds are not kept here, or are not known yet. `answers`:
-        whether an agent of the pod with this UID renews its presence here. `rounds_hindered` tells why the job's
+        whether an agent of the pod with this UID renews its presence here. `rounds_write_failure`: why the job's
         ConfigMap cannot be written. `forget` gets the UID of a job that is gone, when no pass can use it any more."""
         self._caches = caches
         self._applier = applier
@@ -87,7 +87,7 @@ class Reconciler:
         self._round_view = round_view
         self._answers = answers
         self._forget = forget
-        self._rounds_hindered = rounds_hindered
+        self._rounds_write_failure = rounds_write_failure
         self._memory: dict[Key, _JobMemory] = {}
 
     def forget_all(self) -> None:
@@ -144,9 +144,9 @@ class Reconciler:
         try:
             memory.applied = await self._applier.apply(job, decided.stages)
         except Exception:
-            await self._tell(job, events)
+            await self._write_events(job, events)
             raise
-        await self._tell(job, events)
+        await self._write_events(job, events)
         after = decided.requeue.after.total_seconds() if decided.requeue is not None else None
         if memory.applied.left:
             after = 0.0
@@ -155,11 +155,11 @@ class Reconciler:
             # how long to wait.
             after = _REFUSED_NEWS if after is None else min(after, _REFUSED_NEWS)
         if held_back:
-            left = PROGRESS_INTERVAL.total_seconds()
-            after = left if after is None else min(after, left)
+            interval = PROGRESS_INTERVAL.total_seconds()
+            after = interval if after is None else min(after, interval)
         return Result(decided.reason, None if after is None else max(0.0, after))
 
-    async def _tell(self, job: JobView, events: tuple[Event, ...]) -> None:
+    async def _write_events(self, job: JobView, events: tuple[Event, ...]) -> None:
         """Write events, for a bounded time: only people read them, and the next pass over the job must not wait."""
         if not events:
             return
@@ -219,7 +219,7 @@ class Reconciler:
         policy = policies.get(job.namespace, object_names.service_name(job.name)) if policies is not None else None
         nodes = self._nodes_of(pods)
         doubted = {name for name, node in nodes.items() if not node.ready}
-        hindered = self._rounds_hindered(obj)
+        write_failure = self._rounds_write_failure(obj)
         return Snapshot(
             now=self._clock.now(),
             job=job,
@@ -231,9 +231,9 @@ class Reconciler:
             answering=frozenset(p.uid for p in pods if p.node in doubted and self._answers(obj, p.uid)),
             progress=memory.progress.snapshot(),
             world=self._round_view(obj),
-            name_collisions=tuple(filter(None, (*memory.applied.collisions, hindered.taken))),
+            name_collisions=tuple(filter(None, (*memory.applied.collisions, write_failure.name_taken))),
             create_refused=memory.applied.create_refused,
-            object_refused=memory.applied.object_refused or hindered.refused,
+            object_refused=memory.applied.object_refused or write_failure.refused,
             settings=self._settings,
         )
 
@@ -243,8 +243,8 @@ class Reconciler:
 
     def _nodes_of(self, pods: tuple[WorkerPod, ...]) -> dict[str, NodeView]:
         wanted = {p.node for p in pods if p.node}
-        found = ((name, self._caches.nodes.get("", name)) for name in sorted(wanted))
-        return {name: observe.node_view(node) for name, node in found if node is not None}
+        cached = ((name, self._caches.nodes.get("", name)) for name in sorted(wanted))
+        return {name: observe.node_view(node) for name, node in cached if node is not None}
 
     async def _refuse(self, obj: Unstructured, memory: _JobMemory, error: SpecError) -> Result:
         """Report a spec that the API server should have refused (an older CRD): once, and without any other action."""

@@ -100,8 +100,8 @@ class Recorder:
         try:
             await self._client.create(EVENTS, job.namespace, self._event(job, event, name, note, now))
         except AlreadyExists:
-            found = await self._client.get(EVENTS, job.namespace, name)
-            count = (found.series.count if found.series is not None else 1) + 1
+            existing = await self._client.get(EVENTS, job.namespace, name)
+            count = (existing.series.count if existing.series is not None else 1) + 1
             patch = {"series": {"count": count, "lastObservedTime": now}}
             await self._client.merge_patch(EVENTS, job.namespace, name, patch)
 

@@ -102,7 +102,7 @@ class RequestLimits:
 
 
 class RequestAuth:
-    """`leadership` is asked at each request and must not block."""
+    """`leadership` is called at each request and must not block."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class RequestAuth:
                 assert_never(other)
 
     @asynccontextmanager
-    async def admitted(self, request: web.Request, room: Shares) -> AsyncIterator[Caller | Answer]:
-        """The caller, with a place in `room` until the end of the block; or the answer to give instead."""
+    async def admitted(self, request: web.Request, shares: Shares) -> AsyncIterator[Caller | Answer]:
+        """The caller, with a share of `room` until the end of the block; or the answer to give instead."""
         identity = await self._admit(request)
         if isinstance(identity, Answer):
             yield identity
@@ -146,8 +146,8 @@ class RequestAuth:
         flow = Flow(tenant.namespace, tenant.pod)
         if (connection := connection_of(request.transport)) is not None:
             connection.admit(tenant)
-        with room.taken(tenant) as given:
-            if not given:
+        with shares.reserved(tenant) as granted:
+            if not granted:
                 yield later("too many calls at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
                 return
             wait = self._calls.spend(tenant, 1.0, _now(), self._limits.patience)
@@ -187,7 +187,7 @@ class RequestAuth:
         return identity
 
     def _is_news(self, error: Exception) -> bool:
-        """Whether this is not the present reason already: every worker of every job meets it."""
+        """Whether the reason is new. Every worker of every job runs into the same one, which is logged once."""
         before, self._unchecked = self._unchecked, f"{type(error).__name__}: {error}"
         return before != self._unchecked
 
@@ -199,8 +199,8 @@ class RequestAuth:
             return _too_large(limit)
         # A body of undeclared length may become as large as the limit.
         amount = limit if declared is None else declared
-        with self._bodies.taken(caller.tenant, amount) as given:
-            if not given:
+        with self._bodies.reserved(caller.tenant, amount) as granted:
+            if not granted:
                 return later("too many bodies at once, of this pod, its job, its namespace or all", ReportResult.BUSY)
             if self._bytes.spend(caller.tenant, amount, _now()) is None:
                 return later(

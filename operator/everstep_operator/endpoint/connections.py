@@ -1,11 +1,11 @@
 """Bounds what the connections of one listener may hold: time, number, and bytes.
 
-Anybody who reaches the port can open connections, so what counts is what a sender has done on one. Until somebody is
-admitted on it (`auth` knows the sender), a connection lives `HEAD_SECONDS` for a whole head, however many bytes come,
-and the oldest of those that wait makes room for a new one. So slow senders lose only their own connections. An admitted
-one may be idle for longer, but a pod keeps few idle ones, and beyond a bound of all the namespace with most of them
-gives one up. A connection is read in small pieces, each in a fair turn (`fair_queueing`), and no further than what its
-request has declared. This module knows nothing of HTTP: its user says when a request begins and ends.
+Anybody who reaches the port can open connections, so a connection is judged by what its sender has done on it. Until a
+sender is admitted (`auth` knows the sender), a connection lives `head_seconds` for a whole head, however many bytes
+arrive, and the oldest waiting one is closed for a new one. So slow senders lose only their own connections. An admitted
+one may be idle for longer, but a pod has few idle ones, and beyond a bound of all an idle one of the namespace with
+most of them is closed. A connection is read in small pieces, each in a fair turn (`fair_queueing`), and no further than
+what its request has declared. This module knows nothing of HTTP: its user says when a request begins and ends.
 Invariants: a connection that waits has a timer; each bound is kept by ending the oldest connection, never by refusing
 the newest while another could be ended.
 """
@@ -138,8 +138,8 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._tenant: Tenant | None = None
         self._flow = Flow("")
-        self._left = MAX_HEAD  # bytes that may still come
-        self._held: bytes | None = None  # waits for its turn
+        self._bytes_left = MAX_HEAD  # bytes that may still come
+        self._pending_data: bytes | None = None  # waits for its turn
         self._paused = self._discards = False
 
     # --- the transport's side
@@ -159,17 +159,18 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._transport is None:
             return
-        self._left -= nbytes
-        if self._left < 0:
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
             self.end()
             return
         data = bytes(memoryview(self._all.buffer)[:nbytes])
-        # What is only dropped has its turn too: a flood of large bodies that are refused would else fill the loop.
-        if not self._paused and self._all.queue.ask(self._flow, self._go_on):
+        # Bytes that are only dropped wait for a turn too: otherwise a flood of large refused bodies would fill the
+        # loop.
+        if not self._paused and self._all.queue.try_start(self._flow, self._go_on):
             if not self._discards:
                 self._hand_on(data)
             return
-        self._held = data
+        self._pending_data = data
         self._transport.pause_reading()
 
     def eof_received(self) -> bool | None:
@@ -197,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._paused or self._transport is None:
             self.end()
             return False
-        self._left = length + MAX_HEAD
+        self._bytes_left = length + MAX_HEAD
         self._all.works(self)
         self._set_timer(None)
         return True
@@ -211,7 +212,7 @@ class Connection(asyncio.BufferedProtocol):
         body was read, else the rest of it is of no use."""
         if self._transport is None:
             return
-        self._left = max(self._left, MAX_HEAD)
+        self._bytes_left = max(self._bytes_left, MAX_HEAD)
         self._discards = self._discards or not whole
         bounds = self._all.bounds
         self._all.waits(self, self._tenant)
@@ -219,7 +220,7 @@ class Connection(asyncio.BufferedProtocol):
             self._paused = True
             self._set_timer(bounds.refused_seconds, self._read_on)
         elif self._transport is not None:
-            self._set_timer(bounds.answer_seconds, self._was_it_taken)
+            self._set_timer(bounds.answer_seconds, self._check_answer_sent)
 
     def end(self) -> None:
         """Close it now, whatever is in progress."""
@@ -232,8 +233,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _forget(self) -> None:
         if self._transport is not None:
-            _take_apart(self._transport)
-        self._transport, self._held = None, None
+            _break_cycle(self._transport)
+        self._transport, self._pending_data = None, None
         self._set_timer(None)
         self._all.ended(self)
 
@@ -244,8 +245,8 @@ class Connection(asyncio.BufferedProtocol):
         if seconds is not None and then is not None and self._transport is not None:
             self._timer = asyncio.get_running_loop().call_later(seconds, then)
 
-    def _was_it_taken(self) -> None:
-        """The time of an answer is over; the next request may take its own."""
+    def _check_answer_sent(self) -> None:
+        """Close the connection if its answer was not received in time; else wait for the next request."""
         if self._transport is None or self._transport.get_write_buffer_size():
             self.end()
             return
@@ -255,8 +256,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _read_on(self) -> None:
         self._paused = False
-        self._set_timer(self._all.bounds.answer_seconds, self._was_it_taken)
-        if self._held is not None and self._all.queue.ask(self._flow, self._go_on):
+        self._set_timer(self._all.bounds.answer_seconds, self._check_answer_sent)
+        if self._pending_data is not None and self._all.queue.try_start(self._flow, self._go_on):
             self._go_on()
 
     def _go_on(self) -> None:
@@ -265,9 +266,9 @@ class Connection(asyncio.BufferedProtocol):
             return
         with contextlib.suppress(RuntimeError):  # it began to close in between
             self._transport.resume_reading()
-        held, self._held = self._held, None
-        if held is not None and not self._discards:
-            self._hand_on(held)
+        pending, self._pending_data = self._pending_data, None
+        if pending is not None and not self._discards:
+            self._hand_on(pending)
 
     def _hand_on(self, data: bytes) -> None:
         if self._inner is None:
@@ -279,7 +280,7 @@ class Connection(asyncio.BufferedProtocol):
         self._inner.data_received(data)
 
 
-def _take_apart(transport: Any) -> None:
+def _break_cycle(transport: Any) -> None:
     """A transport that is closed for good refers to itself by the method that it read with. Without that it is freed at
     once, and needs no garbage collection, which would visit all other connections (`garbage_collection`). Where a
     version of asyncio has another name for it, this has no effect."""
@@ -293,5 +294,5 @@ def _openable() -> int:
 
 def connection_of(transport: asyncio.BaseTransport | None) -> Connection | None:
     """The connection of a request, while it is open."""
-    found = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
-    return found if isinstance(found, Connection) else None
+    protocol = transport.get_protocol() if isinstance(transport, asyncio.Transport) else None
+    return protocol if isinstance(protocol, Connection) else None

@@ -20,15 +20,15 @@ async def listen(host: str, port: int) -> list[socket.socket]:
     if host in ALL and socket.has_dualstack_ipv6():
         return [_bound(("::", port), socket.AF_INET6, both=True)]
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # noqa: S104
+    addresses = await loop.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # noqa: S104
     bound: list[socket.socket] = []
     try:
-        for family, *_, address in dict.fromkeys(found):
+        for family, *_, address in dict.fromkeys(addresses):
             at = bound[0].getsockname()[1] if bound else port
             bound.append(_bound((str(address[0]), at), family))
     except BaseException:
-        for one in bound:
-            one.close()
+        for listener in bound:
+            listener.close()
         raise
     return bound
 

@@ -20,7 +20,7 @@ from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
 log = logging.getLogger("everstep.reports")
 
-MAX_IN_FLIGHT = 4096  # reports handled at once; a caller that asks for more than its share of it is answered 503
+MAX_IN_FLIGHT = 4096  # reports handled at once; beyond its share of these a caller is answered 503
 
 
 class ReportRefused(TerminalError):

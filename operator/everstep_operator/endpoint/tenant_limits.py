@@ -39,48 +39,48 @@ class Tenant:
 
 
 class Shares:
-    """`total` of something that is held for a time: calls, waiting checks, bytes."""
+    """`total` of something that tenants use for a time: calls, waiting checks, bytes."""
 
     def __init__(self, total: float) -> None:
         self._total, self.used = total, 0.0
-        self._held: dict[Level, float] = {}
+        self._used_by: dict[Level, float] = {}
 
-    def take(self, tenant: Tenant, amount: float = 1.0) -> bool:
-        """Whether the tenant may hold that much more. If so, it holds it until `give_back`."""
+    def reserve(self, tenant: Tenant, amount: float = 1.0) -> bool:
+        """Whether the tenant may hold that much more. If so, it holds it until `release`."""
         free = self._total - self.used
         if amount > free:
             return False
         for level, part in zip(tenant.levels, PARTS, strict=True):
-            held = self._held.get(level, 0.0)
-            if held and held + amount > part * free:
+            used = self._used_by.get(level, 0.0)
+            if used and used + amount > part * free:
                 return False
         self.used += amount
         for level in tenant.levels:
-            self._held[level] = self._held.get(level, 0.0) + amount
+            self._used_by[level] = self._used_by.get(level, 0.0) + amount
         return True
 
-    def give_back(self, tenant: Tenant, amount: float = 1.0) -> None:
+    def release(self, tenant: Tenant, amount: float = 1.0) -> None:
         self.used -= amount
         for level in tenant.levels:
-            left = self._held[level] - amount
-            if left > 0:
-                self._held[level] = left
+            remaining = self._used_by[level] - amount
+            if remaining > 0:
+                self._used_by[level] = remaining
             else:
-                del self._held[level]
+                del self._used_by[level]
 
     @contextmanager
-    def taken(self, tenant: Tenant, amount: float = 1.0) -> Iterator[bool]:
-        """`take`, and `give_back` at the end. False: it was not given."""
-        given = self.take(tenant, amount)
+    def reserved(self, tenant: Tenant, amount: float = 1.0) -> Iterator[bool]:
+        """`reserve`, and `release` at the end. False: it was not given."""
+        granted = self.reserve(tenant, amount)
         try:
-            yield given
+            yield granted
         finally:
-            if given:
-                self.give_back(tenant, amount)
+            if granted:
+                self.release(tenant, amount)
 
     def __len__(self) -> int:
         """How many tenants hold something, at all levels."""
-        return len(self._held)
+        return len(self._used_by)
 
 
 class Rates:
@@ -95,12 +95,14 @@ class Rates:
 
         A full bucket allows an amount larger than a burst, which is paid for afterwards. `now`: monotonic seconds.
         """
-        found = [(level, m, self._left(level, m, now)) for level, m in zip(tenant.levels, self._multiples, strict=True)]
-        wait = max(max(0.0, -left) / (self._rate * m) for _, m, left in found)
+        balances = [
+            (level, m, self._balance(level, m, now)) for level, m in zip(tenant.levels, self._multiples, strict=True)
+        ]
+        wait = max(max(0.0, -balance) / (self._rate * m) for _, m, balance in balances)
         if wait > patience:
             return None
-        for level, _, left in found:
-            self._levels[level] = (left - amount, now)
+        for level, _, balance in balances:
+            self._levels[level] = (balance - amount, now)
             self._levels.move_to_end(level)
         self._forget(now)
         return wait
@@ -112,14 +114,14 @@ class Rates:
             if level is None:
                 return
             multiple = self._multiples[len(level) - 1]
-            if len(self._levels) <= MAX_BUCKETS and self._left(level, multiple, now) < self._burst * multiple:
+            if len(self._levels) <= MAX_BUCKETS and self._balance(level, multiple, now) < self._burst * multiple:
                 return
             del self._levels[level]
 
-    def _left(self, level: Level, multiple: float, now: float) -> float:
+    def _balance(self, level: Level, multiple: float, now: float) -> float:
         full = self._burst * multiple
-        left, at = self._levels.get(level, (full, now))
-        return min(full, left + (now - at) * self._rate * multiple)
+        balance, at = self._levels.get(level, (full, now))
+        return min(full, balance + (now - at) * self._rate * multiple)
 
     def __len__(self) -> int:
         return len(self._levels)

@@ -3,7 +3,7 @@
 The check of a token (TokenReview) costs a request, and a worker reports twice a second. So answers are kept for a short
 time under the token's SHA-256, never under the token. A token that cannot be a worker's, by its claims or by its
 signature, is refused without a review (`token_claims`, `token_signatures`). Other tokens wait for their review in one
-of four lanes, so that no token delays another one of which more is known. Invariants: the token itself is neither kept
+of four lanes, so that a token delays no other one that is known better. Invariants: the token itself is neither kept
 nor logged; memory, parallel reviews and waiting tokens are bounded, also for each pod; a refused token evicts no
 accepted one; a deleted pod's token is accepted for at most `ttl` seconds more.
 """
@@ -47,10 +47,10 @@ class TooManyChecks(RetryableError):
 class Lane(Enum):
     """The lanes of reviews, by what is known of a token before its review."""
 
-    KNOWN = "it was good a moment ago"
+    KNOWN = "it was valid a moment ago"
     SIGNED = "the cluster has signed it"
     CLAIMED = "it claims to be a pod that exists"
-    STRANGER = "nothing speaks for it"
+    STRANGER = "neither a signature nor a known pod"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class IdentityCache:
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # the end of each refusal's validity
         self._pending: dict[bytes, asyncio.Task[PodIdentity | None]] = {}
         self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in Lane}
-        self._rooms = {lane: Shares(self._limits.waiting[lane]) for lane in Lane}
+        self._queued = {lane: Shares(self._limits.waiting[lane]) for lane in Lane}
 
     async def identify(self, token: str) -> PodIdentity | Refusal:
         """The pod behind `token`. Raises TooManyChecks, and the errors of `authenticate`."""
@@ -149,19 +149,19 @@ class IdentityCache:
         """Begin a check. None: the lane is full, or the pod or its namespace has used up its share of it."""
         # The tenant has no job: an unchecked token may name only its own pod.
         tenant = Tenant(claimed.namespace, claimed.pod_uid, claimed.pod_uid)
-        room = self._rooms[lane]
-        if not room.take(tenant):
+        shares = self._queued[lane]
+        if not shares.reserve(tenant):
             return None
         task = asyncio.create_task(self._check(key, token, claimed, lane))
         self._pending[key] = task
 
-        def settled(done: asyncio.Task[PodIdentity | None]) -> None:
-            room.give_back(tenant)
+        def ended(done: asyncio.Task[PodIdentity | None]) -> None:
+            shares.release(tenant)
             del self._pending[key]
             if not done.cancelled():
                 done.exception()  # retrieved even if no caller is left, so that asyncio does not warn
 
-        task.add_done_callback(settled)
+        task.add_done_callback(ended)
         return task
 
     async def _check(self, key: bytes, token: str, claimed: PodIdentity, lane: Lane) -> PodIdentity | None:

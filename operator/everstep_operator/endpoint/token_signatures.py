@@ -96,16 +96,16 @@ class SigningKeys:
         now = self._monotonic()
         if self._reading is None and now - self._read_at >= after:
             self._read_at = now
-            self._reading = asyncio.create_task(self._take())
+            self._reading = asyncio.create_task(self._read_keys())
             self._reading.add_done_callback(lambda _: setattr(self, "_reading", None))
 
-    async def _take(self) -> None:
+    async def _read_keys(self) -> None:
         began = self._monotonic()
         try:
-            found = _usable(await self._read())
-            failure = None if any(named.keys for named in found.values()) else "it has no key that can be used"
+            keys = _usable(await self._read())
+            failure = None if any(named.keys for named in keys.values()) else "it has no key that can be used"
         except KubeError as e:
-            found, failure = {}, f"{type(e).__name__}: {e}"
+            keys, failure = {}, f"{type(e).__name__}: {e}"
             if isinstance(e, Forbidden):
                 failure += "; allow GET /openid/v1/jwks, as ClusterRole system:service-account-issuer-discovery does"
         if failure is not None and failure != self._failure:
@@ -115,7 +115,7 @@ class SigningKeys:
             )
         self._failure = failure
         if failure is None:  # otherwise the old keys stay
-            self._keys, self._keys_at = found, began
+            self._keys, self._keys_at = keys, began
 
 
 _NONE = _Named()
@@ -128,10 +128,10 @@ def _is_good(key: jwt.PyJWK, signed: bytes, signature: bytes) -> bool:
         return False
 
 
-def _usable(found: Mapping[str, Any]) -> dict[str, _Named]:
+def _usable(key_set: Mapping[str, Any]) -> dict[str, _Named]:
     """The keys of the set that sign tokens, by their id; "" for a key without an id."""
     keys: dict[str, _Named] = {}
-    rows = found.get("keys")
+    rows = key_set.get("keys")
     for number, row in enumerate(rows if isinstance(rows, list) else []):
         if not isinstance(row, dict) or row.get("use", "sig") != "sig":
             continue

@@ -61,11 +61,11 @@ class StoredDocument:
 
 
 @dataclass(frozen=True, slots=True)
-class Hindered:
-    """Why a job's ConfigMap cannot be written, in sentences for its status. `taken`: who has its name. `refused`: what
-    the API server said."""
+class WriteFailure:
+    """Why a job's ConfigMap cannot be written, in sentences for its status. `name_taken`: the object that has its name.
+    `refused`: what the API server's reason."""
 
-    taken: str | None = None
+    name_taken: str | None = None
     refused: str | None = None
 
 
@@ -84,12 +84,12 @@ class RoundDocuments:
     async def load(self, job: JobRef) -> StoredDocument:
         """Read consistently. Raises RoundsUnavailable."""
         try:
-            found = await self._client.get(CONFIGMAPS, job.namespace, config_map_name(job.name))
+            config_map = await self._client.get(CONFIGMAPS, job.namespace, config_map_name(job.name))
         except NotFound:
             return StoredDocument()
         except KubeError as e:
             raise RoundsUnavailable(f"the document cannot be read: {e}") from e
-        return self._kept(job, found)
+        return self._stored_document(job, config_map)
 
     async def store(self, job: JobRef, expected: int, document: str, lease: float = 0.0) -> StoredDocument | None:
         """Write if the version is still `expected`; None if another is there.
@@ -117,7 +117,7 @@ class RoundDocuments:
             raise WriteRefused(f"ConfigMap {name}: {str(e)[:500]}") from e
         except KubeError as e:
             raise RoundsUnavailable(f"the document cannot be written: {e}") from e
-        return self._kept(job, written)
+        return self._stored_document(job, written)
 
     async def publish(self, job: JobRef, above: int) -> int:
         """A round number that no other caller has or will get, greater than `above` and than any published number.
@@ -127,10 +127,10 @@ class RoundDocuments:
         for _ in range(TRIES):
             self._require_leading()
             try:
-                found = await self._client.get(self._jobs, job.namespace, job.name)
-                if found.metadata.uid != job.uid or found.metadata.deletion_timestamp is not None:
+                current = await self._client.get(self._jobs, job.namespace, job.name)
+                if current.metadata.uid != job.uid or current.metadata.deletion_timestamp is not None:
                     raise RoundsRefused(f"job {job.name} is gone, or another has its name now")
-                number = max(above, published_round(found)) + 1
+                number = max(above, published_round(current)) + 1
                 if number >= MAX_NUMBER:
                     raise RoundsRefused(f"round {number} cannot be counted")
                 self._require_leading()
@@ -139,7 +139,7 @@ class RoundDocuments:
                     job.namespace,
                     job.name,
                     {"world": {"round": number}},
-                    resource_version=found.metadata.resource_version,
+                    resource_version=current.metadata.resource_version,
                 )
             except Conflict:
                 continue  # the planner wrote, or another operator published: the next attempt reads the new number
@@ -151,8 +151,8 @@ class RoundDocuments:
         raise RoundsUnavailable("the job's status changes all the time")
 
     @staticmethod
-    def _kept(job: JobRef, found: ConfigMap) -> StoredDocument:
-        meta = found.metadata
+    def _stored_document(job: JobRef, config_map: ConfigMap) -> StoredDocument:
+        meta = config_map.metadata
         if controller_uid(meta) != job.uid:
             raise NameTaken(
                 object_names.name_collision("ConfigMap", meta.name, job.namespace, job.name, controller_of(meta))
@@ -160,7 +160,7 @@ class RoundDocuments:
         if not meta.resource_version.isdigit():
             raise RoundsUnavailable(f"resource version {meta.resource_version!r} is no number: versions have no order")
         return StoredDocument(
-            found.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, ""))
+            config_map.data.get(KEY, ""), int(meta.resource_version), _seconds(meta.annotations.get(LEASE, ""))
         )
 
 

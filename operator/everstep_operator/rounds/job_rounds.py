@@ -20,13 +20,13 @@ from everstep.contract.rounds import MAX_TTL, MAX_WAIT, MIN_TTL
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
 from everstep_operator.rounds.documents import (
-    Hindered,
     JobRef,
     NameTaken,
     RoundDocuments,
     RoundsRefused,
     RoundsUnavailable,
     StoredDocument,
+    WriteFailure,
     WriteRefused,
 )
 from everstep_operator.rounds.presence import Presences, Worker
@@ -47,7 +47,7 @@ from everstep_operator.runtime.errors import NotLeading
 log = logging.getLogger("everstep.rounds")
 
 API_TIMEOUT = 10.0  # seconds for one call's requests to the API server
-MAX_CACHE_SECONDS = 5.0  # a read asks the API server again after this time: a person may have edited the ConfigMap
+MAX_CACHE_SECONDS = 5.0  # age at which the document is read again: a person may have edited the ConfigMap
 # With more agents present than this, only one at a time gets the list of them, because each agent with it will write.
 MAX_UNCOORDINATED_AGENTS = 32
 WRITER_SECONDS = 0.25  # for how long that agent is the only one, unless it writes sooner
@@ -91,7 +91,7 @@ class JobRounds:
 
     def __init__(self, ref: JobRef, epoch: int, presences: Presences, environment: Environment) -> None:
         self.ref, self.epoch, self.presences, self.watches = ref, epoch, presences, Watches()
-        self.hindered = Hindered()
+        self.write_failure = WriteFailure()
         self.was_read = False  # whether the document was read in this leadership or the one before
         self._env = environment
         self._lock = asyncio.Lock()
@@ -137,7 +137,7 @@ class JobRounds:
 
     async def swap(self, expected: int, data: bytes, *, stop_requested: bool = False) -> int | None:
         """Write the document if the version is still `expected`. Returns its new version; None: the agent must read
-        again. `stop_requested`: whatever the processes of the agent do now is not their own doing.
+        again. `stop_requested`: the processes of the agent may end because of that, and not by themselves.
 
         A document that begins a round gets the next free number. If the agent has written another one, it must read
         again, and finds itself in that round. Raises DocumentInvalid, RoundsRefused, NotLeading, RoundsUnavailable
@@ -157,9 +157,9 @@ class JobRounds:
             require_lawful(self._document, document)
             if stop_requested:
                 require_no_success(self._document, document)
-            asked, (text, document) = document, corrected(text, document, self._document)
+            proposed, (text, document) = document, corrected(text, document, self._document)
             version = await self._put(expected, text, document)
-            return version if document is asked else None
+            return version if document is proposed else None
 
     def announce(self, worker: Worker, name: str, value: bytes, ttl: float) -> None:
         """Make an agent present. Raises DocumentInvalid, PresenceRefused, PresenceFull."""
@@ -179,8 +179,8 @@ class JobRounds:
         """
         if self._document is not None and self._document.closed is not None:
             return 0.0  # the agent finds by itself why it cannot join
-        self.presences.ask(name)
-        self.write_soon()
+        self.presences.wait_for_round(name)
+        self.schedule_batch()
         return WRITE_GRACE_SECONDS + len(self.presences) * WRITE_GRACE_SECONDS_PER_AGENT
 
     def renew(self, worker: Worker, name: str) -> bool:
@@ -199,7 +199,7 @@ class JobRounds:
         await self._loaded(0)  # the document names the agents that are awaited
         now = self._now()
         self.presences.expire(now)
-        # An agent that asks this is about to write. Among many agents, the first one writes for all.
+        # An agent that reads this is about to write. Among many agents, the first one writes for all.
         version = self._stored.version if self._stored is not None else 0
         if (
             len(self.presences) > MAX_UNCOORDINATED_AGENTS
@@ -209,8 +209,8 @@ class JobRounds:
             raise RoundsUnavailable("another agent writes just now: look again")
         self._writer = (version, worker.pod_uid, now)
         if self._answer[0] != self.presences.changes:
-            found = json.dumps(self.presences.present(now), separators=(",", ":"))
-            self._answer = (self.presences.changes, found.encode())
+            encoded = json.dumps(self.presences.present(now), separators=(",", ":"))
+            self._answer = (self.presences.changes, encoded.encode())
         self.after_presence()
         return self._answer[1]
 
@@ -224,7 +224,7 @@ class JobRounds:
         if is_new and self._stored is None and not self.was_read and not self._lock.locked():
             self._stored = StoredDocument()
         if self._stored is None and not self._lock.locked():
-            self._env.start(self._look())
+            self._env.start(self._load_in_background())
         if self._document is None:
             return None if self._stored is None else RoundView(0)
         return round_view(self._document)
@@ -261,17 +261,19 @@ class JobRounds:
                 if is_old():
                     await self._load()
 
-    async def _look(self) -> None:
+    async def _load_in_background(self) -> None:
         try:
             await self._loaded(0)
             self._env.changed(self.ref)
         except RoundsUnavailable as e:
             log.warning("a round is not known", extra={"job": self._name, "reason": str(e)})
-            self._hinder(replace(self.hindered, taken=str(e) if isinstance(e, NameTaken) else None))
+            self._set_write_failure(
+                replace(self.write_failure, name_taken=str(e) if isinstance(e, NameTaken) else None)
+            )
 
-    def _hinder(self, hindered: Hindered) -> None:
-        if hindered != self.hindered:
-            self.hindered = hindered
+    def _set_write_failure(self, failure: WriteFailure) -> None:
+        if failure != self.write_failure:
+            self.write_failure = failure
             self._env.changed(self.ref)
 
     async def _load(self) -> None:
@@ -280,16 +282,16 @@ class JobRounds:
             async with asyncio.timeout(API_TIMEOUT):
                 stored = await self._env.documents.load(self.ref)
             text = stored.document
-            found = None if text is None else await self._env.reader.read(text.encode(), self.ref)
+            decoded = None if text is None else await self._env.reader.read(text.encode(), self.ref)
         except NameTaken as e:
-            self._hinder(replace(self.hindered, taken=str(e)))
+            self._set_write_failure(replace(self.write_failure, name_taken=str(e)))
             raise
         except TimeoutError as e:
             raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
         except DocumentInvalid as e:
             raise RoundsUnavailable(f"the job's ConfigMap holds no document ({e}); delete it to begin anew") from e
-        self._hinder(replace(self.hindered, taken=None))
-        self._take(stored, None if found is None else found[1])
+        self._set_write_failure(replace(self.write_failure, name_taken=None))
+        self._adopt(stored, None if decoded is None else decoded[1])
 
     async def _put(self, expected: int, text: str, document: Document) -> int | None:
         """Write the document. Returns its version; None if the store has another, or if its round got another number.
@@ -301,19 +303,19 @@ class JobRounds:
         except WriteRefused as e:
             # It was not written, so what is known stays. To read it again would announce a change, and the next pass
             # would follow at once and ask again.
-            self._hinder(replace(self.hindered, refused=str(e)))
+            self._set_write_failure(replace(self.write_failure, refused=str(e)))
             raise
         except BaseException as e:
             self._stored = None  # it may have been written
             if isinstance(e, TimeoutError):
                 raise RoundsUnavailable(f"the API server did not answer in {API_TIMEOUT:g} s") from e
             raise
-        self._hinder(replace(self.hindered, refused=None))
+        self._set_write_failure(replace(self.write_failure, refused=None))
         if stored is None:
             self._stored = None  # if it cannot be read now, the next call tries again
             await self._load()
             return None
-        self._take(stored, written)
+        self._adopt(stored, written)
         return stored.version if written is document else None
 
     def _spend_write(self) -> None:
@@ -336,7 +338,7 @@ class JobRounds:
                 text, document = renumbered(text, number), replace(document, round=number)
         return await self._env.documents.store(self.ref, expected, text, self.presences.lease), document
 
-    def _take(self, stored: StoredDocument, document: Document | None) -> None:
+    def _adopt(self, stored: StoredDocument, document: Document | None) -> None:
         """Take `stored` as the newest state; `document` is its decoded form."""
         before, changed = self._document, self._stored is None or self._stored.version != stored.version
         self._stored, self._document, self._read_at = stored, document, self._now()
@@ -345,7 +347,7 @@ class JobRounds:
             self.presences.await_members(document, stored.lease)
             self.after_presence()
         if changed:
-            self.presences.settle(document)
+            self.presences.round_formed(document)
             if (how := urgency(before, document)) is not Urgency.LATER:
                 self._urgent = stored.version
             self.watches.wake(how)
@@ -364,7 +366,7 @@ class JobRounds:
 
     # --- join requests that are written together
 
-    def write_soon(self, attempt: int = 0) -> None:
+    def schedule_batch(self, attempt: int = 0) -> None:
         """Write the join requests that are not in the document yet, with those of the next moment."""
         if self._batch_timer is None:
             loop = asyncio.get_running_loop()
@@ -386,7 +388,7 @@ class JobRounds:
                     return
                 known, seen = self._stored, self.presences
                 requests = seen.join_requests(self._now())
-                document = with_join_requests(known.document, self._document, requests, seen.asking)
+                document = with_join_requests(known.document, self._document, requests, seen.waiting)
                 if document is None or await self._put(known.version, encode(document).decode(), document) is not None:
                     return
         except NotLeading:
@@ -394,7 +396,7 @@ class JobRounds:
         except (RoundsUnavailable, RoundsRefused, DocumentInvalid) as e:
             log.info("join requests are not written", extra={"job": self._name, "reason": str(e)})
         if attempt < MAX_WRITE_ATTEMPTS and self._env.is_current(self):
-            self.write_soon(attempt + 1)
+            self.schedule_batch(attempt + 1)
 
     # --- presence
 

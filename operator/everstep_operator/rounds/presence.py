@@ -48,7 +48,7 @@ class _Presence:
     ttl: float
     until: float
     pod_uid: str
-    asks: bool = False  # whether it asks for a round and was in none since
+    waits: bool = False  # for a round: it has asked for one, and was in none since
 
 
 class Presences:
@@ -122,21 +122,21 @@ class Presences:
         self.lease = max(self.lease, ttl)  # all agents of a job have the same
         self._earliest = min(self._earliest, now + ttl)
 
-    def ask(self, agent: str) -> None:
-        """The agent has just announced that it waits for a round."""
-        self._present[agent].asks = True
+    def wait_for_round(self, agent: str) -> None:
+        """The agent has just announced itself, and waits for a round."""
+        self._present[agent].waits = True
 
-    def settle(self, document: Document | None) -> None:
+    def round_formed(self, document: Document | None) -> None:
         """The document has a new round: its members no longer wait for it or an older one."""
         for member in document.members if document is not None else ():
             presence = self._present.get(member.agent)
             if presence is not None and document is not None and presence.join_request.after < document.round:
-                presence.asks = False
+                presence.waits = False
 
     @property
-    def asking(self) -> frozenset[str]:
+    def waiting(self) -> frozenset[str]:
         """The agents that wait for a round, as far as is known."""
-        return frozenset(agent for agent, presence in self._present.items() if presence.asks)
+        return frozenset(agent for agent, presence in self._present.items() if presence.waits)
 
     def renew(self, agent: str, worker: Worker, now: float) -> bool:
         """False if it has expired. Raises PresenceRefused."""
@@ -175,10 +175,13 @@ class Presences:
         return bool(ended)
 
     def present(self, now: float) -> dict[str, str]:
-        """Each agent's announcement. An awaited agent is present too, with a join request that is settled already."""
+        """Each agent's announcement. An awaited agent is present too, with a join request that was answered already."""
         self.expire(now)
-        found = {agent: presence.value.decode() for agent, presence in self._present.items()}
-        return {**found, **{agent: join_request.encode().decode() for agent, join_request in self._settled().items()}}
+        announced = {agent: presence.value.decode() for agent, presence in self._present.items()}
+        return {
+            **announced,
+            **{agent: join_request.encode().decode() for agent, join_request in self._answered_requests().items()},
+        }
 
     def answers(self, pod_uid: str, now: float) -> bool:
         """Whether an agent of this pod renews its presence. Before one lease's time every pod may have one, because
@@ -189,7 +192,10 @@ class Presences:
     def join_requests(self, now: float) -> dict[str, JoinRequest]:
         """Each agent's join request: `present`, decoded."""
         self.expire(now)
-        return {**{agent: presence.join_request for agent, presence in self._present.items()}, **self._settled()}
+        return {
+            **{agent: presence.join_request for agent, presence in self._present.items()},
+            **self._answered_requests(),
+        }
 
     def _first_end(self) -> float:
         ends = [presence.until for presence in self._present.values()]
@@ -197,8 +203,8 @@ class Presences:
             ends.append(self._began + self.lease)
         return min(ends, default=float("inf"))
 
-    def _settled(self) -> dict[str, JoinRequest]:
-        """The join requests of awaited agents, which are settled already."""
+    def _answered_requests(self) -> dict[str, JoinRequest]:
+        """The join requests of awaited agents, which an earlier round has answered."""
         if self._document is None:
             return {}
         after = max(0, self._document.round - 1)

@@ -64,7 +64,7 @@ class RoundRoutes:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         presence = PRESENCE_PATH + "/{agent}"
-        router.add_get(DOCUMENT_PATH, self._look, allow_head=False)
+        router.add_get(DOCUMENT_PATH, self._read_or_watch, allow_head=False)
         router.add_put(DOCUMENT_PATH, self._route("swap", self._swap))
         router.add_get(PRESENCE_PATH, self._route("present", self._present), allow_head=False)
         router.add_put(presence, self._route("announce", self._announce))
@@ -80,7 +80,7 @@ class RoundRoutes:
 
         return handle
 
-    async def _look(self, request: web.Request) -> web.StreamResponse:
+    async def _read_or_watch(self, request: web.Request) -> web.StreamResponse:
         """Answer reads and watches; there may be many more watches than reads."""
         if "wait" not in request.query:
             return await self._route("read", self._read)(request)
@@ -113,27 +113,29 @@ class RoundRoutes:
 
     async def _read(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
-        sight = await self._rounds.of(agent.job).read(version)
+        versioned = await self._rounds.of(agent.job).read(version)
         return (
-            web.Response(status=304) if (sight.version, sight.expirations) == (version, expirations) else _seen(sight)
+            web.Response(status=304)
+            if (versioned.version, versioned.expirations) == (version, expirations)
+            else _document_response(versioned)
         )
 
     async def _watch(self, request: web.Request, agent: Agent, _: Caller) -> web.Response:
         version, expirations = _known(request)
         wait = _seconds(request.query["wait"], "wait", MAX_WAIT)
-        sight = await self._rounds.of(agent.job).watch(agent.worker, version, expirations, wait)
-        return web.Response(status=304) if sight is None else _seen(sight)
+        versioned = await self._rounds.of(agent.job).watch(agent.worker, version, expirations, wait)
+        return web.Response(status=304) if versioned is None else _document_response(versioned)
 
     async def _swap(self, request: web.Request, agent: Agent, caller: Caller) -> web.Response:
         expected = _number(request.headers.get(VERSION_HEADER, ""), VERSION_HEADER)
         if self._rounds.of(agent.job).is_late(expected):
-            return _late()  # without reading the body
+            return _outdated_response()  # without reading the body
         body = await self._auth.body(request, MAX_BYTES, caller)
         if isinstance(body, Answer):
             return body.response(request)
         version = await self._rounds.of(agent.job).swap(expected, body, stop_requested=agent.stop_requested)
         if version is None:
-            return _late()
+            return _outdated_response()
         return web.Response(status=204, headers={VERSION_HEADER: str(version)})
 
     async def _present(self, _: web.Request, agent: Agent, __: Caller) -> web.Response:
@@ -149,7 +151,7 @@ class RoundRoutes:
         if JOIN_HEADER not in request.headers:
             return web.Response(status=204)
         grace = rounds.request_write(_agent(request))
-        response = _seen(await rounds.read(0))  # the agent would ask for the document next
+        response = _document_response(await rounds.read(0))  # the agent would ask for the document next
         response.headers[GRACE_HEADER] = f"{grace:g}"
         return response
 
@@ -163,15 +165,15 @@ class RoundRoutes:
         return web.Response(status=204)
 
 
-def _late() -> web.Response:
+def _outdated_response() -> web.Response:
     return web.json_response({"reason": "another document is there: read it"}, status=412)
 
 
-def _seen(sight: VersionedDocument) -> web.Response:
-    headers = {VERSION_HEADER: str(sight.version), EXPIRATIONS_HEADER: str(sight.expirations)}
-    if sight.document is None:
+def _document_response(versioned: VersionedDocument) -> web.Response:
+    headers = {VERSION_HEADER: str(versioned.version), EXPIRATIONS_HEADER: str(versioned.expirations)}
+    if versioned.document is None:
         return web.Response(status=204, headers=headers)
-    return web.Response(body=sight.document.encode(), headers=headers, content_type=_JSON)
+    return web.Response(body=versioned.document.encode(), headers=headers, content_type=_JSON)
 
 
 def _known(request: web.Request) -> tuple[int, int]:

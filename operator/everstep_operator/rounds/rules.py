@@ -32,7 +32,7 @@ def require_lawful(before: Document | None, after: Document) -> None:
 
 
 def require_no_success(before: Document | None, after: Document) -> None:
-    """For an agent whose pod was told to end: a program may answer that with exit code 0 (ADR 0034). Raises
+    """For an agent whose pod was asked to stop: a program may then end with exit code 0 (ADR 0034). Raises
     RoundsRefused."""
     if not set(after.done) <= set(before.done if before is not None else ()):
         raise RoundsRefused("the pod was told to end before its processes had: their exit code 0 is no success")
@@ -59,8 +59,8 @@ def with_sizes(text: str | None, document: Document | None, sizes: Sizes) -> tup
         return None
     after = with_pinned_sizes(before, sizes)
     written = json.loads(encode(after))
-    kept = written if text is None else json.loads(text)
-    return json.dumps({**kept, "sizes": written["sizes"], "ruled": True}, separators=(",", ":")), after
+    fields = written if text is None else json.loads(text)
+    return json.dumps({**fields, "sizes": written["sizes"], "ruled": True}, separators=(",", ":")), after
 
 
 def corrected(text: str, document: Document, before: Document | None) -> tuple[str, Document]:
@@ -72,13 +72,13 @@ def corrected(text: str, document: Document, before: Document | None) -> tuple[s
 
 
 def with_join_requests(
-    text: str | None, document: Document | None, join_requests: Mapping[str, JoinRequest], asking: Collection[str] = ()
+    text: str | None, document: Document | None, join_requests: Mapping[str, JoinRequest], waiting: Collection[str] = ()
 ) -> Document | None:
     """The document with all allowed join requests, as an agent that joins would write its own and the others'.
 
-    `join_requests` are those of all present agents. A request from before the present round may be settled without its
-    owner's knowing. It counts only if its owner is `asking`, as a new agent is, which knows of no round. None: there is
-    nothing to write, or `text` has fields that this release does not know and would lose. In that case the agents,
+    `join_requests` are those of all present agents. A request from before the present round may be answered without its
+    owner's knowledge. It counts only if its owner is `waiting`, as a new agent is, which knows of no round. None: there
+    is nothing to write, or `text` has fields that this release does not know and would lose. In that case the agents,
     which may be newer, write by themselves.
     """
     if document is not None and document.closed is not None:
@@ -87,7 +87,7 @@ def with_join_requests(
     ports = {member.agent: member.store_port for member in begun.joining}  # as `proposals.is_written`
     wanted = [
         join_request for agent, join_request in sorted(join_requests.items())
-        if (join_request.after >= begun.round or (agent in asking and outcome(document, join_request) is None))
+        if (join_request.after >= begun.round or (agent in waiting and outcome(document, join_request) is None))
         and ports.get(agent) != join_request.member.store_port
     ]  # fmt: skip
     if not wanted or (document is not None and encode(document).decode() != text):
@@ -115,7 +115,7 @@ def urgency(before: Document | None, after: Document | None) -> Urgency:
     # A new waiter matters only to earlier waiters, except when it is the first current member to rejoin: that ends the
     # round.
     members = {member.agent for member in after.members}
-    ended, ends = (any(m.agent in members for m in one.joining) for one in (before, after))
+    ended, ends = (any(m.agent in members for m in document.joining) for document in (before, after))
     return Urgency.SOON if ends and not ended else Urgency.LATER
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
-from everstep_operator.rounds.documents import Hindered, JobRef, RoundDocuments
+from everstep_operator.rounds.documents import JobRef, RoundDocuments, WriteFailure
 from everstep_operator.rounds.job_rounds import Environment, JobRounds
 from everstep_operator.rounds.presence import Presences, Worker
 from everstep_operator.runtime.clock import Clock
@@ -26,7 +26,7 @@ log = logging.getLogger("everstep.rounds")
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The caller: a pod of a job. `stop_requested`: whatever its processes do now is not their own doing."""
+    """The caller: a pod of a job. `stop_requested`: its processes may end because of that, and not by themselves."""
 
     job: JobRef
     worker: Worker
@@ -47,7 +47,7 @@ class RoundStore:
         """`changed` is called when a job's view may have changed."""
         self._clock, self._epoch = clock, epoch
         self._jobs: dict[str, JobRounds] = {}
-        self._left: dict[str, JobRounds] = {}  # the jobs of the last leadership
+        self._former: dict[str, JobRounds] = {}  # the jobs of the last leadership
         self._tasks: set[asyncio.Task[None]] = set()
         self._environment = Environment(
             documents, clock, epoch, changed, self._is_current, DocumentReader(), self._start
@@ -67,8 +67,8 @@ class RoundStore:
 
     def withdraw_pod(self, job_uid: str, worker: Worker) -> None:
         """The pod is dead, or its node is lost: withdraw its agents now, before their leases expire."""
-        if (left := self._left.get(job_uid)) is not None:
-            left.presences.withdraw_pod(worker)
+        if (former := self._former.get(job_uid)) is not None:
+            former.presences.withdraw_pod(worker)
         job = self._jobs.get(job_uid)
         if job is None or not job.presences.withdraw_pod(worker):
             return
@@ -92,14 +92,14 @@ class RoundStore:
         except NotLeading:
             return None
 
-    def hindered(self, ref: JobRef) -> Hindered:
+    def write_failure(self, ref: JobRef) -> WriteFailure:
         """Why the job's ConfigMap cannot be written, if a person has to change something."""
         job = self._jobs.get(ref.uid)
-        return Hindered() if job is None else job.hindered
+        return WriteFailure() if job is None else job.write_failure
 
     def forget(self, job_uid: str) -> None:
         """The job is gone."""
-        self._left.pop(job_uid, None)
+        self._former.pop(job_uid, None)
         job = self._jobs.pop(job_uid, None)
         if job is not None:
             job.stop()
@@ -112,7 +112,7 @@ class RoundStore:
             epoch = -1
         old = {uid: job for uid, job in self._jobs.items() if job.epoch != epoch}
         if old:
-            self._left = old
+            self._former = old
         for uid, job in old.items():
             del self._jobs[uid]
             job.stop()
@@ -127,12 +127,12 @@ class RoundStore:
         # Another leader's count of expirations is not known here: every epoch counts in a range of its own.
         job = JobRounds(ref, epoch, Presences(epoch << 32, now), self._environment)
         self._jobs[ref.uid] = job
-        left = self._left.pop(ref.uid, None)
-        if left is not None and left.epoch + 1 == epoch:
-            left.presences.resume(epoch << 32, now)
-            job.presences, job.was_read = left.presences, left.was_read
+        former = self._former.pop(ref.uid, None)
+        if former is not None and former.epoch + 1 == epoch:
+            former.presences.resume(epoch << 32, now)
+            job.presences, job.was_read = former.presences, former.was_read
             job.after_presence()
-            job.write_soon()
+            job.schedule_batch()
         return job
 
     def _is_current(self, job: JobRounds) -> bool:

@@ -77,14 +77,15 @@ class Watches:
     def _wake(self) -> None:
         self._cancel()
         self._woken, self._woken_at = self._count, asyncio.get_running_loop().time()
-        self._tell([woken for own in self._of_pod.values() for woken in own], 0)
+        self._answer_in_turns([woken for own in self._of_pod.values() for woken in own], 0)
 
-    def _tell(self, waiting: list[asyncio.Future[None]], told: int) -> None:
-        """Answer a few in each turn of the event loop: renewing the Lease must not wait for a thousand answers."""
-        for woken in waiting[told : told + AT_ONCE]:
+    def _answer_in_turns(self, waiting: list[asyncio.Future[None]], answered: int) -> None:
+        """Answer a few in each turn of the event loop: the renewal of the Lease must not wait for a thousand
+        answers."""
+        for woken in waiting[answered : answered + AT_ONCE]:
             _end(woken)
-        if told + AT_ONCE < len(waiting):
-            asyncio.get_running_loop().call_soon(self._tell, waiting, told + AT_ONCE)
+        if answered + AT_ONCE < len(waiting):
+            asyncio.get_running_loop().call_soon(self._answer_in_turns, waiting, answered + AT_ONCE)
 
     def _cancel(self) -> None:
         if self._waking is not None:

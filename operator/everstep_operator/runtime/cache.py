@@ -80,12 +80,12 @@ class Cache(Generic[T]):
 
     def replace(self, listed: ListResult[T]) -> tuple[Delta[T], ...]:
         """Make the content equal to a list. Objects that it lacks were deleted while no watch was open."""
-        found = {item.key: item for item in listed.items}
+        current = {item.key: item for item in listed.items}
         deltas: list[Delta[T]] = []
-        for key in sorted(self._objects.keys() - found.keys()):
+        for key in sorted(self._objects.keys() - current.keys()):
             deltas += self._remove(key)
-        for key in sorted(found):
-            deltas += self._put(found[key])
+        for key in sorted(current):
+            deltas += self._put(current[key])
         self._position = listed.resource_version
         return tuple(deltas)
 
@@ -114,9 +114,9 @@ class Cache(Generic[T]):
             self._store(obj)
             return [Added(obj)]
         if old.metadata.uid != obj.metadata.uid:
-            gone = self._remove(obj.key)
+            deleted = self._remove(obj.key)
             self._store(obj)
-            return [*gone, Added(obj)]
+            return [*deleted, Added(obj)]
         if old.metadata.resource_version == obj.metadata.resource_version:
             return []
         self._drop(obj.key)

@@ -1,10 +1,10 @@
 """Workers that take keys from the queue and reconcile them, but only while this replica leads.
 
 A term is one epoch of leadership. It begins with every known key on the queue, behind the keys with news. It ends by
-cancelling all passes, because a pass that outlives its leadership must not write (case 39). Between terms no key is
-kept. Passes are level-triggered, so cancelling one is harmless. An error affects only its own key (case 24). After a
-retryable error the key is tried again with a back-off. After a terminal error it is tried again slowly, because its
-remedy (a quota, a permission) sends no event.
+cancelling all passes, because a pass that outlives its leadership must not write. Between terms no key is stored.
+Passes are level-triggered, so cancelling one is harmless. An error affects only its own key. After a retryable error
+the key is tried again with a back-off. After a terminal error it is tried again slowly, because its remedy (a quota, a
+permission) sends no event. (Failure modes 24 and 39 in docs/operations/failure-modes.md.)
 
 Order of shutdown: cancel `run` first and the elector after it, so that the Lease is released when nothing writes any
 more.
@@ -167,18 +167,18 @@ class Controller(Generic[K]):
                 self._queue.forget(key)
                 if result.requeue_after is not None:
                     self._queue.add_after(key, result.requeue_after)
-                self._say(key, logging.INFO, "reconciled", result.reason, None)
+                self._log_reason(key, logging.INFO, "reconciled", result.reason, None)
                 if result.gone:
                     self._reasons.pop(key, None)
             case WillRetry(error, delay):
                 # An error from outside explains itself. Any other error is a bug of ours and needs its traceback.
                 trace = None if isinstance(error, OperatorError | TimeoutError) else error
-                self._say(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
+                self._log_reason(key, logging.WARNING, f"pass failed, again in {delay:.2f} s", repr(error), trace)
             case Blocked(error, delay):
                 self._queue.add_after(key, delay)
-                self._say(key, logging.ERROR, f"pass refused, again in {delay:.0f} s", str(error), None)
+                self._log_reason(key, logging.ERROR, f"pass refused, again in {delay:.0f} s", str(error), None)
 
-    def _say(self, key: K, level: int, message: str, reason: str, trace: Exception | None) -> None:
+    def _log_reason(self, key: K, level: int, message: str, reason: str, trace: Exception | None) -> None:
         # A reason is logged when it changes, however many passes repeat it.
         if self._reasons.get(key) == reason:
             return

@@ -1,11 +1,11 @@
 """Remembers writes of this process that its cache does not show yet.
 
 A cache lags behind the process's own writes. A decision taken in between would create the same pod twice, or count a
-deleted pod as alive. So the owner of a key waits until its expectations are met. Creations are expected by name, which
-is known before the request is sent: the event may come before the response. Deletions are expected by UID, because a
-name may be taken again. Invariant: an expectation ends by its event, by `cancel_*` if the write failed, or by expiry.
-It must expire, because events of one object may be merged and one of them lost. After kueue's `util/expectations` and
-the UID tracking expectations of the controllers in Kubernetes itself.
+deleted pod as alive. So the owner of a key waits until its expectations are fulfilled. Creations are expected by name,
+which is known before the request is sent: the event may come before the response. Deletions are expected by UID,
+because a name may be taken again. Invariant: an expectation ends by its event, by `cancel_*` if the write failed, or by
+expiry. It must expire, because events of one object may be merged and one of them lost. After kueue's
+`util/expectations` and the UID tracking expectations of the controllers in Kubernetes itself.
 """
 
 from collections.abc import Hashable, Iterable
@@ -42,21 +42,21 @@ class Expectations(Generic[K]):
 
     def expect(self, key: K, *, creations: Iterable[str] = (), deletions: Iterable[str] = (), now: float) -> None:
         """Expect these events. Call it *before* the writes are sent, because events may come before responses."""
-        held = self._live(key, now) or Pending()
+        pending = self._live(key, now) or Pending()
         self._store(
             key,
-            Pending(held.creations | set(creations), held.deletions | set(deletions), now + self._expiry),
+            Pending(pending.creations | set(creations), pending.deletions | set(deletions), now + self._expiry),
         )
 
     def observe_created(self, key: K, name: str) -> None:
         """An event showed the object; also for `cancel` after a create that certainly did not happen."""
-        held = self._pending.get(key, Pending())
-        self._store(key, Pending(held.creations - {name}, held.deletions, held.expires))
+        pending = self._pending.get(key, Pending())
+        self._store(key, Pending(pending.creations - {name}, pending.deletions, pending.expires))
 
     def observe_deleted(self, key: K, uid: str) -> None:
         """An event showed the deletion (or a `deletionTimestamp`, if that is what the key waits for)."""
-        held = self._pending.get(key, Pending())
-        self._store(key, Pending(held.creations, held.deletions - {uid}, held.expires))
+        pending = self._pending.get(key, Pending())
+        self._store(key, Pending(pending.creations, pending.deletions - {uid}, pending.expires))
 
     def cancel_creation(self, key: K, name: str) -> None:
         """The create failed and no event will come."""
@@ -76,21 +76,21 @@ class Expectations(Generic[K]):
         self._pending.pop(key, None)
 
     def expire(self, now: float) -> None:
-        """Drop expired expectations, also those of keys that nobody asks about any more."""
-        self._pending = {key: held for key, held in self._pending.items() if now < held.expires}
+        """Drop expired expectations, also those of keys that are not used any more."""
+        self._pending = {key: pending for key, pending in self._pending.items() if now < pending.expires}
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def _live(self, key: K, now: float) -> Pending | None:
-        held = self._pending.get(key)
-        if held is not None and now >= held.expires:
+        pending = self._pending.get(key)
+        if pending is not None and now >= pending.expires:
             del self._pending[key]
             return None
-        return held
+        return pending
 
-    def _store(self, key: K, held: Pending) -> None:
-        if held.creations or held.deletions:
-            self._pending[key] = held
+    def _store(self, key: K, pending: Pending) -> None:
+        if pending.creations or pending.deletions:
+            self._pending[key] = pending
         else:
             self._pending.pop(key, None)

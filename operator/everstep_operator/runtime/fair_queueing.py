@@ -39,7 +39,8 @@ class Flow:
 
 
 class RoundRobin(Generic[T]):
-    """Items that wait, by flow. `take` gives one of the group, and in it of the flow, that waits longest for a turn."""
+    """Items that wait, by flow. `pop` removes and returns an item of the group, and in it of the flow, that waits
+    longest for a turn."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
@@ -61,7 +62,7 @@ class RoundRobin(Generic[T]):
     def add(self, flow: Flow, item: T) -> None:
         self._groups.setdefault(flow.group, OrderedDict()).setdefault(flow.name, deque()).append(item)
 
-    def take(self) -> T:
+    def pop(self) -> T:
         """Remove the next item. Raises KeyError if none waits."""
         group, flows = self._groups.popitem(last=False)
         name, items = flows.popitem(last=False)
@@ -85,7 +86,7 @@ class FairQueue:
         self._started_of_all = 0
         self._next_is_due = False
 
-    def ask(self, flow: Flow, start: Start) -> bool:
+    def try_start(self, flow: Flow, start: Start) -> bool:
         """Return True if the caller may start now. Otherwise `start` is called in a later turn."""
         group = flow.group
         may = self._started_of_all < self._max_of_all and self._started[group] < self._max_of_group
@@ -102,7 +103,7 @@ class FairQueue:
     async def wait(self, flow: Flow) -> None:
         """Return in the turn in which the caller may start."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self.ask(flow, lambda: None if turn.done() else turn.set_result(None)):
+        if not self.try_start(flow, lambda: None if turn.done() else turn.set_result(None)):
             await turn
 
     def __len__(self) -> int:
@@ -120,7 +121,7 @@ class FairQueue:
             group = self._waiting.next_group
             if self._started[group] >= self._max_of_group:  # and so is the group of each waiting request
                 break
-            start = self._waiting.take()
+            start = self._waiting.pop()
             self._count(group)
             try:
                 start()

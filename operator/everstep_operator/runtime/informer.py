@@ -31,8 +31,8 @@ Handler: TypeAlias = Callable[[Delta[T]], None]
 
 log = logging.getLogger(__name__)
 
-# A server with an older list is asked again this often. After that its list is accepted: its history was rewound,
-# because etcd was restored.
+# A list that is older than the cache is requested again this often. Then it is accepted: etcd was restored, so the
+# server's history is an older one.
 STALE_LISTS = 5
 
 
@@ -79,7 +79,7 @@ class Informer(Generic[T]):
         self._synced = asyncio.Event()
         self._failures = 0
         self._stale_lists = 0
-        self._heard = 0.0
+        self._last_event_at = 0.0
         self._last_error: KubeError | None = None
 
     @property
@@ -111,7 +111,7 @@ class Informer(Generic[T]):
         """Call `handler` with every later change, and at once with an `Added` for each object already known."""
         self._handlers.append(handler)
         for obj in self._cache.list():
-            self._tell(handler, Added(obj))
+            self._call_handler(handler, Added(obj))
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -141,11 +141,11 @@ class Informer(Generic[T]):
 
     async def _watch(self) -> None:
         """Hold one watch. Return when it may be resumed from the cache's position; raise if a new list is needed."""
-        started = self._heard = self._clock.monotonic()
+        started = self._last_event_at = self._clock.monotonic()
         consumer = asyncio.create_task(self._consume())
         try:
             while not consumer.done():
-                left = self._heard + self._timing.silence_seconds - self._clock.monotonic()
+                left = self._last_event_at + self._timing.silence_seconds - self._clock.monotonic()
                 if left <= 0:
                     raise ConnectionFailed(
                         f"no event, bookmark or end for {self._timing.silence_seconds:g} s; listing again",
@@ -182,7 +182,7 @@ class Informer(Generic[T]):
         )
         async with aclosing(stream):
             async for event in stream:
-                self._heard = self._clock.monotonic()
+                self._last_event_at = self._clock.monotonic()
                 self._failures = 0
                 self._emit(self._cache.apply(event))
 
@@ -202,13 +202,14 @@ class Informer(Generic[T]):
     def _emit(self, deltas: tuple[Delta[T], ...]) -> None:
         for delta in deltas:
             for handler in self._handlers:
-                self._tell(handler, delta)
+                self._call_handler(handler, delta)
 
-    def _tell(self, handler: Handler[T], delta: Delta[T]) -> None:
+    def _call_handler(self, handler: Handler[T], delta: Delta[T]) -> None:
         try:
             handler(delta)
         except Exception:
-            # One handler's bug must not stop the cache for all others (case 24).
+            # One handler's bug must not stop the cache for all others: failure mode 24 in
+            # docs/operations/failure-modes.md.
             log.exception(
                 "informer handler failed", extra={"resource": self._resource.plural, "key": "/".join(delta.object.key)}
             )

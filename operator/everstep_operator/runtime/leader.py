@@ -3,10 +3,10 @@
 Safety: a leader stops at most `renew_deadline` after it *sent* its last successful renewal. Another replica takes over
 at the earliest `duration` after it *saw* that renewal. Seeing comes after sending, and `renew_deadline < duration`. So
 there are never two leaders, whatever the network delays, as long as clocks run at about the same rate. Only monotonic
-time is used. The timestamps in the Lease are for people: a clock jump of an hour changes nothing (case 41). A process
-that was stopped finds its leadership over when it goes on (case 39). Every acquisition raises `leaseTransitions`, even
-by the same replica: that number is the epoch. This follows client-go's `leaderelection`, which raises the number only
-when the holder changes.
+time is used. The timestamps in the Lease are for people: a clock jump of an hour changes nothing. A process that was
+stopped finds its leadership over when it continues (failure modes 41 and 39 in docs/operations/failure-modes.md). Every
+acquisition raises `leaseTransitions`, even by the same replica: that number is the epoch. This follows client-go's
+`leaderelection`, which raises the number only when the holder changes.
 
 There is one exception. If `is_gone` finds the leader gone and it has not renewed for `silent` seconds, it is replaced,
 which is sooner. Both signs together mean that its machine is lost or cut off, so it cannot write. Safety does not
@@ -15,8 +15,8 @@ goes on renewing, and is never replaced.
 
 If somebody deletes the Lease, only a replica that never saw it takes over sooner.
 
-A replica that is `alone` has no other to give way to, as in local mode, where API server and operator are one process:
-there the leadership has no clock, and a busy machine does not end it. It takes the Lease all the same, for its epoch.
+A replica that is `alone` has no other candidate, as in local mode, where API server and operator are one process. Its
+leadership has no deadline, so a busy machine does not end it. It takes the Lease nevertheless, for its epoch.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ class LeaderElector:
         self._is_gone = is_gone
         self._seen: _Seen | None = None
         self._state: Leadership = Following("", 0, "not yet observed")
-        self._announced: int | None = None  # the epoch that waiters were told; None: that this replica does not lead
+        self._announced: int | None = None  # the epoch of which waiters know; None: this replica does not lead
         self._changed = asyncio.Event()
 
     def state(self) -> Leadership:
@@ -198,7 +198,7 @@ class LeaderElector:
                     return reason
 
     async def run(self) -> None:
-        """Take part until cancelled, then give the Lease back if it is held."""
+        """Take part until cancelled, then release the Lease if this replica holds it."""
         try:
             while True:
                 began = self._clock.monotonic()

@@ -1,5 +1,5 @@
-"""Finds out whether the process that holds the Lease is gone, long before the Lease expires: it asks the kernel of the
-leader's machine.
+"""Detects that the process that holds the Lease is gone, long before the Lease expires: by the kernel of the leader's
+machine.
 
 A follower keeps a connection to the leader and sends it a request again and again. The leader's kernel acknowledges
 that even if the process is stopped or gets no processor: such a leader is judged by its Lease. If nothing is
@@ -24,9 +24,9 @@ log = logging.getLogger("everstep.leader_probe")
 BEAT = 0.4  # seconds between an answer and the next request
 SILENT = 1.0  # seconds within which sent data must be acknowledged
 ATTEMPTS, SPACING = 8, 0.1  # attempts to connect again, and seconds between them
-LOOK = 0.5  # seconds seconds until the address is read again, or an unreachable one is tried again
+RECHECK = 0.5  # seconds until the address is read again, or an unreachable one is tried again
 MAX_ANSWER = 64 * 1024
-_QUESTION = b"GET /healthz HTTP/1.1\r\nHost: leader\r\n\r\n"
+_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: leader\r\n\r\n"
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT * 1000)),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -42,40 +42,40 @@ class LeaderProbe:
 
     def __init__(self, address: Callable[[], str | None]) -> None:
         self._address = address
-        self._met: str | None = None  # was reached
-        self._gone: str | None = None
+        self._reached_address: str | None = None  # was reached
+        self._gone_address: str | None = None
 
     def is_gone(self, address: str) -> bool:
         """Whether the process that was once reached at the address is gone, or its machine gives no sign."""
-        return address == self._gone
+        return address == self._gone_address
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             address = self._address()
             if address is None:
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(RECHECK)
                 continue
             try:
-                why = await self._follow(address)
+                why = await self._watch_leader(address)
             except (OSError, ValueError) as e:  # an unknown host name, or an invalid port
                 why = str(e)
-            if why and address == self._met and address != self._gone:
-                self._gone = address
+            if why and address == self._reached_address and address != self._gone_address:
+                self._gone_address = address
                 log.warning("the leader is gone", extra={"address": address, "reason": why})
-            await asyncio.sleep(LOOK if why else 0)
+            await asyncio.sleep(RECHECK if why else 0)
 
-    async def _follow(self, address: str) -> str:
+    async def _watch_leader(self, address: str) -> str:
         """Watch the leader until the address changes or the connection ends. Return why it cannot be reached, or
         nothing."""
-        found = await _reach(address)
-        if isinstance(found, str):
-            return found
-        self._met, self._gone = address, None
-        reader, writer = found
+        reached = await _reach(address)
+        if isinstance(reached, str):
+            return reached
+        self._reached_address, self._gone_address = address, None
+        reader, writer = reached
         try:
             while self._address() == address:
-                writer.write(_QUESTION)
+                writer.write(_REQUEST)
                 await _answer(reader)
                 await asyncio.sleep(BEAT)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as e:

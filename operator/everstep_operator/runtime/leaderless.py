@@ -1,8 +1,8 @@
-"""Notices that nobody leads, and says so to whoever asks.
+"""Detects that no replica leads, and reports it.
 
 While nobody leads, running jobs go on and nothing is repaired: a lost worker is not replaced, and a suspend has no
-effect. Every wait on the leader looks the same from outside. So after a while the log, a metric, the answers to agents
-and, in local mode, the answers to a person name the cause. This module decides nothing.
+effect. From outside, every wait for the leader looks the same. So after some seconds the log, a metric, the answers to
+agents and, in local mode, the answers to a person name the cause. This module decides nothing.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Leaderless:
         return self._clock.monotonic() - self._since
 
     def notice(self) -> str | None:
-        """What to say to whoever waits for the leader; None if somebody leads, or did a moment ago."""
+        """The text for everybody who waits for the leader; None if a replica leads, or led a moment ago."""
         seconds = self.seconds()
         if seconds < NOTICE:
             return None

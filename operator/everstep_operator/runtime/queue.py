@@ -21,8 +21,8 @@ from everstep_operator.runtime.randomness import Random
 K = TypeVar("K", bound=Hashable)
 
 LIMIT = 100_000
-RECENT = 30.0  # seconds: news of the last moments before work begins are still worked on first
-FAIR = 8  # one in so many taken keys is routine, if there is any: news must not delay routine keys for ever
+RECENT = 30.0  # seconds: keys whose news are at most this old when work begins are worked on first
+ROUTINE_SHARE = 8  # one in so many taken keys is routine, if there is any: news must not delay routine keys for ever
 BACKOFF = Backoff(base=0.05, cap=60.0)
 
 
@@ -34,7 +34,7 @@ class KeyQueue(Generic[K]):
         self._ready: deque[K] = deque()
         self._queued: set[K] = set()  # the keys in _ready
         self._routine: dict[K, None] = {}  # keys that are ready without news, in order
-        self._taken = 0  # keys taken since the last routine one
+        self._since_routine = 0  # keys taken since the last routine one
         self._working: set[K] = set()
         self._again: set[K] = set()  # added while being worked on
         self._due: dict[K, float] = {}
@@ -55,7 +55,7 @@ class KeyQueue(Generic[K]):
         if key in self._routine:
             del self._routine[key]
         else:
-            self._check_room(key)
+            self._check_capacity(key)
         self._due.pop(key, None)
         if key in self._working:
             self._again.add(key)
@@ -75,7 +75,7 @@ class KeyQueue(Generic[K]):
         due = now + delay
         if key in self._due and self._due[key] <= due:
             return
-        self._check_room(key)
+        self._check_capacity(key)
         self._due[key] = due
         self._sequence += 1
         heapq.heappush(self._heap, (due, self._sequence, key))
@@ -87,14 +87,14 @@ class KeyQueue(Generic[K]):
             due, _, key = heapq.heappop(self._heap)
             if self._due.get(key) == due:
                 self.add(key)
-        if self._routine and (not self._ready or self._taken >= FAIR - 1):
+        if self._routine and (not self._ready or self._since_routine >= ROUTINE_SHARE - 1):
             key = next(iter(self._routine))
             del self._routine[key]
-            self._taken = 0
+            self._since_routine = 0
         elif self._ready:
             key = self._ready.popleft()
             self._queued.discard(key)
-            self._taken += 1
+            self._since_routine += 1
         else:
             return None
         self._working.add(key)
@@ -107,8 +107,8 @@ class KeyQueue(Generic[K]):
 
     def clear(self) -> None:
         """Drop every key but those that are being worked on."""
-        for held in (self._ready, self._queued, self._routine, self._again, self._due, self._heap):
-            held.clear()
+        for keys in (self._ready, self._queued, self._routine, self._again, self._due, self._heap):
+            keys.clear()
 
     def done(self, key: K) -> None:
         """The work on `key` ended; if it was added meanwhile it is ready again."""
@@ -126,12 +126,12 @@ class KeyQueue(Generic[K]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def _check_room(self, key: K) -> None:
+    def _check_capacity(self, key: K) -> None:
         if key in self._due or key in self._working:
             return
-        held = len(self._queued) + len(self._routine) + len(self._working) + len(self._due)
+        count = len(self._queued) + len(self._routine) + len(self._working) + len(self._due)
         # A key in work may also have a delay. So distinct keys are counted, but only near the limit.
-        if held >= self._limit and held - len(self._working & self._due.keys()) >= self._limit:
+        if count >= self._limit and count - len(self._working & self._due.keys()) >= self._limit:
             raise QueueFull(
                 f"work queue holds {self._limit} keys, cannot add {key!r}; raise its limit or shard the keys"
             )

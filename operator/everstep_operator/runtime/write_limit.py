@@ -22,7 +22,7 @@ from everstep_operator.runtime.parallel import Done, Failed, Outcome
 
 T = TypeVar("T")
 
-LOOK = 0.25  # seconds: how soon a pass that waits for a slot learns that its writes are not wanted any more
+RECHECK = 0.25  # seconds: how soon a pass that waits for a slot learns that its writes are not wanted any more
 
 
 class Lane(Enum):
@@ -64,11 +64,11 @@ class WriteLimit:
     @asynccontextmanager
     async def slot(self, lane: Lane, flow: Flow) -> AsyncIterator[None]:
         """One write, as soon as there is room for it."""
-        await self._take(lane, flow, lambda: False)
+        await self._acquire(lane, flow, lambda: False)
         try:
             yield
         finally:
-            self._give_back(lane)
+            self._release(lane)
 
     async def run(
         self, lane: Lane, flow: Flow, calls: Sequence[Callable[[], Awaitable[T]]], *, stop: Callable[[], bool]
@@ -86,17 +86,17 @@ class WriteLimit:
 
         def ended(_: asyncio.Task[None]) -> None:  # of a task that was cancelled before its first step, too
             own.release()
-            self._give_back(lane)
+            self._release(lane)
 
         async with asyncio.TaskGroup() as group:
             for number in range(len(calls)):
                 await own.acquire()
-                if not await self._take(lane, flow, stop):
+                if not await self._acquire(lane, flow, stop):
                     break
                 group.create_task(one(number)).add_done_callback(ended)
         return outcomes
 
-    async def _take(self, lane: Lane, flow: Flow, stop: Callable[[], bool]) -> bool:
+    async def _acquire(self, lane: Lane, flow: Flow, stop: Callable[[], bool]) -> bool:
         """Whether a slot was taken; False once `stop()` is true."""
         if stop():
             return False
@@ -107,27 +107,27 @@ class WriteLimit:
         self._waiting[lane].add(flow, turn)
         try:
             while not turn.done() and not stop():
-                await asyncio.wait((turn,), timeout=LOOK)
+                await asyncio.wait((turn,), timeout=RECHECK)
             if turn.done() and not stop():
                 return True
         except asyncio.CancelledError:
-            self._give_up(lane, turn)
+            self._abandon(lane, turn)
             raise
-        self._give_up(lane, turn)
+        self._abandon(lane, turn)
         return False
 
-    def _give_up(self, lane: Lane, turn: asyncio.Future[None]) -> None:
-        """Whoever waits no more leaves the queue when its turn comes; a slot that it has got already goes on."""
+    def _abandon(self, lane: Lane, turn: asyncio.Future[None]) -> None:
+        """A waiter that gave up leaves the queue at its turn. A slot that it has already goes to the next one."""
         if turn.done():
-            self._give_back(lane)
+            self._release(lane)
         else:
             turn.cancel()
 
-    def _give_back(self, lane: Lane) -> None:
+    def _release(self, lane: Lane) -> None:
         self._free[lane] += 1
         waiting = self._waiting[lane]
         while self._free[lane] and waiting:
-            turn = waiting.take()
+            turn = waiting.pop()
             if not turn.done():
                 self._free[lane] -= 1
                 turn.set_result(None)

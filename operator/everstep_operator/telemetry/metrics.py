@@ -131,20 +131,20 @@ class Metrics:
         """A request was answered with status `code`, or with "error" when no answer came."""
         code = str(code)
         known = code if code in CODES else "error" if code == "error" else OTHER
-        verb = _one_of(verb, VERBS)
-        self._api.labels(verb, _one_of(resource, RESOURCES), known).inc()
+        verb = _known_or_other(verb, VERBS)
+        self._api.labels(verb, _known_or_other(resource, RESOURCES), known).inc()
         if seconds is not None:
             self._api_seconds.labels(verb).observe(seconds)
 
     def relisted(self, resource: str) -> None:
         """An informer lost its watch for good and listed everything again."""
-        self._informer_restarts.labels(_one_of(resource, RESOURCES)).inc()
+        self._informer_restarts.labels(_known_or_other(resource, RESOURCES)).inc()
 
     def jobs(self, by_status: Mapping[str, int]) -> None:
         """Set the number of jobs in every status. A status that is not named has none."""
         counts = {str(status): 0 for status in STATUSES}
         for status, count in by_status.items():
-            key = _one_of(status, STATUSES)
+            key = _known_or_other(status, STATUSES)
             counts[key] = counts.get(key, 0) + count
         for status, count in counts.items():
             self._jobs.labels(status).set(count)
@@ -152,7 +152,7 @@ class Metrics:
     def recovered(self, cause: str, rung: str, seconds: float | None) -> None:
         """All members took their next step `seconds` after the fault was observed. None: training had resumed before,
         and now the world has its full size again."""
-        self._recoveries.labels(_one_of(cause, CAUSES), _one_of(rung, RUNGS)).inc()
+        self._recoveries.labels(_known_or_other(cause, CAUSES), _known_or_other(rung, RUNGS)).inc()
         if seconds is not None:
             self._recovery_seconds.observe(max(0.0, seconds))
 
@@ -163,7 +163,7 @@ class Metrics:
     def round_request(self, call: str, code: int) -> None:
         """An agent's call to the round store was answered."""
         known = str(code) if str(code) in ROUND_CODES else OTHER
-        self._rounds.labels(_one_of(call, ROUND_CALLS), known).inc()
+        self._rounds.labels(_known_or_other(call, ROUND_CALLS), known).inc()
 
     def round_watches(self, count: int) -> None:
         """How many agents wait for their round to change."""
@@ -191,5 +191,5 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _one_of(word: str, known: Collection[str]) -> str:
+def _known_or_other(word: str, known: Collection[str]) -> str:
     return str(word) if word in known else OTHER

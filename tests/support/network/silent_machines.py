@@ -75,7 +75,7 @@ class SilentNode:
         assert {formed.number for formed in self.join(self.drivers)} == {1}
         followers = [f for driver in self.drivers for f in driver._peers._followed.values()]  # type: ignore[union-attr]
         until(lambda: all(f._met for f in followers))
-        until(lambda: self.spare.operator.leader_probe._met is not None)
+        until(lambda: self.spare.operator.leader_probe._reached_address is not None)
 
     def cut(self) -> float:
         """Nothing comes from that machine any more, nor to it: neither the agents nor its API server. When."""
