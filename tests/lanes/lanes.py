@@ -61,15 +61,15 @@ OF_SERVERS = (
     "run", "train", "adapters", "compat", "agent", "rendezvous", "recovery", "worker", "checkpoint", "storage",
     "apiserver", "conformance", "data", "model", "local", "cluster",
 )  # fmt: skip
-# Fast ones first, so that a mistake shows within a minute; then those that need few builds, beside which the others'
-# builds run; then servers; then nodes.
+# Their budgets are fifteen minutes together. Fast ones first, so that a mistake shows within a minute; then those that
+# need few builds, beside which the others' builds run; then servers; then nodes.
 LANES = {
-    "unit": Lane(("unit",), ("-m", "not long"), 2, BY_FILE, 120),
-    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 90, ("etcd",)),
-    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 90, ("etcd",)),
-    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 375, SERVERS),
-    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 65, NODES),
-    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 160, NODES),
+    "unit": Lane(("unit",), ("-m", "not long"), 2, BY_FILE, 110),
+    "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 75, ("etcd",)),
+    "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 65, ("etcd",)),
+    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 425, SERVERS),
+    "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 75, NODES),
+    "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 150, NODES),
     # `make nightly` alone has these.
     "long": Lane(
         ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS), ("-m", "long and not kind"), 2, BY_TEST, WHOLE_LIMIT,

@@ -161,3 +161,14 @@ def test_no_lane_of_make_test_has_a_test_that_is_long(name: str) -> None:
     """The rows that are restarted as a whole took an hour once, because an expression for marks had left one out."""
     chosen = LANES[name].chosen
     assert "not long" in chosen[chosen.index("-m") + 1].split(" and ")
+
+
+def test_tests_that_need_nodes_are_in_the_folders_of_their_lanes() -> None:
+    """Elsewhere a test marked `kind` would be in no lane, and in e2e one that is not."""
+    marked = {path.relative_to(TESTS) for path in TESTS.rglob("test_*.py") if "mark.kind" in path.read_text()}
+    assert {path.parts[0] for path in marked} - {"unit"} == {"cluster", "e2e"}
+    assert {path.relative_to(TESTS) for path in (TESTS / "e2e").glob("test_*.py")} <= marked
+
+
+def test_budgets_of_make_test_are_fifteen_minutes() -> None:
+    assert sum(lane.budget for name, lane in LANES.items() if name not in NIGHTLY) <= 15 * 60
