@@ -256,6 +256,7 @@ def test_manifest_names_the_script_that_exists_and_a_contract_it_reads() -> None
     assert 240 <= pauses <= 600, "long enough for a person to break it several times"
 
 
+@pytest.mark.long
 def test_on_a_cluster_the_log_says_how_to_break_the_job(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLE / "train.py", "--steps", "1", "--checkpoint", tmp_path],

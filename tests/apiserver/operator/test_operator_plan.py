@@ -69,6 +69,7 @@ async def test_plan_for_a_lost_worker_changes_nothing_and_is_what_the_operator_t
     assert "delete pod" not in text
 
 
+@pytest.mark.long
 async def test_job_that_is_not_there_is_named_with_its_namespace(crd: Any, place: Place) -> None:
     with pytest.raises(AssertionError, match=f"no TrainingJob digits in namespace {place.namespace}"):
         await everstep_plan(crd, place)
