@@ -75,7 +75,7 @@ def test_many_writers_at_once_lose_no_write(etcd: EtcdCluster, job: str) -> None
     assert EtcdStore(Gateway(etcd.urls), job).read().document == b"50"
 
 
-def test_a_watch_sees_changes_and_lapses_but_not_arrivals(etcd: EtcdCluster, job: str, store: EtcdStore) -> None:
+def test_a_watch_sees_changes_and_expirations_but_not_arrivals(etcd: EtcdCluster, job: str, store: EtcdStore) -> None:
     other = EtcdStore(Gateway(etcd.urls), job)
     seen = until(lambda: store.watch(View(None, 0, -1), 1.0))
     seen = until(lambda: (view := store.watch(seen, 0.2)).expirations and view)

@@ -89,7 +89,7 @@ def test_many_writers_at_once_lose_no_write(operator: OperatorServer, job: Unstr
     assert decode(held).restarts == 50
 
 
-def test_a_watch_sees_changes_and_lapses_but_not_arrivals(
+def test_a_watch_sees_changes_and_expirations_but_not_arrivals(
     operator: OperatorServer, job: Unstructured, store: HttpStore
 ) -> None:
     other = operator.store(operator.create_pod(job, 1))

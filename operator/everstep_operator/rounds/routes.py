@@ -19,6 +19,7 @@ from everstep.contract.messages import WIDEST
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
     EXPIRATIONS_HEADER,
+    EXPIRATIONS_PARAMETER,
     GRACE_HEADER,
     JOIN_HEADER,
     MAX_JOIN_REQUEST_BYTES,
@@ -179,7 +180,8 @@ def _document_response(versioned: VersionedDocument) -> web.Response:
 def _known(request: web.Request) -> tuple[int, int]:
     """The version and the count of expirations that the caller has seen."""
     query = request.query
-    return _number(query.get("version", "0"), "version"), _number(query.get("lapses", "-1"), "lapses", low=-1)
+    expirations = _number(query.get(EXPIRATIONS_PARAMETER, "-1"), EXPIRATIONS_PARAMETER, low=-1)
+    return _number(query.get("version", "0"), "version"), expirations
 
 
 def _agent(request: web.Request) -> str:

@@ -1,8 +1,8 @@
 """How agents speak with the round store in the operator: paths, headers and bounds.
 
 Which job is meant is said by the bearer token alone (its pod's). A document's version grows with each change of it; 0
-means that there is none. `lapses`, the count of expirations, grows with each presence that ended, and with each new
-leader.
+means that there is none. The count of expirations grows with each presence that expired, and with each new leader. On
+the wire it is named `lapses`, as it was first: agent and operator may be of different releases.
 
 | call | request | answer |
 |---|---|---|
@@ -27,7 +27,7 @@ DOCUMENT_PATH = "/v1/rounds/document"
 PRESENCE_PATH = "/v1/rounds/presence"
 
 VERSION_HEADER = "Everstep-Version"
-EXPIRATIONS_HEADER = "Everstep-Lapses"
+EXPIRATIONS_HEADER, EXPIRATIONS_PARAMETER = "Everstep-Lapses", "lapses"
 TTL_HEADER = "Everstep-Ttl"
 JOIN_HEADER = "Everstep-Join"
 GRACE_HEADER = "Everstep-Grace"

@@ -16,6 +16,7 @@ from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import (
     DOCUMENT_PATH,
     EXPIRATIONS_HEADER,
+    EXPIRATIONS_PARAMETER,
     GRACE_HEADER,
     JOIN_HEADER,
     MAX_PRESENT_BYTES,
@@ -148,7 +149,7 @@ class HttpStore(Watching):
 
 def _path(known: Known) -> str:
     version = known.view.version if known.view is not None else 0
-    return f"{DOCUMENT_PATH}?version={version}&lapses={known.counted}"
+    return f"{DOCUMENT_PATH}?version={version}&{EXPIRATIONS_PARAMETER}={known.counted}"
 
 
 def _presence(agent: str) -> str:
