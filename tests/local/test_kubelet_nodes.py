@@ -115,7 +115,7 @@ async def test_killed_kubelet_does_not_finish_the_write_it_had_begun(machine: St
 
     client.get = killed_meanwhile
     reporter = StatusReporter(
-        client, pod.key, pod.metadata.uid, clock=m.cluster.clock, rng=lambda: 0.5, gone=lambda: None
+        client, pod.key, pod.metadata.uid, clock=m.cluster.clock, rng=lambda: 0.5, on_gone=lambda: None
     )
     task = asyncio.create_task(reporter.run())
     reporter.show(lambda _previous, _now: {"phase": "Running"})

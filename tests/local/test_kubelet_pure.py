@@ -17,7 +17,7 @@ from everstep_local.kubelet.processes.guard import MAX_LINE, Log
 from everstep_local.kubelet.processes.log import last_text, read, tail
 from everstep_local.kubelet.processes.root import LOCK, Root, remove_stale
 from everstep_local.nodes.resources import quantity, requests_of
-from everstep_local.nodes.scheduler import Seat, obstacle, place
+from everstep_local.nodes.scheduler import Seat, choose_node, obstacle
 from everstep_operator.kube.wire import ObjectMeta, OwnerReference, Unstructured
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -57,7 +57,7 @@ def seat(name: str, *owners: str | None, obstacle: str = "", **capacity: int) ->
 
 
 def test_pod_goes_where_fewest_of_its_job_are() -> None:
-    found = place(pod("job"), [seat("n1", "job"), seat("n2", "other", "other")])
+    found = choose_node(pod("job"), [seat("n1", "job"), seat("n2", "other", "other")])
     assert isinstance(found, Seat)
     assert found.name == "n2"
 
@@ -69,10 +69,10 @@ def test_pod_that_fits_nowhere_is_told_why_of_each_node() -> None:
         seat("n2", obstacle="node(s) were not ready"),
         seat("n3", None, None, None, gpu=9),
     ]
-    assert place(pod(**asks), seats) == (
+    assert choose_node(pod(**asks), seats) == (
         "0/3 nodes are available: 1 Insufficient cpu, 1 Insufficient gpu, 1 Too many pods, 1 node(s) were not ready."
     )
-    assert place(pod(nodeSelector={"disk": "n9"}), [seat("n1")]) == (
+    assert choose_node(pod(nodeSelector={"disk": "n9"}), [seat("n1")]) == (
         "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
     )
 
@@ -94,7 +94,7 @@ def test_node_takes_pods_only_when_nothing_speaks_against_it(spec: dict[str, Any
 
 def test_cpu_and_memory_are_unbounded_unless_stated() -> None:
     asks: dict[str, Any] = {"containers": [{"resources": {"requests": {"cpu": "999", "memory": "9Ti"}}}]}
-    assert isinstance(place(pod(**asks), [seat("n1")]), Seat)
+    assert isinstance(choose_node(pod(**asks), [seat("n1")]), Seat)
 
 
 def test_name_means_one_address_and_port_until_all_have_let_go() -> None:

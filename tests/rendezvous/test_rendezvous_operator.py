@@ -114,7 +114,9 @@ def test_agent_that_died_with_the_operator_is_missed_one_lease_after_the_next_on
         agents.stop()
 
 
-def test_leader_that_counts_expirations_anew_is_followed_as_quietly_as_the_one_before(operators: OperatorServer) -> None:
+def test_leader_with_another_count_of_expirations_is_followed_as_quietly(
+    operators: OperatorServer,
+) -> None:
     """As after the Lease was deleted: the leader's terms, and what it counts, begin again."""
     first = leading(operators)
     pod = operators.create_pod(operators.create_job(), 0)

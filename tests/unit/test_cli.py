@@ -147,9 +147,9 @@ def test_script_that_is_not_there_ends_the_job_after_few_tries_in_its_words(
     assert failure["message"].endswith(
         f"{said}; 2 tries ended like this, and the program has never run (spec.recovery.noProgressLimit)"
     )
-    last_words = failure["message"].split(": ", 2)[2].split("; 2 tries ended", 1)[0]
+    last_lines = failure["message"].split(": ", 2)[2].split("; 2 tries ended", 1)[0]
     # The line of the timeline is cut to the screen's width.
-    assert f"WorkerLost: worker 0 on node-1 lost (Error): {last_words}"[:120] in done.stdout
+    assert f"WorkerLost: worker 0 on node-1 lost (Error): {last_lines}"[:120] in done.stdout
 
 
 def view(message: str) -> View:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli.main import app
 from everstep.contract.labels import SPEC_HASH
-from everstep_local.plan import saved_snapshot as plan_snapshot
-from everstep_local.plan.saved_snapshot import FORMAT, SnapshotError, Taken
+from everstep_local.plan import saved_snapshot
+from everstep_local.plan.saved_snapshot import FORMAT, JobObjects, SnapshotError
 from everstep_operator.api.parse import parse_spec
 from everstep_operator.plan.state import pod_hash
 
@@ -137,7 +137,7 @@ def test_file_that_save_writes_plans_the_same_and_holds_no_secret(marked: str, t
         for one in body["pods"]:
             one["metadata"]["labels"][SPEC_HASH] = present if marked == "present" else "another"
     kept.write_text(json.dumps(body))
-    plan_snapshot.save(plan_snapshot.load(kept), again)
+    saved_snapshot.save(saved_snapshot.load(kept), again)
     assert SECRET not in again.read_text()
     assert stat.S_IMODE(again.stat().st_mode) == 0o600
     before, after = everstep("--snapshot", kept), everstep("--snapshot", again)
@@ -149,15 +149,15 @@ def test_file_that_save_writes_plans_the_same_and_holds_no_secret(marked: str, t
 def test_nodes_that_may_not_be_read_are_taken_to_be_ready() -> None:
     body = lost_worker()
     del body["nodes"]
-    taken = msgspec.convert({**body, "nodesHidden": True}, Taken)
-    assert {name: node.ready for name, node in plan_snapshot.snapshot(taken).nodes.items()} == {"n0": True, "n1": True}
+    taken = msgspec.convert({**body, "nodesHidden": True}, JobObjects)
+    assert {name: node.ready for name, node in saved_snapshot.snapshot(taken).nodes.items()} == {"n0": True, "n1": True}
 
 
 def test_rounds_that_no_version_reads_are_refused_by_name() -> None:
     body = lost_worker()
     body["rounds"] = {"metadata": meta("digits-rounds", ownerReferences=OWNED), "data": {"document": "{}"}}
     with pytest.raises(SnapshotError, match="ConfigMap digits-rounds holds no round document"):
-        plan_snapshot.snapshot(msgspec.convert(body, Taken))
+        saved_snapshot.snapshot(msgspec.convert(body, JobObjects))
 
 
 def test_spec_that_cannot_be_carried_out_is_refused_with_its_field(kept: Path) -> None:
@@ -201,7 +201,7 @@ def test_file_that_is_no_snapshot_is_refused_by_name(content: str, message: str,
     path = tmp_path / "kept.json"
     path.write_text(content)
     with pytest.raises(SnapshotError, match=r"kept\.json") as refused:
-        plan_snapshot.load(path)
+        saved_snapshot.load(path)
     assert message in str(refused.value)
 
 

@@ -17,16 +17,16 @@ from everstep_local.run import control
 from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target
 from everstep_local.run.history import StepSeen
 from everstep_local.run.job_file import (
-    Asked,
+    Overrides,
     Prepared,
     load,
     parse_elastic,
-    place_checkpoints,
-    place_claims,
     read_secret,
+    with_local_checkpoints,
+    with_local_claims,
 )
 from everstep_local.run.manifest import JobFileError
-from everstep_local.run.running import last_words
+from everstep_local.run.running import last_lines
 from everstep_local.run.view import View, WorkerRow
 from everstep_local.run.view import view as made_view
 from everstep_operator.kube.wire import Pod, Unstructured
@@ -37,12 +37,12 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits"
 # The job file.
 
 
-def placed(path: Path, asked: Asked, folder: Path) -> Prepared:
-    return place_checkpoints(load(path, (), asked), asked, folder)
+def placed(path: Path, asked: Overrides, folder: Path) -> Prepared:
+    return with_local_checkpoints(load(path, (), asked), asked, folder)
 
 
 def test_volume_claim_becomes_a_folder_and_a_note_says_which(tmp_path: Path) -> None:
-    job = place_claims(load(EXAMPLE.parent / "deepspeed" / "job.yaml", (), Asked()), tmp_path / "claims")
+    job = with_local_claims(load(EXAMPLE.parent / "deepspeed" / "job.yaml", (), Overrides()), tmp_path / "claims")
     (note,) = job.notes
     assert f"volume claim checkpoints is not here: {tmp_path / 'claims' / 'checkpoints'} takes its place" in note
 
@@ -63,7 +63,7 @@ def load_with(folder: Path, **parts: str) -> Prepared:
     path = folder / "job.yaml"
     empty = dict.fromkeys(("metadata", "spec", "recovery", "template", "container"), "")
     path.write_text(JOB.format(**{**empty, **parts}))
-    return load(path, (), Asked())
+    return load(path, (), Overrides())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_kubernetes_knows_and_what_is_free_to_choose_is_accepted(tmp_path: 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.yaml")), ids=lambda p: p.name)
 def test_example_has_no_field_that_there_is_not(path: Path) -> None:
-    assert load(path, (), Asked()).name
+    assert load(path, (), Overrides()).name
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_merge_key_that_fills_in_a_default_is_no_repetition(tmp_path: Path) -> N
 def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: Path) -> None:
     script = tmp_path / "My_Train 2.py"
     script.touch()
-    asked = Asked(workers=3)
-    job = place_checkpoints(load(script, ["--lr", "1"], asked), asked, tmp_path / "commits")
+    asked = Overrides(workers=3)
+    job = with_local_checkpoints(load(script, ["--lr", "1"], asked), asked, tmp_path / "commits")
     spec = job.manifest["spec"]
     assert (job.name, spec["replicas"], job.workdir) == ("my-train-2", 3, tmp_path)
     assert spec["template"]["spec"]["containers"][0]["command"] == ["torchrun", script.name, "--lr", "1"]
@@ -155,7 +155,7 @@ def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: P
 def test_script_that_is_asked_to_be_elastic_is_started_by_everstep_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    job = load(script, ["--lr", "1"], Asked(workers=3, elastic=parse_elastic("2:4"))).manifest["spec"]
+    job = load(script, ["--lr", "1"], Overrides(workers=3, elastic=parse_elastic("2:4"))).manifest["spec"]
     assert job["template"]["spec"]["containers"][0]["command"] == ["everstep-run", "train.py", "--lr", "1"]
     assert (job["replicas"], job["elastic"]) == (3, {"minReplicas": 2, "maxReplicas": 4})
     assert job["rendezvous"] == {"backend": "everstep"}
@@ -163,7 +163,7 @@ def test_script_that_is_asked_to_be_elastic_is_started_by_everstep_run(tmp_path:
 
 def test_bounds_that_are_asked_for_replace_the_jobs_and_nothing_else(tmp_path: Path) -> None:
     file = yaml.safe_load((EXAMPLE / "elastic.yaml").read_text())["spec"]
-    job = load(EXAMPLE / "elastic.yaml", (), Asked(elastic=(1, 8))).manifest["spec"]
+    job = load(EXAMPLE / "elastic.yaml", (), Overrides(elastic=(1, 8))).manifest["spec"]
     assert job == file | {"elastic": {"minReplicas": 1, "maxReplicas": 8}}
 
 
@@ -174,7 +174,7 @@ def test_bounds_that_are_no_two_numbers_are_refused(text: str) -> None:
 
 
 def test_store_whose_secret_is_not_here_becomes_a_folder_and_that_is_said(tmp_path: Path) -> None:
-    job = placed(EXAMPLE / "trainingjob.yaml", Asked(), tmp_path)
+    job = placed(EXAMPLE / "trainingjob.yaml", Overrides(), tmp_path)
     assert job.manifest["spec"]["checkpoint"] == {"url": f"file://{tmp_path}", "everySteps": 50, "keep": 3}
     assert job.notes == (
         f"Secret s3-credentials is not here (--secret s3-credentials=FILE gives it): commits go to {tmp_path}",
@@ -182,7 +182,7 @@ def test_store_whose_secret_is_not_here_becomes_a_folder_and_that_is_said(tmp_pa
 
 
 def test_store_whose_secret_is_given_stays(tmp_path: Path) -> None:
-    job = placed(EXAMPLE / "trainingjob.yaml", Asked(secrets={"s3-credentials": {"A": "b"}}), tmp_path)
+    job = placed(EXAMPLE / "trainingjob.yaml", Overrides(secrets={"s3-credentials": {"A": "b"}}), tmp_path)
     assert job.manifest["spec"]["checkpoint"]["url"] == "s3://everstep/digits"
     assert job.manifest["spec"]["checkpoint"]["secretRef"] == {"name": "s3-credentials"}
     assert job.notes == ()
@@ -190,14 +190,14 @@ def test_store_whose_secret_is_given_stays(tmp_path: Path) -> None:
 
 def test_folder_with_a_space_is_a_url_that_the_store_understands(tmp_path: Path) -> None:
     folder = tmp_path / "my 100% folder"
-    url = placed(EXAMPLE / "trainingjob.yaml", Asked(), folder).manifest["spec"]["checkpoint"]["url"]
+    url = placed(EXAMPLE / "trainingjob.yaml", Overrides(), folder).manifest["spec"]["checkpoint"]["url"]
     assert " " not in url
     open_store(url).put("x", b"y")
     assert (folder / "x").read_bytes() == b"y"
 
 
 def test_store_that_is_asked_for_replaces_the_jobs(tmp_path: Path) -> None:
-    job = placed(EXAMPLE / "trainingjob.yaml", Asked(checkpoint="memory://x"), tmp_path)
+    job = placed(EXAMPLE / "trainingjob.yaml", Overrides(checkpoint="memory://x"), tmp_path)
     assert job.manifest["spec"]["checkpoint"]["url"] == "memory://x"
     assert "secretRef" not in job.manifest["spec"]["checkpoint"]
 
@@ -222,20 +222,20 @@ def test_file_that_is_no_job_is_refused_by_its_name(text: str, message: str, tmp
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(JobFileError, match=f"job.yaml: .*{message}"):
-        load(path, (), Asked())
+        load(path, (), Overrides())
 
 
 def test_missing_file_and_arguments_of_a_job_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="no such file"):
-        load(tmp_path / "no.yaml", (), Asked())
+        load(tmp_path / "no.yaml", (), Overrides())
     with pytest.raises(JobFileError, match="arguments are for scripts"):
-        load(EXAMPLE / "trainingjob.yaml", ("--lr",), Asked())
+        load(EXAMPLE / "trainingjob.yaml", ("--lr",), Overrides())
 
 
 def test_job_that_is_no_object_is_left_to_the_api_server(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump({**HEAD, "spec": "no"}))
-    assert placed(path, Asked(workers=2), tmp_path).manifest["spec"] == "no"
+    assert placed(path, Overrides(workers=2), tmp_path).manifest["spec"] == "no"
 
 
 def test_secret_file_is_read_and_a_wrong_line_named(tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_farewell_of_a_torchrun_whose_store_is_gone_does_not_hide_the_last_words
         "",
         "W1122 00:52:42.212000 13488 torch/rendezvous.py:1298] The node has failed to shutdown the rendezvous",
     ]
-    assert last_words(said + farewell) == said
-    assert last_words(farewell) == []
+    assert last_lines(said + farewell) == said
+    assert last_lines(farewell) == []
     agent = ["10:42:11.640 everstep-run: round 4: closed: finished: all members' processes have succeeded"]
-    assert last_words(said + agent) == said
+    assert last_lines(said + agent) == said

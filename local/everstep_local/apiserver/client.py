@@ -81,10 +81,10 @@ class MemoryClient:
             if at is None:
                 return self._server.find(kind, namespace, name)
             table = self._server.store.table(kind.id)
-            found = table.at((namespace or "", name), max(at, table.floor))
-            if found is None:
+            stored = table.at((namespace or "", name), max(at, table.floor))
+            if stored is None:
                 raise not_found(kind.full_plural, name)
-            return found
+            return stored
 
         return _decoded(resource, _answer(operation, read), operation)
 
@@ -103,15 +103,17 @@ class MemoryClient:
 
         def read() -> list[Stored]:
             kind = self._server.kinds.of(resource)
-            asked = _version(resource_version)
-            if asked > store.version:
-                raise Refusal(504, "Timeout", f"Timeout: Too large resource version: {asked}, current: {store.version}")
+            version = _version(resource_version)
+            if version > store.version:
+                raise Refusal(
+                    504, "Timeout", f"Timeout: Too large resource version: {version}, current: {store.version}"
+                )
             selector = parse(label_selector) if label_selector else None
             table = store.table(kind.id)
-            found = table.select(namespace, None if at is None else max(at, table.floor))
-            return found if selector is None else [one for one in found if selector(one.labels)]
+            stored = table.select(namespace, None if at is None else max(at, table.floor))
+            return stored if selector is None else [item for item in stored if selector(item.labels)]
 
-        items = tuple([_decoded(resource, one, operation) for one in _answer(operation, read)])
+        items = tuple([_decoded(resource, listed, operation) for listed in _answer(operation, read)])
         return ListResult(items, str(store.version if at is None else at))
 
     async def watch(
@@ -138,11 +140,11 @@ class MemoryClient:
             Stream(feed, self._server.clock, timeout_seconds, self.faults, _request(operation), operation) as stream,
             aclosing(stream.events()) as events,
         ):
-            async for told in events:
-                if isinstance(told, int):
-                    yield Bookmark(str(told))
+            async for event in events:
+                if isinstance(event, int):
+                    yield Bookmark(str(event))
                 else:
-                    yield Changed(told.type, _decoded(resource, told.object, operation))
+                    yield Changed(event.type, _decoded(resource, event.object, operation))
 
     async def create(self, resource: Resource[T], namespace: str | None, body: Mapping[str, Any]) -> T:
         operation = _operation("create", resource, namespace, body.get("metadata", {}).get("name"), named=False)

@@ -102,5 +102,5 @@ class MemoryCluster:
             self._collection = loop.call_soon(self.collect)
 
     def _pod_is(self, namespace: str, name: str, uid: str) -> bool:
-        found = self._server.store.table(POD_TABLE).get((namespace, name))
-        return found is not None and found.uid == uid
+        stored = self._server.store.table(POD_TABLE).get((namespace, name))
+        return stored is not None and stored.uid == uid

@@ -37,10 +37,10 @@ def delete(
     if uid is not None and uid != old.uid:
         detail = "The object might have been deleted and then recreated"
         raise conflict(kind.full_kind, name, _mismatch("UID", uid, old.uid, detail))
-    found = old.meta["resourceVersion"]
-    if resource_version is not None and resource_version != found:
+    version = old.meta["resourceVersion"]
+    if resource_version is not None and resource_version != version:
         detail = "The object might have been modified"
-        raise conflict(kind.full_kind, name, _mismatch("ResourceVersion", resource_version, found, detail))
+        raise conflict(kind.full_kind, name, _mismatch("ResourceVersion", resource_version, version, detail))
     if kind.id == NAMESPACE_TABLE:
         _terminate_namespace(server, kind, old)
         return
@@ -59,33 +59,33 @@ def delete(
         server.remove(kind, marked)
 
 
-def _mismatch(what: str, asked: str, found: str, detail: str) -> str:
-    return f"the {what} in the precondition ({asked}) does not match the {what} in record ({found}). {detail}"
+def _mismatch(what: str, expected: str, actual: str, detail: str) -> str:
+    return f"the {what} in the precondition ({expected}) does not match the {what} in record ({actual}). {detail}"
 
 
-def _grace(kind: Kind, old: Stored, asked: int | None) -> int:
+def _grace(kind: Kind, old: Stored, requested: int | None) -> int:
     """The grace of an object in seconds. A pod that no kubelet runs, or that has ended, gets none."""
     if not kind.graceful:
         return 0
-    if asked is not None and asked < 0:
-        asked = 1
+    if requested is not None and requested < 0:
+        requested = 1
     if pending := old.meta.get("deletionGracePeriodSeconds"):
         # The deletion has begun: its grace can only become shorter, and later changes of the pod do not matter.
-        return int(pending) if asked is None else min(asked, int(pending))
+        return int(pending) if requested is None else min(requested, int(pending))
     if not at_path(old.raw, ("spec", "nodeName")) or at_path(old.raw, ("status", "phase")) in ("Succeeded", "Failed"):
         return 0
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     configured = at_path(old.raw, ("spec", "terminationGracePeriodSeconds"))
     return DEFAULT_GRACE if configured is None else int(configured)
 
 
 def _finalizers(old: Stored, propagation: Propagation | None) -> list[str]:
-    kept = list(old.meta.get("finalizers") or ())
+    finalizers = list(old.meta.get("finalizers") or ())
     if propagation is None:
-        return kept
-    kept = [one for one in kept if one != ORPHAN]
-    return [*kept, ORPHAN] if propagation == "Orphan" else kept
+        return finalizers
+    finalizers = [name for name in finalizers if name != ORPHAN]
+    return [*finalizers, ORPHAN] if propagation == "Orphan" else finalizers
 
 
 def _marked(server: Server, old: Stored, grace: int, finalizers: list[str]) -> Json:

@@ -1,8 +1,8 @@
 """Injects faults between a client and the cluster, explicitly and reproducibly.
 
-A `Faults` has rules, each with a fault and the requests that it strikes. A client asks it before every request and for
-every event of a watch. Random numbers are drawn only for rules with a chance below 1, from the `random.Random` that was
-passed in. Invariant: faults show only what a real network and server can show. A lost answer follows a write that
+A `Faults` has rules, each with a fault and the requests that it strikes. A client consults it before every request and
+for every event of a watch. Random numbers are drawn only for rules with a chance below 1, from the `random.Random` that
+was passed in. Invariant: faults show only what a real network and server can show. A lost answer follows a write that
 happened, no event is invented, and a reordered event belongs to the same watch.
 """
 
@@ -61,7 +61,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """A watch, or the request that opens it, meets a forgotten history: `Gone`."""
+    """The history of a watch, or of the request that opens it, is forgotten: `Gone`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Faults:
 
     def strike(self, request: Request) -> list[Fault]:
         """The faults that strike `request`, in the order of the rules."""
-        found: list[Fault] = []
+        struck: list[Fault] = []
         for rule in tuple(self.rules):
             if not rule.matches(request):
                 continue
@@ -191,9 +191,9 @@ class Faults:
                 if self.rng.random() >= rule.chance:
                     continue
             rule.struck += 1
-            found.append(rule.fault)
+            struck.append(rule.fault)
             if rule.left is not None:
                 rule.left -= 1
                 if rule.left <= 0:
                     self.rules.remove(rule)
-        return found
+        return struck

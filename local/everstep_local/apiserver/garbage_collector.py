@@ -41,13 +41,13 @@ class Collector:
             self._visit(server, uid)
 
     def _visit(self, server: Server, uid: str) -> None:
-        found = server.store.find(uid)
-        if found is None:
+        located = server.store.find(uid)
+        if located is None:
             for dependent in server.store.dependents(uid):
                 self.touch(dependent)
             self._visit_namespaces(server)
             return
-        table, stored = found
+        table, stored = located
         kind = server.kinds.at(table)
         if table == NAMESPACE_TABLE:
             self._visit_namespace(server, kind, stored)
@@ -73,35 +73,39 @@ class Collector:
     def _exists(server: Server, owner: dict[str, Any], dependent: Stored) -> bool:
         """Whether the owner exists, by UID and by name: a reference with the right UID and a wrong name refers to
         nothing."""
-        found = server.store.find(owner["uid"])
-        if found is None:
+        located = server.store.find(owner["uid"])
+        if located is None:
             return False
-        table, stored = found
+        table, stored = located
         namespace, name = stored.key
-        same_place = namespace in ("", dependent.key[0])
-        return same_place and name == owner["name"] and server.kinds.at(table).kind == owner["kind"]
+        same_namespace = namespace in ("", dependent.key[0])
+        return same_namespace and name == owner["name"] and server.kinds.at(table).kind == owner["kind"]
 
     def _orphan(self, server: Server, kind: Kind, owner: Stored) -> None:
         for uid in server.store.dependents(owner.uid):
-            found = server.store.find(uid)
-            assert found is not None
-            child_kind, child = server.kinds.at(found[0]), found[1]
-            kept = [one for one in child.meta["ownerReferences"] if one["uid"] != owner.uid]
+            located = server.store.find(uid)
+            assert located is not None
+            child_kind, child = server.kinds.at(located[0]), located[1]
+            owners = [
+                owner_reference
+                for owner_reference in child.meta["ownerReferences"]
+                if owner_reference["uid"] != owner.uid
+            ]
             meta = {key: value for key, value in child.meta.items() if key != "ownerReferences"}
-            if kept:
-                meta["ownerReferences"] = kept
+            if owners:
+                meta["ownerReferences"] = owners
             server.put(child_kind, {**child.raw, "metadata": meta}, child)
-        kept = [one for one in owner.meta["finalizers"] if one != ORPHAN]
+        owners = [owner_reference for owner_reference in owner.meta["finalizers"] if owner_reference != ORPHAN]
         meta = {key: value for key, value in owner.meta.items() if key != "finalizers"}
-        if kept:
-            meta["finalizers"] = kept
+        if owners:
+            meta["finalizers"] = owners
         server.put(kind, {**owner.raw, "metadata": meta}, owner)
 
     def _visit_namespaces(self, server: Server) -> None:
         """Visit terminating namespaces after a removal, which may have been the last in one of them."""
-        for one in server.store.table(NAMESPACE_TABLE).select(None):
-            if "deletionTimestamp" in one.meta:
-                self.touch(one.uid)
+        for namespace in server.store.table(NAMESPACE_TABLE).select(None):
+            if "deletionTimestamp" in namespace.meta:
+                self.touch(namespace.uid)
 
     def _visit_namespace(self, server: Server, kind: Kind, namespace: Stored) -> None:
         name = namespace.meta["name"]

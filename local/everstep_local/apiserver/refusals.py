@@ -42,8 +42,8 @@ def type_invalid(field: str, value: Any, detail: str) -> FieldError:
 
 
 def not_supported(field: str, value: Any, supported: Sequence[Any]) -> FieldError:
-    words = ", ".join(shown(one) for one in supported)
-    return FieldError("NotSupported", field, f"Unsupported value: {shown(value)}: supported values: {words}")
+    listed = ", ".join(shown(choice) for choice in supported)
+    return FieldError("NotSupported", field, f"Unsupported value: {shown(value)}: supported values: {listed}")
 
 
 def forbidden(field: str, detail: str) -> FieldError:
@@ -58,8 +58,8 @@ def too_long(field: str, limit: int) -> FieldError:
     return FieldError("TooLong", field, f"Too long: may not be more than {limit} bytes")
 
 
-def too_many(field: str, found: int, limit: int) -> FieldError:
-    return FieldError("TooMany", field, f"Too many: {found}: must have at most {limit} items")
+def too_many(field: str, length: int, limit: int) -> FieldError:
+    return FieldError("TooMany", field, f"Too many: {length}: must have at most {limit} items")
 
 
 def shown(value: Any) -> str:
@@ -107,9 +107,9 @@ def conflict(plural: str, name: str, detail: str = OPTIMISTIC_LOCK) -> Refusal:
     return Refusal(409, "Conflict", message)
 
 
-def failed_precondition(plural: str, name: str, what: str, asked: str, found: str) -> Refusal:
+def failed_precondition(plural: str, name: str, what: str, expected: str, actual: str) -> Refusal:
     return conflict(
-        plural, name, f"Precondition failed: {what} in precondition: {asked}, {what} in object meta: {found}"
+        plural, name, f"Precondition failed: {what} in precondition: {expected}, {what} in object meta: {actual}"
     )
 
 
@@ -124,8 +124,8 @@ def unprocessable(kind: str, name: str, errors: Sequence[FieldError]) -> Refusal
     return Refusal(422, "Invalid", f'{kind} "{name}" is invalid: {text}', causes=errors)
 
 
-def expired(asked: int, floor: int) -> Refusal:
-    return Refusal(410, "Expired", f"too old resource version: {asked} ({floor})")
+def expired(version: int, floor: int) -> Refusal:
+    return Refusal(410, "Expired", f"too old resource version: {version} ({floor})")
 
 
 def terminating(plural: str, name: str, namespace: str) -> Refusal:

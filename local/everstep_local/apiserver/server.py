@@ -61,27 +61,27 @@ class Server:
 
     def find(self, kind: Kind, namespace: str | None, name: str) -> Stored:
         """The stored object. Raises Refusal (404)."""
-        found = self.store.table(kind.id).get((namespace or "", name))
-        if found is None:
+        stored = self.store.table(kind.id).get((namespace or "", name))
+        if stored is None:
             raise not_found(kind.full_plural, name)
-        return found
+        return stored
 
     # ---- create -----------------------------------------------------------------------------------------------------
 
     def create(self, kind: Kind, namespace: str | None, body: Mapping[str, Any]) -> Stored:
         """Create an object. Raises Refusal: 400, 403 in a terminating namespace, 404 without one, 409 for a taken name,
         422."""
-        given = self._typed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}, {})
-        self._check_kind(kind, given)
-        meta = given.get("metadata") or {}
+        requested = self._typed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}, {})
+        self._check_kind(kind, requested)
+        meta = requested.get("metadata") or {}
         if meta.get("resourceVersion"):
             raise Refusal(500, "", "resourceVersion should not be set on objects to be created")
         if kind.plural == BINDINGS.plural and not kind.group:
-            return self._bind(namespace or "", meta.get("name", ""), given)
-        self._check_place(kind, namespace, meta)
+            return self._bind(namespace or "", meta.get("name", ""), requested)
+        self._check_namespace(kind, namespace, meta)
         name = meta.get("name") or self._generated(meta)
         self._require_namespace(kind, namespace or "", name)
-        given["metadata"] = metadata.of_new(
+        requested["metadata"] = metadata.of_new(
             meta,
             name=name,
             namespace=namespace or "",
@@ -90,8 +90,8 @@ class Server:
             counts=kind.counts is not None,
         )
         if kind.has_status and not kind.status_on_create:
-            given.pop("status", None)
-        new = kind.prepare(given, None)
+            requested.pop("status", None)
+        new = kind.prepare(requested, None)
         self._validate(kind, new, None)
         if self.store.table(kind.id).get((namespace or "", name)) is not None:
             raise already_exists(kind.full_plural, name)
@@ -127,7 +127,7 @@ class Server:
             )
 
     @staticmethod
-    def _check_place(kind: Kind, namespace: str | None, meta: Json) -> None:
+    def _check_namespace(kind: Kind, namespace: str | None, meta: Json) -> None:
         if kind.namespaced and not namespace:
             raise no_such_resource()
         if meta.get("namespace") and meta["namespace"] != namespace:
@@ -136,10 +136,10 @@ class Server:
     def _require_namespace(self, kind: Kind, namespace: str, name: str) -> None:
         if not kind.namespaced:
             return
-        found = self.store.table(NAMESPACE_TABLE).get(("", namespace))
-        if found is None:
+        stored = self.store.table(NAMESPACE_TABLE).get(("", namespace))
+        if stored is None:
             raise not_found("namespaces", namespace)
-        if "deletionTimestamp" in found.meta:
+        if "deletionTimestamp" in stored.meta:
             raise terminating(kind.full_plural, name, namespace)
 
     def _validate(self, kind: Kind, new: Json, old: Json | None) -> None:
@@ -155,17 +155,19 @@ class Server:
 
     def replace(self, kind: Kind, namespace: str | None, name: str, body: Mapping[str, Any]) -> Stored:
         """PUT. Raises Refusal: 400, 404, 409 for another version, 422."""
-        given = {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}
-        self._check_kind(kind, given)
+        requested = {"apiVersion": kind.api_version, "kind": kind.kind, **copied(body)}
+        self._check_kind(kind, requested)
         if (self.store.table(kind.id).get((namespace or "", name))) is None and kind.create_on_update:
-            kept = {k: v for k, v in (given.get("metadata") or {}).items() if k not in ("resourceVersion", "uid")}
-            return self.create(kind, namespace, {**given, "metadata": kept})
-        meta = given.get("metadata") or {}
+            new_metadata = {
+                k: v for k, v in (requested.get("metadata") or {}).items() if k not in ("resourceVersion", "uid")
+            }
+            return self.create(kind, namespace, {**requested, "metadata": new_metadata})
+        meta = requested.get("metadata") or {}
         if not meta.get("resourceVersion") and not kind.unconditional_update:
             self.find(kind, namespace, name)
             error = invalid("metadata.resourceVersion", 0, "must be specified for an update")
             raise unprocessable(kind.full_kind, name, [error])
-        return self.update(kind, namespace, name, lambda _: given)
+        return self.update(kind, namespace, name, lambda _: requested)
 
     def merge_patch(
         self,
@@ -195,14 +197,14 @@ class Server:
         if subresource not in (None, "status") or (subresource == "status" and not kind.has_status):
             raise no_such_resource()
         old = self.find(kind, namespace, name)
-        given = self._typed(kind, change(old.raw), old.raw)
-        self._check_kind(kind, given)
-        self._check_versions(kind, name, given["metadata"], old)
-        self._check_place(kind, namespace, given["metadata"])
-        new = kind.prepare(self._isolated(kind, given, old.raw, subresource), old.raw)
+        requested = self._typed(kind, change(old.raw), old.raw)
+        self._check_kind(kind, requested)
+        self._check_versions(kind, name, requested["metadata"], old)
+        self._check_namespace(kind, namespace, requested["metadata"])
+        new = kind.prepare(self._isolated(kind, requested, old.raw, subresource), old.raw)
         meta = new["metadata"]
-        kept = {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}
-        if new == kept or (kind.typed and same(new, kept)):
+        unchanged = {**old.raw, "metadata": {k: v for k, v in old.meta.items() if k != "resourceVersion"}}
+        if new == unchanged or (kind.typed and same(new, unchanged)):
             return old
         self._validate(kind, new, old.raw)
         if kind.counts is not None and kind.counts(new) != kind.counts(old.raw):
@@ -243,19 +245,19 @@ class Server:
             raise conflict(kind.full_plural, name)
 
     @staticmethod
-    def _isolated(kind: Kind, given: Json, old: Json, subresource: str | None) -> Json:
+    def _isolated(kind: Kind, requested: Json, old: Json, subresource: str | None) -> Json:
         """The object with those parts of `given` that this request may write, and the others unchanged."""
         if subresource == "status":
             new = {key: value for key, value in old.items() if key != "status"}
-            if "status" in given:
-                new["status"] = given["status"]
+            if "status" in requested:
+                new["status"] = requested["status"]
             if kind.status_metadata:
-                meta = {**given["metadata"], "ownerReferences": old["metadata"].get("ownerReferences")}
+                meta = {**requested["metadata"], "ownerReferences": old["metadata"].get("ownerReferences")}
                 new["metadata"] = metadata.of_changed(meta, old["metadata"])
             else:
                 new["metadata"] = metadata.of_changed(old["metadata"], old["metadata"])
             return new
-        new = {**given, "metadata": metadata.of_changed(given["metadata"], old["metadata"])}
+        new = {**requested, "metadata": metadata.of_changed(requested["metadata"], old["metadata"])}
         if kind.has_status:
             new.pop("status", None)
             if "status" in old:
@@ -284,14 +286,14 @@ class Server:
 
     def _scale(self, kind: Kind, stored: Stored) -> Json:
         assert kind.scale is not None
-        kept = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
+        fields = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
         status: Json = {"replicas": at_path(stored.raw, kind.scale.status_replicas) or 0}
         if selector := at_path(stored.raw, kind.scale.selector):
             status["selector"] = selector
         return {
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
-            "metadata": {field: stored.meta[field] for field in kept if field in stored.meta},
+            "metadata": {field: stored.meta[field] for field in fields if field in stored.meta},
             "spec": {"replicas": at_path(stored.raw, kind.scale.replicas) or 0},
             "status": status,
         }
@@ -305,8 +307,8 @@ class Server:
             raise unprocessable("Binding", name, [required("target.name")])
         if "deletionTimestamp" in old.meta:
             raise conflict("pods/binding", name, f"pod {name} is being deleted, cannot be assigned to a host")
-        if taken := at_path(old.raw, ("spec", "nodeName")):
-            raise conflict("pods/binding", name, f'pod {name} is already assigned to node "{taken}"')
+        if node := at_path(old.raw, ("spec", "nodeName")):
+            raise conflict("pods/binding", name, f'pod {name} is already assigned to node "{node}"')
         status = old.raw.get("status") or {}
         others = [c for c in status.get("conditions") or () if c["type"] != "PodScheduled"]
         scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self.now()}

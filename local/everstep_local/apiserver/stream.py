@@ -23,14 +23,14 @@ from everstep_local.apiserver.faults import (
     Swap,
 )
 from everstep_local.apiserver.refusals import Refusal, expired
-from everstep_local.apiserver.storage.feed import Feed, Told
+from everstep_local.apiserver.storage.feed import Feed, Notification
 from everstep_operator.kube.errors import ConnectionFailed, Operation, StreamBroken
 from everstep_operator.runtime.clock import Clock, cancel
 
 BOOKMARK_LEAD = 2.0  # seconds before its end at which the server sends a watch its last bookmark
 BOOKMARK_EVERY = 60.0
 
-Delivered: TypeAlias = Told | int  # an event, or the resource version of a bookmark
+Delivered: TypeAlias = Notification | int  # an event, or the resource version of a bookmark
 
 
 class Stream:
@@ -43,7 +43,7 @@ class Stream:
         self._faults, self._request, self._operation = faults, request, operation
         self._wake = asyncio.Event()
         self._bookmark_due = self._over = False
-        self._held: list[Told] = []
+        self._delayed: list[Notification] = []
 
     async def __aenter__(self) -> Stream:
         self._unsubscribe = self._feed.subscribe(self._wake.set)
@@ -77,10 +77,10 @@ class Stream:
             if self._faults is not None and self._faults.is_cut:
                 raise ConnectionFailed("the connection broke", operation=self._operation)
             try:
-                told = self._feed.take()
+                pending = self._feed.take()
             except Refusal as refusal:
                 raise refusal.error(self._operation) from None
-            for event in told:
+            for event in pending:
                 if self._faults is None:
                     yield event
                 else:
@@ -89,16 +89,16 @@ class Stream:
             if self._bookmark_due:
                 self._bookmark_due = False
                 position = self._feed.bookmark()
-                if position is not None and not self._held:
+                if position is not None and not self._delayed:
                     yield position
                 continue
             if self._over:
-                for event in self._held:
+                for event in self._delayed:
                     yield event
                 return
             await self._wake.wait()
 
-    async def _struck(self, event: Told, faults: Faults) -> list[Told]:
+    async def _struck(self, event: Notification, faults: Faults) -> list[Notification]:
         """The events that the faults deliver of `event`, after events that were held back before it."""
         namespace, name = event.object.key
         request = Request("event", self._request.plural, namespace, name)
@@ -123,8 +123,8 @@ class Stream:
                     raise ValueError(f"{fault} strikes requests, not events of a watch; add it for another verb")
         if faults.is_cut:
             raise ConnectionFailed("the connection broke", operation=self._operation)
-        held, self._held = self._held, []
-        if swap and not held:
-            self._held = [event] * count
+        delayed, self._delayed = self._delayed, []
+        if swap and not delayed:
+            self._delayed = [event] * count
             return []
-        return [event] * count + held
+        return [event] * count + delayed

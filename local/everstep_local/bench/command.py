@@ -54,13 +54,13 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Folder for the figures (.everstep/bench-TIME).")] = None,
 ) -> None:
     """Run a job with each number of workers on this machine: throughput, efficiency, communication, and a plot."""
-    place = (out or Path(".everstep") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    folder = (out or Path(".everstep") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     console = SafeConsole()
-    found = []
+    measurements = []
     for size in _sizes(sizes):
         console.print(f"{size} worker{'s' if size > 1 else ''} …", highlight=False)
-        found.append(_measure(job, arguments or [], size, place / str(size), seconds, warmup))
-    made = rows(found, scaling)
+        measurements.append(_measure(job, arguments or [], size, folder / str(size), seconds, warmup))
+    made = rows(measurements, scaling)
     title = f"{job.name}: {scaling} scaling on one machine"
     body = {
         "job": str(job),
@@ -69,20 +69,20 @@ def bench(
             {**asdict(row.measured), "speedup": row.speedup, "efficiency": row.efficiency} for row in made
         ],
     }  # fmt: skip
-    (place / "scaling.json").write_text(json.dumps(body, indent=2) + "\n", "utf-8")
-    (place / "scaling.svg").write_text(draw(made, title), "utf-8")
+    (folder / "scaling.json").write_text(json.dumps(body, indent=2) + "\n", "utf-8")
+    (folder / "scaling.svg").write_text(draw(made, title), "utf-8")
     console.print(_table(made))
-    console.print(f"plot and figures in {place}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"plot and figures in {folder}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
         raise BenchError(f"--sizes {text}: numbers of workers are expected, as in 1,2,4") from None
-    if not found or found[0] < 1 or found[-1] > MAX_WORKERS:
+    if not sizes or sizes[0] < 1 or sizes[-1] > MAX_WORKERS:
         raise BenchError(f"--sizes {text}: each is from 1 to {MAX_WORKERS}")
-    return found
+    return sizes
 
 
 def _measure(job: Path, arguments: list[str], size: int, out: Path, seconds: float, warmup: int) -> Measured:
@@ -132,8 +132,8 @@ def _wait(process: subprocess.Popen[bytes], name: str, out: Path, seconds: float
     while time.monotonic() < until:
         if (code := process.poll()) is not None:
             if code:
-                said = (out / "printed.txt").read_text(errors="replace").strip()
-                raise BenchError(f"the run ended with exit code {code}:\n{said[-2000:]}")
+                output = (out / "printed.txt").read_text(errors="replace").strip()
+                raise BenchError(f"the run ended with exit code {code}:\n{output[-2000:]}")
             return step
         step = max(step, _step(name))
         if done(step):
@@ -153,14 +153,14 @@ def _step(name: str) -> int:
 def _profile(name: str) -> list[dict[str, Any]]:
     """The answers of the ranks about their communication; none for a script without the session."""
     try:
-        found = ask(Where(name), PROFILE, PROFILE_SECONDS, [], steps=PROFILE_STEPS, id=name)
+        profile = ask(Where(name), PROFILE, PROFILE_SECONDS, [], steps=PROFILE_STEPS, id=name)
     except NoAgent:
         return []
-    return [answer for answer in found if "error" not in answer]
+    return [answer for answer in profile if "error" not in answer]
 
 
-def _mean(found: list[dict[str, Any]], name: str) -> float | None:
-    return sum(one[name] for one in found) / len(found) if found else None
+def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
+    return sum(row[name] for row in rows) / len(rows) if rows else None
 
 
 def _table(made: list[Row]) -> Table:
@@ -168,8 +168,8 @@ def _table(made: list[Row]) -> Table:
     for column in ("WORKERS", "STEPS/S", "SPEED-UP", "EFFICIENCY", "COMMUNICATION", "EXPOSED"):
         table.add_column(column, justify="right")
     for row in made:
-        one = row.measured
-        shares = ["–" if s is None else f"{s * 100:.0f} %" for s in (one.communication, one.exposed)]
-        speed = (f"{one.steps_per_second:.2f}", f"{row.speedup:.2f}", f"{row.efficiency * 100:.0f} %")
-        table.add_row(*map(Text, (str(one.workers), *speed, *shares)))
+        measured = row.measured
+        shares = ["–" if s is None else f"{s * 100:.0f} %" for s in (measured.communication, measured.exposed)]
+        speed = (f"{measured.steps_per_second:.2f}", f"{row.speedup:.2f}", f"{row.efficiency * 100:.0f} %")
+        table.add_row(*map(Text, (str(measured.workers), *speed, *shares)))
     return table

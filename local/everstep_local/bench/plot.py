@@ -60,14 +60,14 @@ def draw(rows: Sequence[Row], title: str) -> str:
 
 
 def _legend(*, communicates: bool) -> list[str]:
-    found = [
+    entries = [
         f'<path d="M16 48h22" stroke="{BLUE}" stroke-width="2.5"/>', _text(44, 52, "speed-up (below: efficiency)"),
         f'<path d="M226 48h22" stroke="{GREY}" stroke-width="2" stroke-dasharray="5 4"/>', _text(254, 52, "ideal"),
     ]  # fmt: skip
     if communicates:
-        found.append(f'<rect x="312" y="41" width="14" height="14" fill="{AMBER}" fill-opacity="0.55"/>')
-        found.append(_text(332, 52, "share of a step that communicates (full height: 100 %)"))
-    return found
+        entries.append(f'<rect x="312" y="41" width="14" height="14" fill="{AMBER}" fill-opacity="0.55"/>')
+        entries.append(_text(332, 52, "share of a step that communicates (full height: 100 %)"))
+    return entries
 
 
 def _ticks(top: float) -> list[float]:

@@ -43,13 +43,13 @@ class Row:
         return self.speedup / self.ideal
 
 
-def rows(found: Sequence[Measured], scaling: Scaling) -> list[Row]:
+def rows(measurements: Sequence[Measured], scaling: Scaling) -> list[Row]:
     """By size; the smallest one is the measure of all."""
-    ordered = sorted(found, key=lambda one: one.workers)
+    ordered = sorted(measurements, key=lambda measured: measured.workers)
     first = ordered[0]
     made = []
-    for one in ordered:
-        ideal = one.workers / first.workers
-        rate = one.steps_per_second / first.steps_per_second
-        made.append(Row(one, rate if scaling is Scaling.STRONG else rate * ideal, ideal))
+    for measured in ordered:
+        ideal = measured.workers / first.workers
+        rate = measured.steps_per_second / first.steps_per_second
+        made.append(Row(measured, rate if scaling is Scaling.STRONG else rate * ideal, ideal))
     return made

@@ -6,7 +6,7 @@ Torch's TCPStore listens on every interface, whatever host it is given. (Seen wi
 is refused although its address differs.) So the port of each rendezvous endpoint is replaced by one that no other pod
 has.
 
-Invariant: a name means the same address and port to every pod that asks, until the last of them has released it.
+Invariant: a name has the same address and port for every pod that uses it, until the last of them has released it.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Addresses:
 
         def address(match: re.Match[str]) -> str:
             host = PodHost(match["namespace"], match["host"], match["subdomain"])
-            found = self.address_of(host, holder)
+            resolved = self.address_of(host, holder)
             if match["port"] is None:
-                return found
-            return f"{found}:{self.port_of(host, int(match['port']), holder) if endpoint else match['port']}"
+                return resolved
+            return f"{resolved}:{self.port_of(host, int(match['port']), holder) if endpoint else match['port']}"
 
         if endpoint and (local := _LOCAL.fullmatch(value)) is not None:
             return f"{self.address_of(own, holder)}:{self.port_of(own, int(local['port']), holder)}"
@@ -148,7 +148,7 @@ def _lock(port: int) -> socket.socket | None:
     """A socket that keeps `port` from others on all interfaces; None if it is taken.
 
     It is bound exclusively, to find ports of other programs. Then it is made shareable, so that the pod's own store,
-    which asks for SO_REUSEADDR as every server does, can listen beside this reservation.
+    which sets SO_REUSEADDR as every server does, can listen beside this reservation.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     lock = socket.socket(family, socket.SOCK_STREAM)

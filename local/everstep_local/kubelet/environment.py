@@ -33,10 +33,10 @@ _REFERENCE = re.compile(r"\$(\$|\(([^()]*)\))")
 class PathMap:
     """Maps paths in the pod to paths on this machine."""
 
-    def __init__(self, places: Mapping[str, Path]) -> None:
-        self._places = {where.rstrip("/"): place for where, place in places.items()}
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self._folders = {where.rstrip("/"): folder for where, folder in folders.items()}
         # The longest path comes first, because a mount may be below another one.
-        paths = "|".join(re.escape(p) for p in sorted(self._places, key=len, reverse=True))
+        paths = "|".join(re.escape(p) for p in sorted(self._folders, key=len, reverse=True))
         # It matches a whole path, or its beginning, as in /data/x, --in=/data and file:///data, but not /my/data or
         # /database.
         self._pattern = re.compile(rf"(?<![\w.\-])(?<![^/]/)(?:{paths})(?=/|$|[^\w.\-])") if paths else None
@@ -44,11 +44,11 @@ class PathMap:
     def translate(self, text: str) -> str:
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda match: str(self._places[match[0]]), text)
+        return self._pattern.sub(lambda match: str(self._folders[match[0]]), text)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Machine:
     """The resources of this machine for a container."""
 
     workdir: Path
@@ -69,32 +69,32 @@ class Command:
     cwd: Path
 
 
-async def command(container: Mapping[str, Any], facts: PodFacts, sources: Sources, place: Place) -> Command:
+async def command(container: Mapping[str, Any], facts: PodFacts, sources: Sources, machine: Machine) -> Command:
     """Raises NotStartable, KubeError and AddressesExhausted."""
-    given = await _given(container, facts, sources)
-    given.pop(contract.JOINED_FILE, None)  # there are no probes here that look for it
-    argv = [expand(str(part), given) for key in ("command", "args") for part in container.get(key) or ()]
+    variables = await _variables(container, facts, sources)
+    variables.pop(contract.JOINED_FILE, None)  # there are no probes here that look for it
+    argv = [expand(str(part), variables) for key in ("command", "args") for part in container.get(key) or ()]
     if not container.get("command"):
         raise NotStartable(
             f"container {container.get('name')!r} has no command; local mode has no images, so give the command"
         )
     holder = facts.pod.metadata.uid
     translated = {
-        name: place.addresses.translate(name, place.paths.translate(value), place.host, holder)
-        for name, value in given.items()
+        name: machine.addresses.translate(name, machine.paths.translate(value), machine.host, holder)
+        for name, value in variables.items()
     }
-    base = _base(place, facts)
+    base = _base(machine, facts)
     env = {**base, **translated}
     if sum(len(name) + len(value) for name, value in env.items()) > MAX_ENV_BYTES:
         raise NotStartable(f"the environment is larger than {MAX_ENV_BYTES} bytes; use files")
-    argv = [place.paths.translate(part) for part in argv]
+    argv = [machine.paths.translate(part) for part in argv]
     if any("\0" in text for text in (*argv, *env.values())):
         raise NotStartable("a command, argument or variable has a NUL byte, which no program can be given")
-    return Command((_program(argv[0]), *argv[1:]), env, _cwd(container, place))
+    return Command((_program(argv[0]), *argv[1:]), env, _cwd(container, machine))
 
 
-def _base(place: Place, facts: PodFacts) -> dict[str, str]:
-    passed = PASSED | place.pass_env
+def _base(machine: Machine, facts: PodFacts) -> dict[str, str]:
+    passed = PASSED | machine.pass_env
     own = {k: v for k, v in os.environ.items() if k in passed or k.startswith("LC_") or k.lower() in _PROXIES}
     # This interpreter's folder comes first, so that torchrun, python and everstep are those of local mode itself.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -103,10 +103,10 @@ def _base(place: Place, facts: PodFacts) -> dict[str, str]:
         **own,
         "PATH": path,
         "HOSTNAME": str(facts.pod.spec.get("hostname") or facts.pod.metadata.name),
-        "TMPDIR": str(place.tmp),
+        "TMPDIR": str(machine.tmp),
         # Otherwise gloo resolves the machine's name, to an interface that may be down or slow.
         "GLOO_SOCKET_IFNAME": loopback,
-        contract.TERMINATION_LOG: str(place.termination_log),
+        contract.TERMINATION_LOG: str(machine.termination_log),
     }
 
 
@@ -116,34 +116,34 @@ def _program(name: str) -> str:
     return str(here) if name in ("python", "python3") and not (here.parent / name).exists() else name
 
 
-def _cwd(container: Mapping[str, Any], place: Place) -> Path:
+def _cwd(container: Mapping[str, Any], machine: Machine) -> Path:
     wanted = str(container.get("workingDir") or "")
-    mapped = place.paths.translate(wanted)
+    mapped = machine.paths.translate(wanted)
     # A folder of the image does not exist here, but one inside a volume does.
-    return Path(mapped) if wanted and mapped != wanted else place.workdir
+    return Path(mapped) if wanted and mapped != wanted else machine.workdir
 
 
-async def _given(container: Mapping[str, Any], facts: PodFacts, sources: Sources) -> dict[str, str]:
-    found: dict[str, str] = {}
+async def _variables(container: Mapping[str, Any], facts: PodFacts, sources: Sources) -> dict[str, str]:
+    variables: dict[str, str] = {}
     for source in container.get("envFrom") or ():
         secret = "secretRef" in source
         values = await sources.values(source.get("secretRef") or source.get("configMapRef") or {}, secret=secret)
         for key, data in values.items():
             if key and "=" not in key:
-                found[str(source.get("prefix") or "") + key] = data.decode("utf-8", "surrogateescape")
+                variables[str(source.get("prefix") or "") + key] = data.decode("utf-8", "surrogateescape")
     for variable in container.get("env") or ():
         name = str(variable.get("name", ""))
         if variable.get("valueFrom"):
-            taken = await _value_from(name, variable["valueFrom"], facts, sources)
-            if taken is None:
+            referenced = await _value_from(name, variable["valueFrom"], facts, sources)
+            if referenced is None:
                 continue
-            value = taken
+            value = referenced
         else:
-            value = expand(str(variable.get("value") or ""), found)
+            value = expand(str(variable.get("value") or ""), variables)
         # The variable gets a new place: a later one of the same name replaces the earlier one.
-        found.pop(name, None)
-        found[name] = value
-    return found
+        variables.pop(name, None)
+        variables[name] = value
+    return variables
 
 
 async def _value_from(name: str, source: Mapping[str, Any], facts: PodFacts, sources: Sources) -> str | None:

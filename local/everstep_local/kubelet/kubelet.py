@@ -1,6 +1,6 @@
 """The agent of one simulated node: runs the pods that are bound to it, as processes of this machine.
 
-One watch serves all nodes of a machine, and tells this kubelet of its pods. Each pod gets a task of its own.
+One watch serves all nodes of a machine, and passes each pod to its kubelet. Each pod gets a task of its own.
 Invariants: a pod, by UID, has at most one task. When `run` has returned, nothing of any pod runs.
 """
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Kubelet:
-    """The kubelet of node `name`, with all files below `folder`. `run` it in a task. Pods that it was told of earlier
+    """The kubelet of node `name`, with all files below `folder`. `run` it in a task. Pods that it received earlier
     start then."""
 
     def __init__(self, name: str, host: Host, folder: Path) -> None:
@@ -94,5 +94,5 @@ class Kubelet:
 
 
 def _short(uid: str) -> str:
-    """A part of a UID that is enough to tell pods apart, because sockets below the folder need short paths."""
+    """A part of a UID that is enough to distinguish pods, because sockets below the folder need short paths."""
     return uid.replace("-", "")[:16]

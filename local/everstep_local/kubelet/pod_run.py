@@ -65,7 +65,7 @@ class PodRun:
             start_time=host.clock.now(),
         )
         self._reporter = StatusReporter(
-            host.client, pod.key, pod.metadata.uid, clock=host.clock, rng=host.rng, gone=self.vanish
+            host.client, pod.key, pod.metadata.uid, clock=host.clock, rng=host.rng, on_gone=self.vanish
         )
 
     # Calls that bring news; none of these waits.

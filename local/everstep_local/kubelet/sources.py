@@ -94,10 +94,10 @@ class Sources:
         kind, name = "secret" if secret else "configmap", str(ref.get("name") or ref.get("secretName") or "")
         if (kind, name) not in self._read:
             self._read[kind, name] = await self._get(SECRETS if secret else CONFIG_MAPS, name, secret)
-        found = self._read[kind, name]
-        if found is None and not ref.get("optional"):
+        existing = self._read[kind, name]
+        if existing is None and not ref.get("optional"):
             raise NotStartable(f'{kind} "{name}" not found')
-        return found or {}
+        return existing or {}
 
     async def value(self, ref: Mapping[str, Any], *, secret: bool) -> str | None:
         """The value of `ref.key`; None if it is missing and optional."""
@@ -112,11 +112,11 @@ class Sources:
 
     async def _get(self, resource: Resource[Keyed], name: str, secret: bool) -> dict[str, bytes] | None:
         try:
-            found = await self._client.get(resource, self._namespace, name)
+            existing = await self._client.get(resource, self._namespace, name)
         except NotFound:
             return None
-        encoded = {**(found.data if secret else {}), **found.binary_data}
-        plain = found.string_data if secret else found.data
+        encoded = {**(existing.data if secret else {}), **existing.binary_data}
+        plain = existing.string_data if secret else existing.data
         try:
             decoded = {key: base64.b64decode(value, validate=True) for key, value in encoded.items()}
         except binascii.Error as e:

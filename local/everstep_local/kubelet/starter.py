@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep_local.kubelet.addresses import Addresses, PodHost
-from everstep_local.kubelet.environment import Place, command
+from everstep_local.kubelet.environment import Machine, command
 from everstep_local.kubelet.pod_status import MAX_MESSAGE
 from everstep_local.kubelet.processes.log import last_text
 from everstep_local.kubelet.processes.process import ProcessSpec
@@ -89,7 +89,7 @@ class Starter:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
         termination_log = folder / "termination-log"
         termination_log.touch(mode=0o600)
-        place = Place(
+        machine = Machine(
             workdir=self._host.workdir or self._folder / "work",
             tmp=self._folder / "tmp",
             termination_log=termination_log,
@@ -98,7 +98,7 @@ class Starter:
             host=own_host(facts.pod),
             pass_env=self._host.pass_env,
         )
-        ready = await command(container, facts, sources, place)
+        ready = await command(container, facts, sources, machine)
         return ProcessSpec(
             argv=ready.argv,
             env=ready.env,
@@ -145,8 +145,8 @@ def _require_supported(spec: Mapping[str, Any]) -> None:
 def start_error(container: Mapping[str, Any], number: int) -> str:
     """The error in the words of a container runtime. `number` is the errno."""
     program = (container.get("command") or [""])[0]
-    found = "executable file not found in $PATH" if number == errno.ENOENT else os.strerror(number)
-    return f'failed to start container: exec: "{program}": {found}'
+    reason = "executable file not found in $PATH" if number == errno.ENOENT else os.strerror(number)
+    return f'failed to start container: exec: "{program}": {reason}'
 
 
 def termination_message(folder: Path, container: Mapping[str, Any], code: int) -> str:

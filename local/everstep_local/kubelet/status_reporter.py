@@ -28,12 +28,12 @@ FLUSH_SECONDS = 5.0
 View: TypeAlias = Callable[[Mapping[str, Any], datetime], dict[str, Any]]
 
 
-class Gone(Exception):
+class ObjectGone(Exception):
     """The object with this UID no longer exists."""
 
 
 class StatusReporter:
-    """The reporter of one pod. `run` it in a task. `gone` is called when the object no longer exists."""
+    """The reporter of one pod. `run` it in a task. `on_gone` is called when the object no longer exists."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class StatusReporter:
         *,
         clock: Clock,
         rng: Random,
-        gone: Callable[[], None],
+        on_gone: Callable[[], None],
     ) -> None:
         self._client = client
         self._namespace, self._name = key
         self._uid = uid
         self._clock = clock
         self._rng = rng
-        self._gone = gone
+        self._on_gone = on_gone
         self._muted = False
         self._wanted: View | None = None
         self._changed = asyncio.Event()
@@ -81,9 +81,9 @@ class StatusReporter:
                 continue
             try:
                 await self._write(view)
-            except Gone:
+            except ObjectGone:
                 self._written.set()
-                self._gone()
+                self._on_gone()
                 return
             except Conflict:
                 self._changed.set()
@@ -104,11 +104,11 @@ class StatusReporter:
         try:
             pod = await self._client.get(PODS, self._namespace, self._name)
             if pod.metadata.uid != self._uid:
-                raise Gone
+                raise ObjectGone
             status = view(pod.status, self._clock.now())
             if self._muted or all(pod.status.get(field) == value for field, value in status.items()):
                 return
             version = pod.metadata.resource_version
             await self._client.patch_status(PODS, self._namespace, self._name, status, resource_version=version)
         except NotFound as e:
-            raise Gone from e
+            raise ObjectGone from e

@@ -54,24 +54,24 @@ class Volumes:
         tokens: list[Token] = []
         for volume in self._facts.pod.spec.get("volumes") or ():
             name = str(volume.get("name", ""))
-            place = self._folder / name
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = self._folder / name
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
                 match {k: v for k, v in volume.items() if k != "name"}:
                     case {"emptyDir": _}:
                         pass
                     case {"secret": ref}:
-                        await self._keys(place, ref, sources, secret=True)
+                        await self._keys(folder, ref, sources, secret=True)
                     case {"configMap": ref}:
-                        await self._keys(place, ref, sources, secret=False)
+                        await self._keys(folder, ref, sources, secret=False)
                     case {"downwardAPI": ref}:
-                        self._fields(place, ref)
+                        self._fields(folder, ref)
                     case {"persistentVolumeClaim": ref} if self._claims is not None:
                         claim = self._below(self._claims, str(ref.get("claimName", "")))
                         claim.mkdir(parents=True, exist_ok=True)
                         self._claimed[name] = claim
                     case {"projected": ref}:
-                        tokens += await self._projected(place, ref, sources, now)
+                        tokens += await self._projected(folder, ref, sources, now)
                     case other:
                         kinds = ", ".join(sorted(other)) or "nothing"
                         raise NotStartable(
@@ -83,7 +83,7 @@ class Volumes:
 
     def paths(self, container: Mapping[str, Any]) -> PathMap:
         """The folders of the container's mount paths. Raises NotStartable."""
-        places: dict[str, Path] = {}
+        folders: dict[str, Path] = {}
         names = {str(v.get("name")) for v in self._facts.pod.spec.get("volumes") or ()}
         for mount in container.get("volumeMounts") or ():
             name, where = str(mount.get("name", "")), str(mount.get("mountPath", ""))
@@ -91,11 +91,11 @@ class Volumes:
                 raise failed_mount(f"volumeMounts names the volume {name!r}, which the pod does not have")
             if not where.rstrip("/") or mount.get("subPathExpr"):
                 raise failed_mount(f"volume {name!r}: local mode can mount it neither at / nor with a subPathExpr")
-            place = self._below(self._claimed.get(name, self._folder / name), str(mount.get("subPath") or ""))
-            if mount.get("subPath") and not place.exists():
-                place.mkdir(parents=True, mode=0o700)
-            places[where] = place
-        return PathMap(places)
+            folder = self._below(self._claimed.get(name, self._folder / name), str(mount.get("subPath") or ""))
+            if mount.get("subPath") and not folder.exists():
+                folder.mkdir(parents=True, mode=0o700)
+            folders[where] = folder
+        return PathMap(folders)
 
     async def issue(self, token: Token, now: float) -> Token:
         """A fresh token in its file. Raises what the issuer raises."""
@@ -106,25 +106,25 @@ class Volumes:
         _write(token.path, text.encode(), 0o600)
         return Token(token.path, token.audience, token.seconds, now + REFRESH_AT * token.seconds)
 
-    async def _projected(self, place: Path, ref: Mapping[str, Any], sources: Sources, now: float) -> list[Token]:
+    async def _projected(self, folder: Path, ref: Mapping[str, Any], sources: Sources, now: float) -> list[Token]:
         tokens = []
         for source in ref.get("sources") or ():
             match source:
                 case {"serviceAccountToken": wanted}:
-                    path = self._below(place, str(wanted.get("path", "")))
+                    path = self._below(folder, str(wanted.get("path", "")))
                     seconds = int(wanted.get("expirationSeconds") or TOKEN_SECONDS)
                     tokens.append(await self.issue(Token(path, str(wanted.get("audience") or ""), seconds, now), now))
                 case {"secret": inner}:
-                    await self._keys(place, inner, sources, secret=True)
+                    await self._keys(folder, inner, sources, secret=True)
                 case {"configMap": inner}:
-                    await self._keys(place, inner, sources, secret=False)
+                    await self._keys(folder, inner, sources, secret=False)
                 case {"downwardAPI": inner}:
-                    self._fields(place, inner)
+                    self._fields(folder, inner)
                 case _:
                     raise NotStartable(f"projected source {', '.join(sorted(source))} does not exist in local mode")
         return tokens
 
-    async def _keys(self, place: Path, ref: Mapping[str, Any], sources: Sources, *, secret: bool) -> None:
+    async def _keys(self, folder: Path, ref: Mapping[str, Any], sources: Sources, *, secret: bool) -> None:
         values = await sources.values(ref, secret=secret)
         default = int(ref.get("defaultMode") or 0o644)
         items = ref.get("items") or [{"key": key, "path": key} for key in values]
@@ -134,21 +134,21 @@ class Volumes:
                 if ref.get("optional"):
                     continue
                 raise NotStartable(f"references non-existent key {key}")
-            _write(self._below(place, str(item.get("path", ""))), values[key], int(item.get("mode") or default))
+            _write(self._below(folder, str(item.get("path", ""))), values[key], int(item.get("mode") or default))
 
-    def _fields(self, place: Path, ref: Mapping[str, Any]) -> None:
+    def _fields(self, folder: Path, ref: Mapping[str, Any]) -> None:
         for item in ref.get("items") or ():
             field = (item.get("fieldRef") or {}).get("fieldPath")
             if field is None:
                 raise NotStartable("downwardAPI items other than fieldRef do not exist in local mode")
-            _write(self._below(place, str(item.get("path", ""))), self._facts.field(str(field)).encode(), 0o644)
+            _write(self._below(folder, str(item.get("path", ""))), self._facts.field(str(field)).encode(), 0o644)
 
     @staticmethod
-    def _below(place: Path, path: str) -> Path:
-        found = Path(os.path.normpath(place / path))
-        if found != place and place not in found.parents:
+    def _below(folder: Path, path: str) -> Path:
+        resolved = Path(os.path.normpath(folder / path))
+        if resolved != folder and folder not in resolved.parents:
             raise NotStartable(f"path {path!r} leads out of the volume")
-        return found
+        return resolved
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

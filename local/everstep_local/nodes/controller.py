@@ -59,7 +59,7 @@ class NodeController:
 
     async def _judge(self, node: Unstructured, now: float) -> None:
         name = node.metadata.name
-        lease = next((found for found in self._leases.list() if found.metadata.name == name), None)
+        lease = next((candidate for candidate in self._leases.list() if candidate.metadata.name == name), None)
         version = lease.metadata.resource_version if lease is not None else ""
         if self._seen.get(name, ("", 0.0))[0] != version or name not in self._seen:
             self._seen[name] = (version, now)

@@ -146,10 +146,10 @@ class LocalNodes:
             yield line
 
     def _run_of(self, namespace: str, pod: str) -> PodRun:
-        found = self._pods.get(namespace, pod)
-        if found is not None:
+        cached = self._pods.get(namespace, pod)
+        if cached is not None:
             for node in self._nodes.values():
-                if (run := node.kubelet.find(found.metadata.uid)) is not None:
+                if (run := node.kubelet.find(cached.metadata.uid)) is not None:
                     return run
         raise KeyError(f"pod {namespace}/{pod} does not run on this machine")
 

@@ -63,13 +63,13 @@ def lacking(
     capacity: Mapping[str, Fraction], used: Iterable[Mapping[str, Fraction]], wanted: Mapping[str, Fraction]
 ) -> tuple[str, ...]:
     """The resources of which too little is left on the node, sorted."""
-    taken = _sum(used)
+    total = _sum(used)
     return tuple(
         sorted(
             name
             for name, amount in wanted.items()
             if amount > 0
             and not (name in UNBOUNDED and name not in capacity)
-            and taken.get(name, Fraction(0)) + amount > capacity.get(name, Fraction(0))
+            and total.get(name, Fraction(0)) + amount > capacity.get(name, Fraction(0))
         )
     )

@@ -2,7 +2,7 @@
 
 A pod goes to the node with the fewest pods of its own owner, then with the fewest of all, then by name. Readiness,
 taints (without tolerations), `nodeSelector` and capacity count; affinity and spread constraints do not. Invariants:
-`place` is pure. A pod that was just bound counts before the cache shows it.
+`choose_node` is pure. A pod that was just bound counts before the cache shows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FINISHED = ("Succeeded", "Failed")
 
 @dataclass(slots=True)
 class Seat:
-    """One node as the scheduler sees it, with the pods it holds: (owner's UID, what they ask for)."""
+    """One node as the scheduler sees it, with its pods: (owner's UID, requested resources)."""
 
     name: str
     capacity: Mapping[str, Fraction]
@@ -43,7 +43,7 @@ class Seat:
     pods: list[tuple[str | None, Mapping[str, Fraction]]] = field(default_factory=list)
 
 
-def place(pod: Unstructured, seats: Sequence[Seat]) -> Seat | str:
+def choose_node(pod: Unstructured, seats: Sequence[Seat]) -> Seat | str:
     """The node for `pod`, or why there is none, in kube-scheduler's words."""
     try:
         wanted = requests_of(pod.spec)
@@ -57,7 +57,7 @@ def place(pod: Unstructured, seats: Sequence[Seat]) -> Seat | str:
             reasons[seat.obstacle] += 1
         elif any(seat.labels.get(key) != value for key, value in selector.items()):
             reasons["node(s) didn't match Pod's node affinity/selector"] += 1
-        elif short := lacking(seat.capacity, (asked for _, asked in seat.pods), wanted):
+        elif short := lacking(seat.capacity, (requests for _, requests in seat.pods), wanted):
             for name in short:
                 reasons["Too many pods" if name == "pods" else f"Insufficient {name}"] += 1
         else:
@@ -108,7 +108,7 @@ class Scheduler:
         well = True
         for pod in sorted(waiting, key=lambda p: (p.metadata.creation_timestamp is None, _age(p), p.key)):
             try:
-                match place(pod, list(seats.values())):
+                match choose_node(pod, list(seats.values())):
                     case Seat() as seat:
                         await self._bind(pod, seat)
                     case str() as reason:

@@ -1,6 +1,6 @@
 """`everstep plan`: what the operator would decide about a job, and why.
 
-It takes a snapshot, asks the operator's own planner, and prints. Invariant: it changes nothing in a cluster.
+It takes a snapshot, plans with the operator's own planner, and prints. Invariant: it changes nothing in a cluster.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated
 import typer
 
 from everstep.cli.printing import say, say_error
-from everstep_local.plan import saved_snapshot as plan_snapshot
+from everstep_local.plan import saved_snapshot
 from everstep_local.plan import text as plan_text
-from everstep_local.plan.saved_snapshot import SnapshotError, Taken
+from everstep_local.plan.saved_snapshot import JobObjects, SnapshotError
 from everstep_local.plan.simulation.agents import ElasticWorld
 from everstep_local.plan.simulation.cluster import World
 from everstep_local.plan.simulation.transcript import TranscriptError, expected, replay
@@ -69,38 +69,40 @@ def plan(
     if snapshot is not None:
         if save is not None:
             raise PlanCommandError("--save keeps what was read from a cluster: leave it out with --snapshot")
-        taken = plan_snapshot.load(snapshot)
-        if job is not None and job != taken.job.metadata.name:
-            raise PlanCommandError(f"{snapshot} is of TrainingJob {taken.job.metadata.name}, not of {job}")
+        objects = saved_snapshot.load(snapshot)
+        if job is not None and job != objects.job.metadata.name:
+            raise PlanCommandError(f"{snapshot} is of TrainingJob {objects.job.metadata.name}, not of {job}")
     elif job is not None:
         path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
-        taken = asyncio.run(_from_cluster(job, namespace, look_up(KubeConfig(path, context))))
+        objects = asyncio.run(_from_cluster(job, namespace, look_up(KubeConfig(path, context))))
         if save is not None:
-            plan_snapshot.save(taken, save)
+            saved_snapshot.save(objects, save)
     else:
         raise PlanCommandError("name a TrainingJob, or give --snapshot FILE or --replay FILE")
-    _print(taken, output)
+    _print(objects, output)
 
 
-def _print(taken: Taken, output: str) -> None:
-    name = taken.job.metadata.name
+def _print(objects: JobObjects, output: str) -> None:
+    name = objects.job.metadata.name
     try:
-        seen = plan_snapshot.snapshot(taken)
+        seen = saved_snapshot.snapshot(objects)
     except SpecError as e:
         raise PlanCommandError(f"the operator cannot carry out TrainingJob {name}, and leaves it as it is: {e}") from e
     decided = decide(seen)
     if output == "json":
         say(json.dumps(plan_text.as_json(seen, decided), indent=2))
         return
-    say(plan_text.as_text(seen, decided, taken.cluster))
-    if taken.nodes_hidden:
+    say(plan_text.as_text(seen, decided, objects.cluster))
+    if objects.nodes_hidden:
         say_error("note: you may not read nodes; each was taken to be Ready")
 
 
-async def _from_cluster(job: str, namespace: str, cluster: Cluster) -> Taken:
+async def _from_cluster(job: str, namespace: str, cluster: Cluster) -> JobObjects:
     try:
         async with asyncio.timeout(SECONDS), HttpKubeClient(cluster.source) as client:
-            return await plan_snapshot.take(client, namespace, job, now=datetime.now(UTC), cluster=str(cluster))
+            return await saved_snapshot.read_objects(
+                client, namespace, job, now=datetime.now(UTC), cluster=str(cluster)
+            )
     except TimeoutError as e:
         raise PlanCommandError(f"{cluster} did not answer within {SECONDS:g} s: is its API server reachable?") from e
 

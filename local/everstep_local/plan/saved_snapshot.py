@@ -54,7 +54,7 @@ class SnapshotError(Exception):
     """The snapshot cannot be taken, read or used. The text says what to do."""
 
 
-class Taken(Wire, frozen=True, kw_only=True):
+class JobObjects(Wire, frozen=True, kw_only=True):
     """The objects of one job at one moment. `cluster`: a text that says where they are from."""
 
     format: str = ""
@@ -69,7 +69,7 @@ class Taken(Wire, frozen=True, kw_only=True):
     rounds: ConfigMap | None = None
 
 
-async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, cluster: str) -> Taken:
+async def read_objects(client: KubeClient, namespace: str, name: str, *, now: datetime, cluster: str) -> JobObjects:
     """Read a job and its objects. Raises SnapshotError, KubeError."""
     try:
         job = await client.get(JOBS, namespace, name)
@@ -81,7 +81,7 @@ async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, 
     listed = await client.list(PODS, namespace, label_selector=object_names.selector(name))
     pods = tuple(pod for pod in listed.items if controller_uid(pod.metadata) == uid)
     nodes, hidden = await _nodes(client, pods)
-    return Taken(
+    return JobObjects(
         format=FORMAT,
         taken_at=now,
         cluster=cluster,
@@ -96,60 +96,62 @@ async def take(client: KubeClient, namespace: str, name: str, *, now: datetime, 
 
 
 async def _nodes(client: KubeClient, pods: tuple[Pod, ...]) -> tuple[tuple[Node, ...], bool]:
-    found = []
+    nodes = []
     for name in sorted({pod.spec.node_name for pod in pods if pod.spec.node_name}):
         try:
-            found.append(await client.get(NODES, None, name))
+            nodes.append(await client.get(NODES, None, name))
         except NotFound:
             continue
         except Forbidden:
             return (), True
-    return tuple(found), False
+    return tuple(nodes), False
 
 
 async def _own(client: KubeClient, resource: Resource[T], namespace: str, name: str, uid: str) -> T | None:
     try:
-        found = await client.get(resource, namespace, name)
+        candidate = await client.get(resource, namespace, name)
     except NotFound:
         return None
-    return found if controller_uid(found.metadata) == uid else None
+    return candidate if controller_uid(candidate.metadata) == uid else None
 
 
-def snapshot(taken: Taken) -> Snapshot:
+def snapshot(objects: JobObjects) -> Snapshot:
     """The snapshot from which a newly started operator would plan. Raises SnapshotError, SpecError."""
-    job = observe.job_view(taken.job)
-    pods = tuple(worker for pod in taken.pods if (worker := observe.worker_pod(pod)) is not None)
-    nodes = {node.metadata.name: observe.node_view(node) for node in taken.nodes}
-    if taken.nodes_hidden:
+    job = observe.job_view(objects.job)
+    pods = tuple(worker for pod in objects.pods if (worker := observe.worker_pod(pod)) is not None)
+    nodes = {node.metadata.name: observe.node_view(node) for node in objects.nodes}
+    if objects.nodes_hidden:
         nodes = {pod.node: NodeView(pod.node, NodeHealth.READY) for pod in pods if pod.node}
     return Snapshot(
-        now=taken.taken_at,
+        now=objects.taken_at,
         job=job,
         pods=tuple(sorted(pods, key=lambda pod: pod.name)),
-        service_uid=taken.service.metadata.uid if taken.service is not None else None,
-        disruption_budget=observe.disruption_budget_view(taken.budget, job.uid) if taken.budget is not None else None,
+        service_uid=objects.service.metadata.uid if objects.service is not None else None,
+        disruption_budget=observe.disruption_budget_view(objects.budget, job.uid)
+        if objects.budget is not None
+        else None,
         nodes=nodes,
-        progress=JobProgress(job.status, taken.taken_at).snapshot(),
-        world=_round(taken) if rendezvous_backend(taken.job) == BACKEND else None,
+        progress=JobProgress(job.status, objects.taken_at).snapshot(),
+        world=_round(objects) if rendezvous_backend(objects.job) == BACKEND else None,
     )
 
 
-def _round(taken: Taken) -> RoundView:
-    text = "" if taken.rounds is None else taken.rounds.data.get(KEY, "")
+def _round(objects: JobObjects) -> RoundView:
+    text = "" if objects.rounds is None else objects.rounds.data.get(KEY, "")
     if not text:
         return RoundView(0)
     try:
         return round_view(decode(text.encode()))
     except DocumentInvalid as e:
-        name = config_map_name(taken.job.metadata.name)
+        name = config_map_name(objects.job.metadata.name)
         raise SnapshotError(f"ConfigMap {name} holds no round document that this version can read: {e}") from e
 
 
-def save(taken: Taken, path: Path) -> None:
+def save(objects: JobObjects, path: Path) -> None:
     """Write it for `load`, readable by its owner only. Raises SnapshotError."""
-    body = to_body(taken)
+    body = to_body(objects)
     before = _spec_hash(body["job"])
-    hidden = _taken_out(body["job"].get("spec", {}).get("template") or {})
+    hidden = _hide_values(body["job"].get("spec", {}).get("template") or {})
     body["job"]["metadata"].pop("annotations", None)  # kubectl stores the whole manifest there
     body["pods"] = _without(body.get("pods", []), hidden)
     for pod in body["pods"]:
@@ -171,35 +173,35 @@ def _spec_hash(job: Mapping[str, Any]) -> str | None:
         return None
 
 
-def load(path: Path) -> Taken:
+def load(path: Path) -> JobObjects:
     """Raises SnapshotError naming the file and what is wrong in it."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SnapshotError(f"{path}: larger than {MAX_BYTES >> 20} MiB: this is no snapshot of one job")
-        taken = msgspec.json.decode(path.read_bytes(), type=Taken)
+        objects = msgspec.json.decode(path.read_bytes(), type=JobObjects)
     except OSError as e:
         raise SnapshotError(f"{path}: cannot be read: {e.strerror}") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise SnapshotError(f"{path}: this is no snapshot: {e}; write one with `everstep plan JOB --save FILE`") from e
-    if taken.format != FORMAT:
-        raise SnapshotError(f"{path}: format {taken.format!r}; this version reads {FORMAT!r}")
-    if taken.taken_at.tzinfo is None:
-        raise SnapshotError(f"{path}: takenAt {taken.taken_at} has no time zone; end it with Z")
-    return taken
+    if objects.format != FORMAT:
+        raise SnapshotError(f"{path}: format {objects.format!r}; this version reads {FORMAT!r}")
+    if objects.taken_at.tzinfo is None:
+        raise SnapshotError(f"{path}: takenAt {objects.taken_at} has no time zone; end it with Z")
+    return objects
 
 
-def _taken_out(template: Mapping[str, Any]) -> tuple[str, ...]:
+def _hide_values(template: Mapping[str, Any]) -> tuple[str, ...]:
     """Replace the values of the containers' variables, on which no decision depends. Returns the values, longest first,
     so that none hides a part of another.
     """
     spec = template.get("spec") or {}
-    found = set()
+    values = set()
     for container in [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]:
         for variable in container.get("env") or ():
             if variable.get("value") is not None:
-                found.add(str(variable["value"]))
+                values.add(str(variable["value"]))
                 variable["value"] = redact.HIDDEN
-    return tuple(sorted((v for v in found if len(v) >= MIN_VALUE), key=lambda v: (-len(v), v)))
+    return tuple(sorted((v for v in values if len(v) >= MIN_VALUE), key=lambda v: (-len(v), v)))
 
 
 def _without(value: Any, hidden: tuple[str, ...], key: str = "") -> Any:

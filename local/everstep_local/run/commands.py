@@ -15,7 +15,7 @@ from everstep.cli.printing import SafeConsole, safe_line, say
 from everstep_local.run import control, running
 from everstep_local.run.console import render
 from everstep_local.run.faults import ACTIONS, FaultError, parse
-from everstep_local.run.job_file import Asked, parse_elastic, read_secret
+from everstep_local.run.job_file import Overrides, parse_elastic, read_secret
 from everstep_local.run.manifest import JobFileError
 from everstep_local.run.view import View
 
@@ -55,14 +55,14 @@ def run(
 ) -> None:
     """Run a job here with the real operator; its exit code: 0 complete, 1 failed, 130 interrupted."""
     secrets = {}
-    for given in secret or ():
-        secret_name, equals, path = given.partition("=")
+    for option in secret or ():
+        secret_name, equals, path = option.partition("=")
         if not equals:
-            raise JobFileError(f"--secret {given}: expected NAME=FILE")
+            raise JobFileError(f"--secret {option}: expected NAME=FILE")
         secrets[secret_name] = read_secret(Path(path))
-    asked = Asked(name, workers, checkpoint, parse_elastic(elastic), secrets)
+    overrides = Overrides(name, workers, checkpoint, parse_elastic(elastic), secrets)
     story = tuple(parse(text) for text in at or ())
-    raise typer.Exit(running.run(job, arguments or [], asked, nodes=nodes, out=out, plain=plain, story=story))
+    raise typer.Exit(running.run(job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story))
 
 
 @app.command()
@@ -146,9 +146,9 @@ def _ask(run: str | None, verb: str, **arguments: Any) -> list[dict[str, Any]] |
     answers = control.ask(address, verb, **arguments)
     if verb == "logs":
         return answers
-    if not (given := list(answers)):
+    if not (received := list(answers)):
         raise control.ControlError(f"run {address.name} has just ended")
-    return given
+    return received
 
 
 def _done(run: str | None, verb: str, **arguments: Any) -> None:

@@ -37,8 +37,8 @@ def parse(text: str) -> Fault:
     match = _GRAMMAR.fullmatch(text.strip())
     if match is None:
         raise FaultError(f"--at {text}: expected STEP:ACTION, where ACTION is {ACTIONS}")
-    step, *found = match.groups()
-    action, argument = [*filter(None, found), ""][:2]
+    step, *groups = match.groups()
+    action, argument = [*filter(None, groups), ""][:2]
     return Fault(int(step), action, argument)
 
 

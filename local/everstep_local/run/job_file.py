@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Overrides:
     """The values of the command line. None keeps the file's value."""
 
     name: str | None = None
@@ -57,18 +57,18 @@ def parse_elastic(text: str | None) -> tuple[int, int] | None:
     return int(fewest), int(most)
 
 
-def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
+def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared:
     """The job of a `.py` file with these arguments, or of a YAML file. Raises `JobFileError`."""
     if not path.is_file():
         raise JobFileError(f"{path}: there is no such file; give a TrainingJob's YAML file or a Python script")
     if path.suffix == ".py":
-        manifest = _of_script(path, arguments, elastic=asked.elastic is not None)
+        manifest = _of_script(path, arguments, elastic=overrides.elastic is not None)
     else:
         if arguments:
             raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
         manifest = read(path)
     metadata = manifest["metadata"]
-    metadata["name"] = asked.name or metadata.get("name") or ""
+    metadata["name"] = overrides.name or metadata.get("name") or ""
     metadata.setdefault("namespace", "default")
     name = metadata["name"]
     # The name is checked here already, because files and a socket are named by it before the cluster checks it.
@@ -78,11 +78,11 @@ def load(path: Path, arguments: Sequence[str], asked: Asked) -> Prepared:
             "and dashes that begins with a letter; --name gives another"
         )
     if isinstance(spec := manifest.get("spec"), dict):
-        if asked.elastic is not None:
-            fewest, most = asked.elastic
+        if overrides.elastic is not None:
+            fewest, most = overrides.elastic
             spec["elastic"] = {**(spec.get("elastic") or {}), "minReplicas": fewest, "maxReplicas": most}
-        if asked.workers is not None:
-            spec["replicas"] = asked.workers
+        if overrides.workers is not None:
+            spec["replicas"] = overrides.workers
     return Prepared(manifest, path.resolve().parent)
 
 
@@ -107,36 +107,36 @@ def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[s
     }
 
 
-def place_checkpoints(job: Prepared, asked: Asked, folder: Path) -> Prepared:
+def with_local_checkpoints(job: Prepared, overrides: Overrides, folder: Path) -> Prepared:
     """The job with a store for its commits that exists here: the requested one, the job's own, or `folder`."""
     spec = job.manifest.get("spec")
     checkpoint = spec.get("checkpoint") if isinstance(spec, dict) else None
-    if not isinstance(spec, dict) or not (isinstance(checkpoint, dict) or asked.checkpoint is not None):
+    if not isinstance(spec, dict) or not (isinstance(checkpoint, dict) or overrides.checkpoint is not None):
         return job
     checkpoint = dict(checkpoint or {})
     secret = checkpoint.get("secretRef")
     name = secret.get("name") if isinstance(secret, dict) else None
     notes = job.notes
-    if asked.checkpoint is not None:
-        checkpoint["url"] = _url(asked.checkpoint)
-    elif name is not None and name not in asked.secrets:
+    if overrides.checkpoint is not None:
+        checkpoint["url"] = _url(overrides.checkpoint)
+    elif name is not None and name not in overrides.secrets:
         notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go to {folder}",)
         checkpoint["url"] = _url(str(folder))
     elif not checkpoint.get("url"):
         checkpoint["url"] = _url(str(folder))
-    if name is not None and name not in asked.secrets:
+    if name is not None and name not in overrides.secrets:
         del checkpoint["secretRef"]
-        if asked.checkpoint is not None:
+        if overrides.checkpoint is not None:
             notes += (f"Secret {name} is not here (--secret {name}=FILE gives it): commits go without it",)
     return replace(job, manifest={**job.manifest, "spec": {**spec, "checkpoint": checkpoint}}, notes=notes)
 
 
-def place_claims(job: Prepared, folder: Path) -> Prepared:
+def with_local_claims(job: Prepared, folder: Path) -> Prepared:
     """The job with a note on each volume claim: pods find a folder below `folder` in its place."""
-    found: Any = job.manifest
+    node: Any = job.manifest
     for key in ("spec", "template", "spec", "volumes"):
-        found = found.get(key) if isinstance(found, dict) else None
-    claims = [volume.get("persistentVolumeClaim") for volume in found or () if isinstance(volume, dict)]
+        node = node.get(key) if isinstance(node, dict) else None
+    claims = [volume.get("persistentVolumeClaim") for volume in node or () if isinstance(volume, dict)]
     names = dict.fromkeys(
         str(claim["claimName"]) for claim in claims if isinstance(claim, dict) and "claimName" in claim
     )
@@ -148,13 +148,13 @@ def place_claims(job: Prepared, folder: Path) -> Prepared:
     return replace(job, notes=(*job.notes, *notes))
 
 
-def _url(place: str) -> str:
-    return place if "://" in place else f"file://{quote(str(Path(place).resolve()))}"
+def _url(location: str) -> str:
+    return location if "://" in location else f"file://{quote(str(Path(location).resolve()))}"
 
 
 def read_secret(path: Path) -> dict[str, str]:
     """The variables of a file with a NAME=value on each line. Raises `JobFileError` naming the line."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -165,7 +165,7 @@ def read_secret(path: Path) -> dict[str, str]:
             continue
         if not equals or not name.strip().isidentifier():
             raise JobFileError(f"{path}:{number}: expected NAME=value")
-        if name.strip() in found:
+        if name.strip() in variables:
             raise JobFileError(f"{path}:{number}: {name.strip()} is given already; remove one of the lines")
-        found[name.strip()] = value.strip()
-    return found
+        variables[name.strip()] = value.strip()
+    return variables

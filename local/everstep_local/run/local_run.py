@@ -212,8 +212,8 @@ class LocalRun:
         return sorted(p.metadata.name for p in self._pods.list())
 
     def worker_of(self, pod: str) -> int | None:
-        found = self._pods.get(self.job.namespace, pod)
-        worker = observe.worker_pod(found) if found is not None else None
+        cached = self._pods.get(self.job.namespace, pod)
+        worker = observe.worker_pod(cached) if cached is not None else None
         return worker.index if worker is not None else None
 
     def _pid(self, pod: Pod) -> int | None:
@@ -227,8 +227,8 @@ class LocalRun:
         worker = self.worker_of(identity.pod_name)
         if report.peak_memory is not None:
             host, device = self._memory.get(identity.pod_name, (0, None))
-            told = report.peak_device_memory
-            peak = max(host, report.peak_memory), told if device is None else max(device, told or 0)
+            device_peak = report.peak_device_memory
+            peak = max(host, report.peak_memory), device_peak if device is None else max(device, device_peak or 0)
             self._memory[identity.pod_name] = peak
         if worker is None or report.step is None or report.phase in (Phase.START, Phase.RESTORE):
             return  # a restored step is not one that this process has taken

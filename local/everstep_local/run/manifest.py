@@ -110,14 +110,14 @@ def _require_known(path: Path, job: dict[str, Any]) -> None:
     (served,) = crd()["spec"]["versions"]
     spec = job.get("spec")
     template = spec.get("template") if isinstance(spec, dict) else None
-    found = [
+    problems = [
         *unknown(job, served["schema"]["openAPIV3Schema"]),
         *starmap(field, unknown_fields(job["metadata"], "V1ObjectMeta", "metadata")),
         *starmap(field, unknown_fields(template, "V1PodTemplateSpec", "spec.template")),
     ]
-    if found:
-        more = [f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
-        raise JobFileError("\n".join(f"{path}: {one}" for one in [*map(str, found[:MAX_SHOWN]), *more]))
+    if problems:
+        more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
+        raise JobFileError("\n".join(f"{path}: {problem}" for problem in [*map(str, problems[:MAX_SHOWN]), *more]))
 
 
 def _require_bounded(path: Path, documents: list[Any]) -> None:

@@ -24,7 +24,7 @@ from everstep_local.run.console import Plain, render
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
-from everstep_local.run.job_file import Asked, Prepared, load, place_checkpoints, place_claims
+from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
 from everstep_local.run.timeline import build
 from everstep_operator.kube.errors import KubeError
@@ -39,7 +39,7 @@ INTERRUPTED = int(Outcome.INTERRUPTED)
 STORY_SECONDS = 0.1  # seconds between checks whether the next fault is due
 REFRESH = 0.2  # seconds from one drawing of the table to the next
 CELLS = 72
-WORDS = 400  # last lines of a worker in which its program's own are searched
+LAST_LINES = 400  # last lines of a worker in which its program's own are searched
 FAILURE = 60  # last lines of a worker: torchrun prints 40 lines after the program's
 SUMMARY = 3  # last lines of rank 0's program that are shown at the end
 # A torchrun that outlives its rendezvous' store prints a C++ backtrace after the program's last lines.
@@ -51,7 +51,7 @@ LAUNCHER = re.compile(
 def run(
     job: Path,
     arguments: list[str],
-    asked: Asked,
+    overrides: Overrides,
     *,
     nodes: int,
     out: Path | None,
@@ -59,17 +59,17 @@ def run(
     story: tuple[Fault, ...] = (),
 ) -> int:
     """Run the job with the faults of `story`. Returns the exit code."""
-    loaded = load(job, arguments, asked)
+    loaded = load(job, arguments, overrides)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
-    place = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    prepared = place_claims(place_checkpoints(loaded, asked, place / "checkpoints"), place / CLAIMS)
-    place.mkdir(parents=True, exist_ok=True)
+    folder = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    prepared = with_local_claims(with_local_checkpoints(loaded, overrides, folder / "checkpoints"), folder / CLAIMS)
+    folder.mkdir(parents=True, exist_ok=True)
     console = SafeConsole()
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    with (place / "operator.log").open("w", encoding="utf-8") as file:
+    with (folder / "operator.log").open("w", encoding="utf-8") as file:
         setup("INFO", file)
-        return asyncio.run(_run(prepared, Options(place, nodes, asked.secrets), console, plain, story))
+        return asyncio.run(_run(prepared, Options(folder, nodes, overrides.secrets), console, plain, story))
 
 
 async def _run(prepared: Prepared, options: Options, console: Console, plain: bool, story: tuple[Fault, ...]) -> int:
@@ -97,7 +97,7 @@ async def _play(
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         shown = asyncio.create_task(_show(local, changed, console, plain or not console.is_terminal))
         waiting = deque(story)
-        told = asyncio.create_task(_tell(local, handlers, waiting))
+        faults = asyncio.create_task(_play_faults(local, handlers, waiting))
         try:
             outcome = await task
         except asyncio.CancelledError:
@@ -106,7 +106,7 @@ async def _play(
             say_error(f"everstep: the job was refused:\n{e}")
             return 2
         finally:
-            await cancel(shown, told)
+            await cancel(shown, faults)
     for fault in waiting:
         console.print(f"note: --at {fault} never came due", highlight=False, markup=False)
     try:
@@ -118,7 +118,7 @@ async def _play(
     return int(outcome)
 
 
-async def _tell(local: LocalRun, handlers: Handlers, waiting: deque[Fault]) -> None:
+async def _play_faults(local: LocalRun, handlers: Handlers, waiting: deque[Fault]) -> None:
     """Carry out each fault when it is due. Faults that never came due are left in `waiting`."""
     round_before = 0
     while waiting:
@@ -180,12 +180,12 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
         console.print(f"failed: {failure.get('message', view.message)}", highlight=False, markup=False, soft_wrap=True)
     elif view is not None and view.workers:
         last = next((w for w in view.workers if w.rank == 0), view.workers[0])
-        for line in last_words(_tail(out, last.pod, WORDS)):
+        for line in last_lines(_tail(out, last.pod, LAST_LINES)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{outcome.name.lower()}; timeline and logs in {out}", highlight=False, soft_wrap=True)
 
 
-def last_words(lines: list[str]) -> list[str]:
+def last_lines(lines: list[str]) -> list[str]:
     """The last lines that a worker's program itself printed."""
     return [line for line in lines if not LAUNCHER.match(line)][-SUMMARY:]
 
@@ -260,7 +260,7 @@ class Handlers:
         yield self._did(f"kill {pod}", self._local.worker_of(pod))
 
     async def kill_all(self) -> AsyncIterator[Answer]:
-        """Kill the processes of all pods before the operator hears of the first one."""
+        """Kill the processes of all pods before the operator learns of the first one."""
         pids = {pod: self._pids(pod) for pod in self._local.pod_names()}
         _kill(chain(*pids.values()))
         for pod in filter(pids.get, pids):

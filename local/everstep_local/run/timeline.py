@@ -133,8 +133,8 @@ def _stood(steps: list[StepSeen], status: StatusSeen, seconds: float) -> Span | 
 
 
 def _changes(values: Iterable[tuple[float, T]]) -> tuple[tuple[float, T], ...]:
-    kept: list[tuple[float, T]] = []
+    changes: list[tuple[float, T]] = []
     for at, value in values:
-        if not kept or kept[-1][1] != value:
-            kept.append((at, value))
-    return tuple(kept)
+        if not changes or changes[-1][1] != value:
+            changes.append((at, value))
+    return tuple(changes)

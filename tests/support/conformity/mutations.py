@@ -17,7 +17,7 @@ from everstep_local.apiserver.kinds import custom
 from everstep_local.apiserver.kinds.kind import Kind
 from everstep_local.apiserver.kinds.schema import Schema
 from everstep_local.apiserver.server import Server
-from everstep_local.apiserver.storage.feed import Feed, Told
+from everstep_local.apiserver.storage.feed import Feed, Notification
 from everstep_local.apiserver.storage.store import Json, Stored, Table
 from everstep_operator.kube.client import EventType
 
@@ -77,7 +77,7 @@ def bound_pod_goes_at_once() -> Iterator[None]:
 
 @mutation
 def watch_skips_deletions() -> Iterator[None]:
-    def take(self: Feed) -> list[Told]:
+    def take(self: Feed) -> list[Notification]:
         return [told for told in right(self) if told.type is not EventType.DELETED]
 
     right = Feed.take
@@ -97,14 +97,14 @@ def watch_repeats_the_event_it_starts_at() -> Iterator[None]:
 
 @mutation
 def leaving_a_selector_is_a_change() -> Iterator[None]:
-    def told(self: Feed, event: Any) -> Told | None:
+    def told(self: Feed, event: Any) -> Notification | None:
         found = right(self, event)
         if found is not None and found.type is EventType.DELETED and event.type is EventType.MODIFIED:
-            return Told(EventType.MODIFIED, event.new)
+            return Notification(EventType.MODIFIED, event.new)
         return found
 
-    right = Feed._told
-    with patch.object(Feed, "_told", told):
+    right = Feed._notification
+    with patch.object(Feed, "_notification", told):
         yield
 
 

@@ -33,10 +33,10 @@ def _spec(raw: Json) -> Any:
 def _prepare_service(new: Json, old: Json | None) -> Json:
     spec = {"type": "ClusterIP", "sessionAffinity": "None", **(new.get("spec") or {})}
     if spec.get("ports"):
-        spec["ports"] = [{"protocol": "TCP", "targetPort": one.get("port"), **one} for one in spec["ports"]]
+        spec["ports"] = [{"protocol": "TCP", "targetPort": port.get("port"), **port} for port in spec["ports"]]
     if old is not None:
-        kept = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
-        return {**new, "spec": {**kept, **spec}}
+        addresses = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
+        return {**new, "spec": {**addresses, **spec}}
     if "clusterIP" not in spec and spec["type"] != "ExternalName":
         # The address follows from the UID. This needs no allocator, and two services of one cluster hardly ever share
         # an address.
@@ -48,63 +48,63 @@ def _prepare_service(new: Json, old: Json | None) -> Json:
 
 
 def _validate_service(new: Json, old: Json | None) -> list[FieldError]:
-    spec, found = new["spec"], []
+    spec, errors = new["spec"], []
     if not spec.get("ports") and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
-        found.append(required("spec.ports"))
+        errors.append(required("spec.ports"))
     for index, port in enumerate(spec.get("ports") or ()):
         number = port.get("port")
         if not isinstance(number, int) or not 1 <= number <= 65535:
-            found.append(invalid(f"spec.ports[{index}].port", number, "must be between 1 and 65535, inclusive"))
+            errors.append(invalid(f"spec.ports[{index}].port", number, "must be between 1 and 65535, inclusive"))
         if len(spec["ports"]) > 1 and not port.get("name"):
-            found.append(required(f"spec.ports[{index}].name"))
+            errors.append(required(f"spec.ports[{index}].name"))
     if old is not None and old["spec"].get("clusterIP") != spec.get("clusterIP"):
-        found.append(invalid("spec.clusterIPs[0]", [spec.get("clusterIP")], "may not change once set"))
-    return found
+        errors.append(invalid("spec.clusterIPs[0]", [spec.get("clusterIP")], "may not change once set"))
+    return errors
 
 
 def _validate_lease(new: Json, _: Json | None) -> list[FieldError]:
-    spec, found = new.get("spec") or {}, []
+    spec, errors = new.get("spec") or {}, []
     seconds, transitions = spec.get("leaseDurationSeconds"), spec.get("leaseTransitions")
     if seconds is not None and seconds <= 0:
-        found.append(invalid("spec.leaseDurationSeconds", seconds, "must be greater than 0"))
+        errors.append(invalid("spec.leaseDurationSeconds", seconds, "must be greater than 0"))
     if transitions is not None and transitions < 0:
-        found.append(invalid("spec.leaseTransitions", transitions, "must be greater than or equal to 0"))
-    return found
+        errors.append(invalid("spec.leaseTransitions", transitions, "must be greater than or equal to 0"))
+    return errors
 
 
 def _validate_event(new: Json, old: Json | None) -> list[FieldError]:
     if old is not None:
-        found = [
+        errors = [
             invalid(field, new.get(field), "field is immutable")
             for field in _EVENT_FIXED
             if new.get(field) != old.get(field)
         ]
-        return found + _series(new)
-    found = [
+        return errors + _series(new)
+    errors = [
         required(field) for field in ("eventTime", "reportingController", "reportingInstance") if not new.get(field)
     ]
-    found += [required(field) for field in ("action", "reason") if not new.get(field)]
+    errors += [required(field) for field in ("action", "reason") if not new.get(field)]
     for field in ("action", "reason", "reportingInstance"):
         if len(str(new.get(field) or "")) > EVENT_NAME:
-            found.append(invalid(field, "", f"can have at most {EVENT_NAME} characters"))
+            errors.append(invalid(field, "", f"can have at most {EVENT_NAME} characters"))
     if len((new.get("note") or "").encode()) > EVENT_NOTE:
-        found.append(invalid("message", "", f"can have at most {EVENT_NOTE} characters"))
+        errors.append(invalid("message", "", f"can have at most {EVENT_NOTE} characters"))
     if new.get("type") not in ("Normal", "Warning"):
-        found.append(invalid("type", new.get("type") or "", "has invalid value"))
+        errors.append(invalid("type", new.get("type") or "", "has invalid value"))
     if not at_path(new, ("regarding", "namespace")) and new["metadata"]["namespace"] != "default":
-        found.append(invalid("involvedObject.namespace", "", "does not match event.namespace"))
-    return found + _series(new)
+        errors.append(invalid("involvedObject.namespace", "", "does not match event.namespace"))
+    return errors + _series(new)
 
 
 def _series(event: Json) -> list[FieldError]:
-    series, found = event.get("series"), []
+    series, errors = event.get("series"), []
     if series is None:
         return []
     if (series.get("count") or 0) < 2:
-        found.append(invalid("series.count", series.get("count") or 0, "should be at least 2"))
+        errors.append(invalid("series.count", series.get("count") or 0, "should be at least 2"))
     if not series.get("lastObservedTime"):
-        found.append(required("series.lastObservedTime"))
-    return found
+        errors.append(required("series.lastObservedTime"))
+    return errors
 
 
 def _prepare_namespace(new: Json, old: Json | None) -> Json:
@@ -121,14 +121,14 @@ def _prepare_namespace(new: Json, old: Json | None) -> Json:
 
 
 def _validate_config_map(new: Json, old: Json | None) -> list[FieldError]:
-    found = [
+    errors = [
         invalid(f"data[{key}]", value, "must be a string")
         for key, value in (new.get("data") or {}).items()
         if not isinstance(value, str)
     ]
     if old is not None and old.get("immutable") and (new.get("data") != old.get("data") or not new.get("immutable")):
-        found.append(forbidden("data", "field is immutable when `immutable` is set"))
-    return found
+        errors.append(forbidden("data", "field is immutable when `immutable` is set"))
+    return errors
 
 
 def _prepare_secret(new: Json, _: Json | None) -> Json:
@@ -156,13 +156,13 @@ def _validate_pdb(new: Json, _: Json | None) -> list[FieldError]:
 
 def _validate_node(new: Json, _: Json | None) -> list[FieldError]:
     effects = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-    found = []
+    errors = []
     for index, taint in enumerate(at_path(new, ("spec", "taints")) or ()):
         if not taint.get("key"):
-            found.append(required(f"spec.taints[{index}].key"))
+            errors.append(required(f"spec.taints[{index}].key"))
         if taint.get("effect") not in effects:
-            found.append(not_supported(f"spec.taints[{index}].effect", taint.get("effect"), effects))
-    return found
+            errors.append(not_supported(f"spec.taints[{index}].effect", taint.get("effect"), effects))
+    return errors
 
 
 BUILTIN: tuple[Kind, ...] = (

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-KEPT_VERDICTS = 4096  # per set of rules
+MAX_VERDICTS = 4096  # per set of rules
 _OLD = re.compile(r"\boldSelf\b")
 _USE = re.compile(r"(?<![\w.'\"])(?:self|oldSelf)\b(?:\.(?P<field>[a-zA-Z_]\w*)(?!\w*\())?")
 _encode = msgspec.json.Encoder(order="deterministic").encode
@@ -32,7 +32,7 @@ class Rules:
         self._transition = [bool(_OLD.search(rule["rule"])) for rule in rules]
         self._fields = _fields([rule["rule"] for rule in rules])
         self._programs: list[Any] | None = None
-        self._kept: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def broken(self, value: Any, old: Any) -> list[tuple[str, str]]:
         """(fieldPath, message) of each rule that does not hold. Without an old value, rules that need one are left
@@ -40,11 +40,11 @@ class Rules:
         value, old = self._seen(value), self._seen(old) if any(self._transition) else None
         text = _encode(value) + b"\0" + (b"" if old is None else _encode(old))
         key = hashlib.blake2b(text, digest_size=16).digest()
-        verdict = self._kept.get(key)
+        verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._kept[key] = self._evaluate(value, old)
-            if len(self._kept) > KEPT_VERDICTS:
-                self._kept.popitem(last=False)
+            verdict = self._verdicts[key] = self._evaluate(value, old)
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
         return [(self._rules[index].get("fieldPath", ""), self._message(index)) for index in verdict]
 
     def _seen(self, value: Any) -> Any:
@@ -66,13 +66,13 @@ class Rules:
 
         if self._programs is None:
             self._programs = _compile([rule["rule"] for rule in self._rules])
-        asked = [n for n, transition in enumerate(self._transition) if old is not None or not transition]
+        applicable = [n for n, transition in enumerate(self._transition) if old is not None or not transition]
         try:
             names = {"self": json_to_cel(value)}
             if old is not None:
                 names["oldSelf"] = json_to_cel(old)
         except ValueError:
-            return tuple(asked)  # a whole number beyond 64 bits
+            return tuple(applicable)  # a whole number beyond 64 bits
 
         def holds(program: Any) -> bool:
             try:
@@ -80,18 +80,18 @@ class Rules:
             except CELEvalError:
                 return False
 
-        return tuple(n for n in asked if not holds(self._programs[n]))
+        return tuple(n for n in applicable if not holds(self._programs[n]))
 
 
 def _fields(texts: Sequence[str]) -> tuple[str, ...] | None:
     """The fields of `self` and `oldSelf` that the rules name; None if a rule takes the value as a whole."""
-    found: set[str] = set()
+    fields: set[str] = set()
     for text in texts:
         for use in _USE.finditer(text):
             if use["field"] is None:
                 return None
-            found.add(use["field"])
-    return tuple(sorted(found))
+            fields.add(use["field"])
+    return tuple(sorted(fields))
 
 
 def _compile(texts: Sequence[str]) -> list[Any]:

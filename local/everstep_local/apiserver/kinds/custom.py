@@ -1,4 +1,4 @@
-"""Custom resources: the `Kind` that a CustomResourceDefinition asks for."""
+"""Custom resources: the `Kind` of a CustomResourceDefinition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everstep_operator.api.crd import crd as trainingjob_crd
 
 # Errors after which the rules cannot be evaluated. The server then says that it did not check them.
 _BLOCKING = frozenset({"NotSupported", "Required", "TooLong", "TooMany", "TypeInvalid"})
-_NOT_ASKED = FieldError(
+_NOT_CHECKED = FieldError(
     "Invalid",
     "<nil>",
     "Invalid value: null: some validation rules were not checked because the object was invalid; correct the existing "
@@ -45,7 +45,7 @@ def custom_kind(definition: Json) -> Kind:
         if scale is not None:
             errors += _scale_errors(new, scale)
         if any(error.kind in _BLOCKING for error in errors):
-            return [*errors, _NOT_ASKED]
+            return [*errors, _NOT_CHECKED]
         return errors + list(schema.broken_rules(new, old, ""))
 
     def counts(raw: Json) -> Any:
@@ -70,10 +70,14 @@ def custom_kind(definition: Json) -> Kind:
     )
 
 
-def _scale(given: Json | None) -> Scale | None:
-    if given is None:
+def _scale(subresource: Json | None) -> Scale | None:
+    if subresource is None:
         return None
-    paths = (given["specReplicasPath"], given["statusReplicasPath"], given.get("labelSelectorPath", ""))
+    paths = (
+        subresource["specReplicasPath"],
+        subresource["statusReplicasPath"],
+        subresource.get("labelSelectorPath", ""),
+    )
     spec, status, selector = (tuple(path.split(".")[1:]) for path in paths)
     return Scale(spec, status, selector)
 
@@ -81,16 +85,16 @@ def _scale(given: Json | None) -> Scale | None:
 def _scale_errors(raw: Json, scale: Scale) -> list[FieldError]:
     """The errors of the scale subresource. A value that it cannot show is named a second time, by a path that begins
     with a dot."""
-    found = []
+    errors = []
     for names in (scale.replicas, scale.status_replicas):
         replicas, path = at_path(raw, names), "." + ".".join(names)
         if isinstance(replicas, int) and not isinstance(replicas, bool):
             if replicas < 0:
-                found.append(invalid(path, replicas, "should be a non-negative integer"))
+                errors.append(invalid(path, replicas, "should be a non-negative integer"))
         elif replicas is not None:
-            words = f"{replicas} is of the type {_GO[type(replicas)]}, expected int64"
-            found.append(invalid(path, 0, f"{path} accessor error: {words}"))
-    return found
+            message = f"{replicas} is of the type {_GO[type(replicas)]}, expected int64"
+            errors.append(invalid(path, 0, f"{path} accessor error: {message}"))
+    return errors
 
 
 _GO = {str: "string", bool: "bool", float: "float64", list: "[]interface {}", dict: "map[string]interface {}"}

@@ -60,57 +60,59 @@ def _must(what: str, example: str, pattern: re.Pattern[str]) -> str:
     return f"{what} (e.g. '{example}', regex used for validation is '{pattern.pattern}')"
 
 
-def of_new(given: Json, *, name: str, namespace: str, uid: str, now: str, counts: bool) -> Json:
+def of_new(sent: Json, *, name: str, namespace: str, uid: str, now: str, counts: bool) -> Json:
     """The metadata of an object that is being created. `now` is in RFC 3339."""
     meta: Json = {"name": name}
-    if given.get("generateName"):
-        meta["generateName"] = given["generateName"]
+    if sent.get("generateName"):
+        meta["generateName"] = sent["generateName"]
     if namespace:
         meta["namespace"] = namespace
     meta |= {"uid": uid, "creationTimestamp": now}
     if counts:
         meta["generation"] = 1
-    return meta | _written(given)
+    return meta | _written(sent)
 
 
-def of_changed(given: Json, old: Json) -> Json:
+def of_changed(sent: Json, old: Json) -> Json:
     """The metadata after an update: fields that clients write are new, the others old."""
-    kept = {field: old[field] for field in (*_KEPT, *_DELETION) if field in old}
-    written = _written(given)
+    fixed = {field: old[field] for field in (*_KEPT, *_DELETION) if field in old}
+    written = _written(sent)
     for field in _WRITTEN:
         # If nothing changed, the old list itself is kept, because callers compare it by identity.
         if field in written and written[field] == old.get(field):
             written[field] = old[field]
-    return kept | written
+    return fixed | written
 
 
-def _written(given: Json) -> Json:
-    return {field: value for field in _WRITTEN if (value := given.get(field))}
+def _written(sent: Json) -> Json:
+    return {field: value for field in _WRITTEN if (value := sent.get(field))}
 
 
 def errors(new: Json, old: Json | None, name_errors: list[str]) -> list[FieldError]:
     """The errors in the metadata."""
-    found = [invalid("metadata.name", new["name"], text) for text in name_errors]
+    field_errors = [invalid("metadata.name", new["name"], text) for text in name_errors]
     for key, value in (new.get("labels") or {}).items():
-        found += _label(key, value)
+        field_errors += _label(key, value)
     annotations = new.get("annotations") or {}
     for key, value in annotations.items():
         if not isinstance(value, str):
-            found.append(invalid(f"metadata.annotations.{key}", value, "must be a string"))
+            field_errors.append(invalid(f"metadata.annotations.{key}", value, "must be a string"))
         elif not _qualified(key.lower()):
-            found.append(invalid("metadata.annotations", key, "name part must be a qualified name"))
+            field_errors.append(invalid("metadata.annotations", key, "name part must be a qualified name"))
     if sum(len(k.encode()) + len(str(v).encode()) for k, v in annotations.items()) > MAX_ANNOTATIONS:
-        found.append(FieldError("TooLong", "metadata.annotations", "Too long: may not be more than 262144 bytes"))
-    found += _owners(new.get("ownerReferences") or ())
+        field_errors.append(
+            FieldError("TooLong", "metadata.annotations", "Too long: may not be more than 262144 bytes")
+        )
+    field_errors += _owners(new.get("ownerReferences") or ())
     for name in new.get("finalizers") or ():
         if not isinstance(name, str) or not _qualified(name):
-            found.append(invalid("metadata.finalizers", name, "name part must be a qualified name"))
+            field_errors.append(invalid("metadata.finalizers", name, "name part must be a qualified name"))
     if old is not None and "deletionTimestamp" in old:
         added = sorted(set(new.get("finalizers") or ()) - set(old.get("finalizers") or ()))
         if added:
             text = f"no new finalizers can be added if the object is being deleted, found new finalizers {added}"
-            found.append(forbidden("metadata.finalizers", text))
-    return found
+            field_errors.append(forbidden("metadata.finalizers", text))
+    return field_errors
 
 
 def _qualified(name: str) -> bool:
@@ -121,21 +123,21 @@ def _qualified(name: str) -> bool:
 
 
 def _label(key: str, value: Any) -> list[FieldError]:
-    found = []
+    field_errors = []
     if not _qualified(key):
-        found.append(invalid("metadata.labels", key, "name part must be a qualified name"))
+        field_errors.append(invalid("metadata.labels", key, "name part must be a qualified name"))
     if not isinstance(value, str):
-        found.append(invalid("metadata.labels", value, "must be a string"))
+        field_errors.append(invalid("metadata.labels", value, "must be a string"))
     elif len(value) > 63 or (value and not _LABEL_PART.fullmatch(value)):
-        found.append(invalid("metadata.labels", value, _LABEL))
-    return found
+        field_errors.append(invalid("metadata.labels", value, _LABEL))
+    return field_errors
 
 
 def _owners(owners: Any) -> list[FieldError]:
-    found = []
+    field_errors = []
     path = "metadata.ownerReferences"  # the server names no index
     for owner in owners:
-        found += [
+        field_errors += [
             invalid(
                 f"{path}.{field}", "", "version must not be empty" if field == "apiVersion" else "must not be empty"
             )
@@ -144,5 +146,7 @@ def _owners(owners: Any) -> list[FieldError]:
         ]
     controllers = [owner for owner in owners if owner.get("controller")]
     if len(controllers) > 1:
-        found.append(invalid("metadata.ownerReferences", owners, "Only one reference can have Controller set to true"))
-    return found
+        field_errors.append(
+            invalid("metadata.ownerReferences", owners, "Only one reference can have Controller set to true")
+        )
+    return field_errors

@@ -1,6 +1,6 @@
 """The server's rules for pods: defaults, required fields, and the few fields that may change later.
 
-Only rules that an operator, a scheduler or a kubelet can meet are checked. Fields that are not known here are kept as
+Only rules that concern an operator, a scheduler or a kubelet are checked. Fields that are not known here are kept as
 they are. Invariant: the spec of a stored pod never changes, except its images, deadlines and added tolerations.
 """
 
@@ -24,7 +24,7 @@ _DEFAULTS: Json = {
     "preemptionPolicy": "PreemptLowerPriority",
     "priority": 0,
 }
-# Defaults are set at creation only: a later PUT that leaves a field out asks for a change.
+# Defaults are set at creation only: a later PUT that leaves a field out is a change.
 _ADMITTED: Json = {"serviceAccountName": "default"}
 _CONTAINER: Json = {
     "resources": {},
@@ -46,7 +46,7 @@ def prepare(new: Json, old: Json | None) -> Json:
         spec["serviceAccount"] = spec["serviceAccountName"]
     for field in ("containers", "initContainers"):
         if spec.get(field):
-            spec[field] = [{**_pull_policy(one), **_CONTAINER, **one} for one in spec[field]]
+            spec[field] = [{**_pull_policy(container), **_CONTAINER, **container} for container in spec[field]]
     spec["tolerations"] = _tolerations(spec.get("tolerations") or [])
     if old is None:
         return {**new, "spec": spec, "status": {"phase": "Pending", "qosClass": _quality(spec)}}
@@ -59,13 +59,13 @@ def _pull_policy(container: Json) -> Json:
     return {"imagePullPolicy": "Always" if latest else "IfNotPresent"}
 
 
-def _tolerations(given: list[Json]) -> list[Json]:
+def _tolerations(sent: list[Json]) -> list[Json]:
     added = [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
         for key in _TOLERATED
-        if not any(_tolerates(one, key) for one in given)
+        if not any(_tolerates(toleration, key) for toleration in sent)
     ]
-    return [*given, *added]
+    return [*sent, *added]
 
 
 def _tolerates(toleration: Json, key: str) -> bool:
@@ -73,7 +73,7 @@ def _tolerates(toleration: Json, key: str) -> bool:
 
 
 def _quality(spec: Json) -> str:
-    parts = [one.get("resources") or {} for one in spec.get("containers") or ()]
+    parts = [container.get("resources") or {} for container in spec.get("containers") or ()]
     if not any(part.get("requests") or part.get("limits") for part in parts):
         return "BestEffort"
     whole = all(
@@ -88,72 +88,72 @@ def validate(new: Json, old: Json | None) -> list[FieldError]:
     if old is not None:
         return [] if new.get("spec") is old.get("spec") else _changed(new["spec"], old["spec"])
     spec = new["spec"]
-    found = _containers(spec)
+    errors = _containers(spec)
     if spec["restartPolicy"] not in RESTART_POLICIES:
-        found.append(not_supported("spec.restartPolicy", spec["restartPolicy"], RESTART_POLICIES))
+        errors.append(not_supported("spec.restartPolicy", spec["restartPolicy"], RESTART_POLICIES))
     for field in ("hostname", "subdomain"):
         if spec.get(field):
-            found += [invalid(f"spec.{field}", spec[field], text) for text in dns_label(spec[field])]
+            errors += [invalid(f"spec.{field}", spec[field], text) for text in dns_label(spec[field])]
     for field in ("terminationGracePeriodSeconds", "activeDeadlineSeconds"):
         least = 1 if field == "activeDeadlineSeconds" else 0
         value = spec.get(field)
         if value is not None and (not isinstance(value, int) or value < least):
-            found.append(invalid(f"spec.{field}", value, f"must be at least {least}"))
-    return found
+            errors.append(invalid(f"spec.{field}", value, f"must be at least {least}"))
+    return errors
 
 
 def _containers(spec: Json) -> list[FieldError]:
     containers = spec.get("containers")
     if not containers:
         return [required("spec.containers")]
-    volumes = {one.get("name") for one in spec.get("volumes") or ()}
-    found = []
+    volumes = {container.get("name") for container in spec.get("volumes") or ()}
+    errors = []
     names: set[Any] = set()
-    places = [("initContainers", spec.get("initContainers") or []), ("containers", containers)]
-    for path, one in ((f"spec.{field}[{i}]", c) for field, many in places for i, c in enumerate(many)):
-        name = one.get("name")
+    lists = [("initContainers", spec.get("initContainers") or []), ("containers", containers)]
+    for path, container in ((f"spec.{field}[{i}]", c) for field, many in lists for i, c in enumerate(many)):
+        name = container.get("name")
         if not name:
-            found.append(required(f"{path}.name"))
+            errors.append(required(f"{path}.name"))
         else:
-            found += [invalid(f"{path}.name", name, text) for text in dns_label(name)]
+            errors += [invalid(f"{path}.name", name, text) for text in dns_label(name)]
             if name in names:
-                found.append(duplicate(f"{path}.name", name))
+                errors.append(duplicate(f"{path}.name", name))
             names.add(name)
-        if not one.get("image"):
-            found.append(required(f"{path}.image"))
-        found += _inside(path, one, volumes)
-    return found
+        if not container.get("image"):
+            errors.append(required(f"{path}.image"))
+        errors += _inside(path, container, volumes)
+    return errors
 
 
 def _inside(path: str, container: Json, volumes: set[Any]) -> list[FieldError]:
-    found = []
+    errors = []
     for index, variable in enumerate(container.get("env") or ()):
         if not variable.get("name"):
-            found.append(required(f"{path}.env[{index}].name"))
+            errors.append(required(f"{path}.env[{index}].name"))
     for index, mount in enumerate(container.get("volumeMounts") or ()):
         if mount.get("name") not in volumes:
-            found.append(
+            errors.append(
                 FieldError("NotFound", f"{path}.volumeMounts[{index}].name", f'Not found: "{mount.get("name")}"')
             )
         if not mount.get("mountPath"):
-            found.append(required(f"{path}.volumeMounts[{index}].mountPath"))
-    return found
+            errors.append(required(f"{path}.volumeMounts[{index}].mountPath"))
+    return errors
 
 
 def _changed(new: Json, old: Json) -> list[FieldError]:
-    found = []
+    errors = []
     before, after = old.get("activeDeadlineSeconds"), new.get("activeDeadlineSeconds")
     if before is not None and after is None:
         text = "must not update from a positive integer to nil value"
-        found.append(invalid("spec.activeDeadlineSeconds", None, text))
+        errors.append(invalid("spec.activeDeadlineSeconds", None, text))
     elif before is not None and after > before:
-        found.append(invalid("spec.activeDeadlineSeconds", after, "must be less than or equal to previous value"))
-    kept = new.get("tolerations") or []
-    if any(one not in kept for one in old.get("tolerations") or ()):
+        errors.append(invalid("spec.activeDeadlineSeconds", after, "must be less than or equal to previous value"))
+    tolerations = new.get("tolerations") or []
+    if any(toleration not in tolerations for toleration in old.get("tolerations") or ()):
         text = "existing toleration can not be modified except its tolerationSeconds"
-        found.append(forbidden("spec.tolerations", text))
+        errors.append(forbidden("spec.tolerations", text))
     if _fixed(new) != _fixed(old):
-        found.append(
+        errors.append(
             forbidden(
                 "spec",
                 "pod updates may not change fields other than `spec.containers[*].image`,"
@@ -162,14 +162,14 @@ def _changed(new: Json, old: Json) -> list[FieldError]:
                 "previously negative)",
             )
         )
-    return found
+    return errors
 
 
 def _fixed(spec: Json) -> Json:
     """The part of a pod that may not change."""
     fixed = {key: value for key, value in spec.items() if key not in _MUTABLE}
     for field in ("containers", "initContainers"):
-        fixed[field] = [{k: v for k, v in one.items() if k != "image"} for one in spec.get(field) or ()]
+        fixed[field] = [{k: v for k, v in container.items() if k != "image"} for container in spec.get(field) or ()]
     return fixed
 
 

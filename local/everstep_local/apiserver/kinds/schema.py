@@ -79,12 +79,16 @@ class Schema:
         self.int_or_string = bool(schema.get("x-kubernetes-int-or-string"))
         self.nullable = bool(schema.get("nullable"))
         self.preserve = bool(schema.get("x-kubernetes-preserve-unknown-fields"))
-        self.properties = {name: Schema(one, f"{path}.{name}") for name, one in schema.get("properties", {}).items()}
+        self.properties = {
+            name: Schema(child, f"{path}.{name}") for name, child in schema.get("properties", {}).items()
+        }
         more, items = schema.get("additionalProperties"), schema.get("items")
         self.more = Schema(more, f"{path}.*") if isinstance(more, dict) else None
         self.open = more is True
         self.items = Schema(items, f"{path}[]") if items is not None else None
-        self.defaults = {name: one["default"] for name, one in schema.get("properties", {}).items() if "default" in one}
+        self.defaults = {
+            name: child["default"] for name, child in schema.get("properties", {}).items() if "default" in child
+        }
         self.required: tuple[str, ...] = tuple(schema.get("required", ()))
         self.enum: tuple[Any, ...] = tuple(schema.get("enum", ()))
         self.pattern = re.compile(schema["pattern"]) if "pattern" in schema else None
@@ -176,7 +180,7 @@ class Schema:
     def _list_errors(self, value: list[Any], old: list[Any], path: str) -> Iterator[FieldError]:
         if self.items is None:
             return
-        known = {self._key(one): one for one in old} if self.list_type == "map" else {}
+        known = {self._key(entry): entry for entry in old} if self.list_type == "map" else {}
         seen: list[Any] = []
         for index, item in enumerate(value):
             key = self._key(item) if self.list_type == "map" else item
@@ -205,7 +209,7 @@ class Schema:
                     before = old.get(name) if isinstance(old, dict) else None
                     yield from child.broken_rules(value[name], before, f"{path}.{name}")
         elif isinstance(value, list) and self.items is not None and self.items.has_rules:
-            known = {self._key(one): one for one in old or ()} if self.list_type == "map" else {}
+            known = {self._key(entry): entry for entry in old or ()} if self.list_type == "map" else {}
             for index, item in enumerate(value):
                 yield from self.items.broken_rules(item, known.get(self._key(item)), f"{path}[{index}]")
 

@@ -15,7 +15,7 @@ from everstep_operator.kube.client import EventType
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Notification:
     """An event as one watcher gets it."""
 
     type: EventType
@@ -28,7 +28,9 @@ class Feed:
     def __init__(self, table: Table, namespace: str | None, selector: Selector | None, start: int | None) -> None:
         """`start=None` begins with all existing objects, as a watch from version "0" does."""
         self._table, self._namespace, self._selector = table, namespace, selector
-        self._first = [Told(EventType.ADDED, one) for one in table.select(namespace) if self._matches(one)]
+        self._first = [
+            Notification(EventType.ADDED, stored) for stored in table.select(namespace) if self._matches(stored)
+        ]
         if start is not None:
             self._first = []
         self._began = start if start is not None else table.last
@@ -40,11 +42,11 @@ class Feed:
         self._table.wakers[ticket] = wake
         return lambda: self._table.wakers.pop(ticket, None) and None
 
-    def take(self) -> list[Told]:
+    def take(self) -> list[Notification]:
         """The events since the last call."""
         first, self._first = self._first, []
         events, self._cursor = self._table.since(self._cursor)
-        return first + [told for event in events if (told := self._told(event)) is not None]
+        return first + [notification for event in events if (notification := self._notification(event)) is not None]
 
     def bookmark(self) -> int | None:
         """The version up to which all events were delivered; None if the resource has not changed since the start."""
@@ -53,21 +55,21 @@ class Feed:
     def _matches(self, stored: Stored) -> bool:
         return self._selector is None or self._selector(stored.labels)
 
-    def _told(self, event: Happened) -> Told | None:
+    def _notification(self, event: Happened) -> Notification | None:
         if self._namespace is not None and event.new.key[0] != self._namespace:
             return None
         was = event.old is not None and self._matches(event.old)
         if event.type is EventType.DELETED:
-            return Told(EventType.DELETED, event.new) if was else None
+            return Notification(EventType.DELETED, event.new) if was else None
         match (was, self._matches(event.new)):
             case (True, True):
-                return Told(EventType.MODIFIED, event.new)
+                return Notification(EventType.MODIFIED, event.new)
             case (False, True):
-                return Told(EventType.ADDED, event.new)
+                return Notification(EventType.ADDED, event.new)
             case (True, False):
                 # The last matching state, with the version of the change, as the server's cache does it.
                 assert event.old is not None
                 meta = {**event.old.meta, "resourceVersion": str(event.version)}
-                return Told(EventType.DELETED, Stored({**event.old.raw, "metadata": meta}, event.version))
+                return Notification(EventType.DELETED, Stored({**event.old.raw, "metadata": meta}, event.version))
             case _:
                 return None

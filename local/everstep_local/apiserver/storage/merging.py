@@ -49,25 +49,25 @@ def merged(old: Any, patch: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """`value` without null fields, as a typed object is read. The same object if there are none."""
     if isinstance(value, dict):
-        kept = {key: without_nulls(item) for key, item in value.items() if item is not None}
-        same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
-        return value if same else kept
+        present = {key: without_nulls(item) for key, item in value.items() if item is not None}
+        same = len(present) == len(value) and all(present[key] is value[key] for key in present)
+        return value if same else present
     if isinstance(value, list):
         items = [without_nulls(item) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     return value
 
 
-def same(one: Any, other: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Whether two values are the same to a typed object, for which an empty list or map is the same as an absent
     one."""
-    if one is other or one == other:
+    if left is right or left == right:
         return True
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(same(one.get(key), other.get(key)) for key in one.keys() | other.keys())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one in _EMPTY and other in _EMPTY
+    if isinstance(left, dict) and isinstance(right, dict):
+        return all(same(left.get(key), right.get(key)) for key in left.keys() | right.keys())
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left in _EMPTY and right in _EMPTY
 
 
 _EMPTY: tuple[Any, ...] = (None, {}, [])

@@ -28,27 +28,27 @@ def parse(text: str) -> Selector:
     terms: list[Selector] = []
     position = 0
     while position < len(text):
-        found = _TERM.match(text, position)
-        if found is None or found.end() == position:
+        requirement = _TERM.match(text, position)
+        if requirement is None or requirement.end() == position:
             raise bad_request(f"unable to parse requirement: {text[position : position + 60]!r} of {text[:200]!r}")
-        terms.append(_term(found))
-        position = found.end()
+        terms.append(_term(requirement))
+        position = requirement.end()
     return lambda labels: all(term(labels) for term in terms)
 
 
-def _term(found: re.Match[str]) -> Selector:
-    if found["absent"]:
-        absent = found["absent"][1:].strip()
+def _term(match: re.Match[str]) -> Selector:
+    if match["absent"]:
+        absent = match["absent"][1:].strip()
         return lambda labels: absent not in labels
-    key = found["key"]
-    if found["op"]:
-        value = found["value"]
-        if found["op"] == "!=":
+    key = match["key"]
+    if match["op"]:
+        value = match["value"]
+        if match["op"] == "!=":
             return lambda labels: labels.get(key) != value
         return lambda labels: labels.get(key) == value
-    if found["set"]:
-        values = frozenset(part.strip() for part in found["values"].split(","))
-        if found["set"] == "in":
+    if match["set"]:
+        values = frozenset(part.strip() for part in match["values"].split(","))
+        if match["set"] == "in":
             return lambda labels: labels.get(key) in values
         # As on the server, an object without the label is not in the set either.
         return lambda labels: labels.get(key) not in values

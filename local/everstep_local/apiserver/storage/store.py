@@ -94,8 +94,8 @@ class Table:
         if namespace is not None:
             space = spaces.get(namespace, {})
             return [space[name] for name in sorted(space)]
-        found = [(f"{ns}/{name}", one) for ns, space in spaces.items() for name, one in space.items()]
-        return [one for _, one in sorted(found, key=lambda item: item[0])]
+        named = [(f"{ns}/{name}", stored) for ns, space in spaces.items() for name, stored in space.items()]
+        return [stored for _, stored in sorted(named, key=lambda item: item[0])]
 
     def at(self, key: Key, version: int) -> Stored | None:
         """The object as of `version`."""
@@ -152,8 +152,8 @@ class Table:
         """The events from `cursor` on, and the cursor after them. Raises Refusal (410) if the watcher fell behind."""
         if cursor < self._dropped:
             raise Refusal(410, "Expired", f"the watch fell behind the history of {self._history} events")
-        found = self._events[cursor - self._dropped :]
-        return found, cursor + len(found)
+        events = self._events[cursor - self._dropped :]
+        return events, cursor + len(events)
 
 
 def _version(event: Happened) -> int:
@@ -179,23 +179,23 @@ class Store:
         return self._floor
 
     def table(self, table: TableId) -> Table:
-        found = self._tables.get(table)
-        if found is None:
-            found = self._tables[table] = Table(self._history)
-            found.floor = self._floor
-        return found
+        existing = self._tables.get(table)
+        if existing is None:
+            existing = self._tables[table] = Table(self._history)
+            existing.floor = self._floor
+        return existing
 
     def tables(self) -> Iterable[tuple[TableId, Table]]:
         return self._tables.items()
 
     def find(self, uid: str) -> tuple[TableId, Stored] | None:
         """The place of the object with `uid`."""
-        place = self._uids.get(uid)
-        if place is None:
+        location = self._uids.get(uid)
+        if location is None:
             return None
-        stored = self._tables[place[0]].get(place[1])
+        stored = self._tables[location[0]].get(location[1])
         assert stored is not None
-        return place[0], stored
+        return location[0], stored
 
     def dependents(self, uid: str) -> tuple[str, ...]:
         """UIDs of the objects that name `uid` as an owner, existing or not."""

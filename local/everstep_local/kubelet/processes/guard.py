@@ -77,12 +77,12 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
-    found, todo = [], [root]
+    pids, todo = [], [root]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def _parents() -> list[tuple[int, int]]:
@@ -255,12 +255,12 @@ def _prctl(option: int, value: int) -> None:
 def main() -> None:
     # The arguments are parsed by hand: argparse would cost each container a tenth of its start.
     if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
-        asked = sys.argv[1:] in (["-h"], ["--help"])
+        help_requested = sys.argv[1:] in (["-h"], ["--help"])
         print(
             "usage: guard.py SPEC_FILE STATUS_FD; a local run starts it",
-            file=sys.stdout if asked else sys.stderr,
+            file=sys.stdout if help_requested else sys.stderr,
         )
-        sys.exit(0 if asked else 2)
+        sys.exit(0 if help_requested else 2)
     path, status = sys.argv[1], int(sys.argv[2])
     os.set_inheritable(status, False)
     with open(path, encoding="utf-8") as file:

@@ -45,9 +45,9 @@ def tail(path: Path, count: int) -> list[LogLine]:
     while True:
         data, whole = _end(path, size)
         lines = _Lines()
-        found = lines.feed(data) + lines.finish()
-        if whole or len(found) >= count:
-            return found[max(0, len(found) - count) :]
+        complete = lines.feed(data) + lines.finish()
+        if whole or len(complete) >= count:
+            return complete[max(0, len(complete) - count) :]
         size *= 4
 
 
@@ -62,7 +62,7 @@ async def follow(
 ) -> AsyncIterator[LogLine]:
     """The lines of `read`, or of `tail` with `count`, and then each new line until `ended`."""
     lines = _Lines()
-    last = ended()  # asked before reading, so that all earlier lines are read
+    last = ended()  # checked before reading, so that all earlier lines are read
     file = _open(path)
     try:
         for line in _so_far(lines, path, file, count):
@@ -75,10 +75,10 @@ async def follow(
                 yield line
             while file is not None and _rotated(path, file):
                 # Read once more: lines may have been written between the read and the rotation.
-                found = lines.feed(file.read())
+                complete = lines.feed(file.read())
                 file.close()
                 file = _open(path)
-                for line in found + (lines.feed(file.read()) if file is not None else []):
+                for line in complete + (lines.feed(file.read()) if file is not None else []):
                     yield line
         for line in lines.finish():
             yield line
@@ -89,14 +89,14 @@ async def follow(
 
 def _so_far(lines: _Lines, path: Path, file: BinaryIO | None, count: int | None) -> Iterable[LogLine]:
     """The existing lines. This leaves `file` at its end."""
-    found: deque[LogLine] = deque(maxlen=count)
+    tail_lines: deque[LogLine] = deque(maxlen=count)
     if (older := _open(_older(path))) is not None:
         with older:
             while data := older.read(CHUNK):
-                found.extend(lines.feed(data))
+                tail_lines.extend(lines.feed(data))
     while file is not None and (data := file.read(CHUNK)):
-        found.extend(lines.feed(data))
-    return found
+        tail_lines.extend(lines.feed(data))
+    return tail_lines
 
 
 class _Lines:
@@ -108,7 +108,7 @@ class _Lines:
 
     def feed(self, data: bytes) -> list[LogLine]:
         *rows, self._rest = (self._rest + data).split(b"\n")
-        found = []
+        complete = []
         for row in rows:
             fields = row.split(b" ", 3)
             if len(fields) != 4:
@@ -117,15 +117,15 @@ class _Lines:
             begun = self._begun.pop(stream, LogLine(time, stream, ""))
             line = LogLine(begun.time, stream, begun.text + fields[3].decode("utf-8", "replace"))
             if tag == "F":
-                found.append(line)
+                complete.append(line)
             else:
                 self._begun[stream] = line
-        return found
+        return complete
 
     def finish(self) -> list[LogLine]:
-        found = list(self._begun.values())
+        complete = list(self._begun.values())
         self._begun.clear()
-        return found
+        return complete
 
 
 def _older(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Starts one container's processes below a guard, and watches them from the kubelet's event loop.
 
-Invariant: a started `Process` ends, with all processes below it, when it is told to, when its main process ends, when
+Invariant: a started `Process` ends, with all processes below it, when it is stopped, when its main process ends, when
 its guard dies, and when this process dies in any way.
 """
 

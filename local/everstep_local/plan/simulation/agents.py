@@ -56,7 +56,7 @@ class ElasticWorld(World):
             for i in sorted(self.published().workers)
             if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
         ]
-        # Like real agents, they use the sizes that they were told last, whatever the spec says now.
+        # Like real agents, they use the sizes that were set last, not those of the present spec.
         sizes = self.view.sizes or sizing.bounds(TrainingJobSpec.model_validate(self.spec))
         size = sizes.largest(len(ready))
         if size == 0:

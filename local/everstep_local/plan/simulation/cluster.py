@@ -143,14 +143,14 @@ class World:
         opened = decided.status.recoveries != self.status.recoveries
         self.take_status(decided.status)
         if opened and decided.status.recoveries and decided.status.recoveries[0].first_step_ms is None:
-            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler tells JobProgress
+            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler does in JobProgress
         failed: set[StageName] = set()
         number = 0
-        for place, stage in enumerate(decided.stages):
+        for position, stage in enumerate(decided.stages):
             if not stage.may_begin(failed):
                 failed.add(stage.name)
                 continue
-            if cut.stage is not None and place >= cut.stage:
+            if cut.stage is not None and position >= cut.stage:
                 for bit, action in enumerate(stage.actions):
                     if cut.done >> bit & 1:
                         self.act(action)
@@ -215,7 +215,7 @@ class World:
                 self.network_policy = None
 
     def take_sizes(self, sizes: Sizes) -> None:
-        raise AssertionError(f"this job has no agents that could be told the sizes {sizes}")
+        raise AssertionError(f"this job has no agents that could use the sizes {sizes}")
 
     def take_status(self, status: Status) -> None:
         if status.world.round > self.status.world.round:
@@ -317,7 +317,7 @@ class World:
         self.side_cars |= {self.current(int(index)) for index in indexes}
 
     def do_obey(self, index: str) -> None:
-        """The pod is told to end, and its program answers with exit code 0."""
+        """The pod is asked to stop, and its program ends with exit code 0."""
         name = self.current(int(index))
         self.change(name, deleted_at=self.now)
         self.change(name, phase=PodPhase.SUCCEEDED, ready=False, exit=Exit(0, "Completed", finished_at=self.now))

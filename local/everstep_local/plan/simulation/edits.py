@@ -22,8 +22,8 @@ def ports(world: World, *numbers: str) -> None:
 def toleration(world: World, taint: str, seconds: str = "") -> None:
     """Write one into the template."""
     made = {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
-    given = {"tolerationSeconds": int(seconds)} if seconds else {}
-    _template(world)["spec"].setdefault("tolerations", []).append({**made, **given})
+    limit = {"tolerationSeconds": int(seconds)} if seconds else {}
+    _template(world)["spec"].setdefault("tolerations", []).append({**made, **limit})
 
 
 def older_operator(world: World) -> None:

@@ -31,7 +31,7 @@ def replay(cluster: World, text: str) -> str:
 
 
 def expected(text: str, now: str) -> str:
-    """What the transcript records, with the output of `now` in the blocks that record none: they are only asked."""
+    """What the transcript records, with the output of `now` in the blocks that record none: they are queries."""
     blocks = zip(text.strip("\n").split("\n\n"), now.strip("\n").split("\n\n"), strict=True)
     return "\n\n".join(old.rstrip("\n") if f"\n{SEPARATOR}" in old else new for old, new in blocks) + "\n"
 
