@@ -106,7 +106,7 @@ def test_name_means_one_address_and_port_until_all_have_let_go() -> None:
     addresses.release("a")
     assert addresses.address_of(HOST, "b") == address
     addresses.release("b")
-    assert addresses.held == 0
+    assert addresses.in_use == 0
 
 
 def test_reserved_port_is_the_stores_to_listen_on_and_nobody_elses() -> None:

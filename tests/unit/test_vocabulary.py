@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from everstep_operator.plan.state.losses import losses_among
 from everstep_operator.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).with_name("transcripts")
-OBSERVABILITY = Path(__file__).parents[2] / "docs/operations/observability.md"
+ROOT = Path(__file__).parents[2]
+OBSERVABILITY = ROOT / "docs/operations/observability.md"
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,28 @@ def test_documented_metrics_are_those_that_are_exported() -> None:
     documented = set(re.findall(r"^\| `(everstep_\w+)` \|", OBSERVABILITY.read_text(), re.MULTILINE))
     families = Metrics(process=False).registry.collect()
     assert documented == {f.name + ("_total" if f.type == "counter" else "") for f in families}
+
+
+# Each of these names anything: an error, a version, a folder. What a variable contains has a name of its own.
+VAGUE = frozenset(
+    ["told", "said", "asked", "held", "found", "gave", "settled", "met", "place", "places", "heard", "one"]
+)
+
+
+@pytest.mark.parametrize("distribution", ["operator", "local"])
+def test_no_name_has_a_word_with_many_meanings(distribution: str) -> None:
+    vague = []
+    for path in sorted((ROOT / distribution).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.ClassDef(name=name):
+                    pass
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    pass
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    pass
+                case _:
+                    continue
+            if name.strip("_").lower() in VAGUE:
+                vague.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not vague, "name what it contains, in a word of the field"

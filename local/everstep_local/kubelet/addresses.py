@@ -109,7 +109,7 @@ class Addresses:
                 del self._entries[host]
 
     @property
-    def held(self) -> int:
+    def in_use(self) -> int:
         """How many names are in use."""
         return len(self._entries)
 

@@ -160,11 +160,11 @@ class Scheduler:
         for pod in pods:
             node_name = pod.spec.get("nodeName") or self._bound.get(pod.metadata.uid)
             if node_name in seats and pod.status.get("phase") not in FINISHED:
-                seats[node_name].pods.append((controller_uid(pod.metadata), _asked(pod)))
+                seats[node_name].pods.append((controller_uid(pod.metadata), _requests(pod)))
         return seats
 
 
-def _asked(pod: Unstructured) -> Mapping[str, Fraction]:
+def _requests(pod: Unstructured) -> Mapping[str, Fraction]:
     try:
         return requests_of(pod.spec)
     except ValueError:

@@ -155,7 +155,7 @@ class ControlServer:
                 await writer.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def say(answer: Answer) -> None:
+        async def send(answer: Answer) -> None:
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
 
@@ -169,6 +169,6 @@ class ControlServer:
             if handler is None:
                 raise ControlError(f"unknown request; this run knows {', '.join(sorted(self._handlers))}")
             async for answer in handler(request):
-                await say(answer)
+                await send(answer)
         except (ControlError, ValueError, AttributeError) as e:
-            await say({"error": str(e)})
+            await send({"error": str(e)})

@@ -103,7 +103,7 @@ class Cause(StrEnum):
     START_FAILED = "StartFailed"  # the container never ran: image, configuration or volume
     START_TIMEOUT = "StartTimeout"  # its container did not run within spec.recovery.startTimeoutSeconds
     REJECTED = "Rejected"  # the node's kubelet did not let the pod run: devices, resources, affinity, a shutdown
-    RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # the workers did not meet within joinTimeoutSeconds
+    RENDEZVOUS_TIMEOUT = "RendezvousTimeout"  # no round formed within joinTimeoutSeconds
     PEER_MISSING = "PeerMissing"  # it waited joinTimeoutSeconds for a worker that could not run (no node, quota, ...)
     PREEMPTED = "Preempted"  # asked to stop (SIGTERM), it committed its state and left; so did its peers
     FENCED = "Fenced"  # a newer round owns the training state

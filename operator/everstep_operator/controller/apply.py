@@ -135,12 +135,12 @@ class Applier:
         )
 
     async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedOutcome[bool]]:
-        calls = [partial(self._one, job, action, refusals) for action in stage.actions]
+        calls = [partial(self._carry_out, job, action, refusals) for action in stage.actions]
         match stage.name:
             case StageName.SIZES:  # a write of the round store, which has connections of its own
                 return await run_bounded(calls, 1)
             case StageName.CREATE:
-                # The first creates of a pass may wait for their turn as long as it takes: else a job whose turn comes
+                # The first creates of a pass may wait for their turn as long as it takes: else a job whose turn is
                 # late would ask for one again and again.
                 ends: list[float] = []
 
@@ -159,7 +159,7 @@ class Applier:
                 lane = Lane.CREATE if name in (StageName.NETWORK, StageName.GUARD) else Lane.CHANGE
                 return await self._limit.run(lane, _flow(job), calls, stop=lambda: False)
 
-    async def _one(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
+    async def _carry_out(self, job: JobView, action: Action, refusals: _Refusals) -> bool:
         """Whether the action's goal is reached now; False if the API server refused it."""
         self._require_leading()
         match action:

@@ -1,6 +1,6 @@
 """The HTTP call by which a training process reports its progress.
 
-It does not know what a report means: it hands the report on with its caller. Invariants: the caller comes from the
+It does not know what a report means: it passes the report on with its caller. Invariants: the caller comes from the
 token alone, never from the body; a refusal says why.
 """
 

@@ -334,7 +334,7 @@ class JobRounds:
         if document.round > last:
             number = await self._env.documents.publish(self.ref, last)
             if number != document.round:
-                log.info("round renumbered", extra={"job": self._name, "round": number, "asked": document.round})
+                log.info("round renumbered", extra={"job": self._name, "round": number, "proposed": document.round})
                 text, document = renumbered(text, number), replace(document, round=number)
         return await self._env.documents.store(self.ref, expected, text, self.presences.lease), document
 

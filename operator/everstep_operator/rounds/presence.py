@@ -48,7 +48,7 @@ class _Presence:
     ttl: float
     until: float
     pod_uid: str
-    waits: bool = False  # for a round: it has asked for one, and was in none since
+    waits: bool = False  # for a round: it has requested one, and was in none since
 
 
 class Presences:

@@ -4,7 +4,7 @@
 Shreedhar and Varghese, SIGCOMM 1995, with a quantum of one request). `write_limit` uses it for writes to the API
 server. `FairQueue` uses it for the requests of workers.
 
-One request costs the event loop little, but fifty that arrive together would delay every request that comes a moment
+One request costs the event loop little, but fifty that arrive together would delay every request that arrives a moment
 later. So one turn of the event loop starts a few requests of each group (a namespace; or an address, before the sender
 is authenticated) and a few more of all groups. The others wait. This module decides only when a request starts; other
 modules limit how many a sender may have. Invariants: each request is started once, in the order of its flow. A flow

@@ -1,12 +1,12 @@
 """Decides which replica may write: leader election with one Lease.
 
 Safety: a leader stops at most `renew_deadline` after it *sent* its last successful renewal. Another replica takes over
-at the earliest `duration` after it *saw* that renewal. Seeing comes after sending, and `renew_deadline < duration`. So
-there are never two leaders, whatever the network delays, as long as clocks run at about the same rate. Only monotonic
-time is used. The timestamps in the Lease are for people: a clock jump of an hour changes nothing. A process that was
-stopped finds its leadership over when it continues (failure modes 41 and 39 in docs/operations/failure-modes.md). Every
-acquisition raises `leaseTransitions`, even by the same replica: that number is the epoch. This follows client-go's
-`leaderelection`, which raises the number only when the holder changes.
+at the earliest `duration` after it *saw* that renewal, which is later than its sending, and `renew_deadline <
+duration`. So there are never two leaders, whatever the network delays, as long as clocks run at about the same rate.
+Only monotonic time is used. The timestamps in the Lease are for people: a clock jump of an hour changes nothing. A
+process that was stopped finds its leadership over when it continues (failure modes 41 and 39 in
+docs/operations/failure-modes.md). Every acquisition raises `leaseTransitions`, even by the same replica: that number is
+the epoch. This follows client-go's `leaderelection`, which raises the number only when the holder changes.
 
 There is one exception. If `is_gone` finds the leader gone and it has not renewed for `silent` seconds, it is replaced,
 which is sooner. Both signs together mean that its machine is lost or cut off, so it cannot write. Safety does not

@@ -31,7 +31,7 @@ async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -
         raise ValueError(f"limit must be at least 1, got {limit}")
     gate = asyncio.Semaphore(limit)
 
-    async def one(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
+    async def run_call(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
         async with gate:
             try:
                 return Done(await call())
@@ -39,5 +39,5 @@ async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -
                 return Failed(error)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(call)) for call in calls]
+        tasks = [group.create_task(run_call(call)) for call in calls]
     return [task.result() for task in tasks]

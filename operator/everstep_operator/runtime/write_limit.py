@@ -78,7 +78,7 @@ class WriteLimit:
         outcomes: list[LimitedOutcome[T]] = [NotBegun()] * len(calls)
         own = asyncio.Semaphore(self._slots.of_job[lane])
 
-        async def one(number: int) -> None:
+        async def run_call(number: int) -> None:
             try:
                 outcomes[number] = Done(await calls[number]())
             except Exception as error:
@@ -93,7 +93,7 @@ class WriteLimit:
                 await own.acquire()
                 if not await self._acquire(lane, flow, stop):
                     break
-                group.create_task(one(number)).add_done_callback(ended)
+                group.create_task(run_call(number)).add_done_callback(ended)
         return outcomes
 
     async def _acquire(self, lane: Lane, flow: Flow, stop: Callable[[], bool]) -> bool:

@@ -180,5 +180,5 @@ async def started(temporary: Path, **options: Any) -> AsyncIterator[Machine]:
         assert not task.done(), task.exception()
     finally:
         await cancel(task)
-        assert nodes.addresses.held == 0
+        assert nodes.addresses.in_use == 0
         assert not nodes.folder.exists()

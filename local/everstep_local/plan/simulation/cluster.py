@@ -54,7 +54,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 TEMPLATE = {
     "spec": {"containers": [{"name": "worker", "image": "example/train:1", "command": ["torchrun", "train.py"]}]}
 }
-WORDS = {"true": True, "false": False}
+LITERALS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class World:
             *parents, leaf = path.split(".")
             for parent in parents:
                 target = target.setdefault(parent, {})  # type: ignore[assignment]
-            target[leaf] = WORDS[value] if value in WORDS else int(value) if value.isdigit() else value
+            target[leaf] = LITERALS[value] if value in LITERALS else int(value) if value.isdigit() else value
 
     def do_rule(self, kind: str, value: str, action: str) -> None:
         values = [int(v) if v.isdigit() else v for v in value.split(",")]

@@ -1,4 +1,4 @@
-"""Separates workers that gave up because others could not run from workers that ran together and formed no round.
+"""Separates workers that ended because others could not run from workers that ran together and formed no round.
 
 A worker that waits for a peer without a node, quota or image ends after `spec.rendezvous.joinTimeoutSeconds`. Its
 program did not fail, and may be able to take a step. Without this distinction 30 minutes without capacity would end a
