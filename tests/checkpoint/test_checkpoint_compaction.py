@@ -8,12 +8,18 @@ import torch
 
 import everstep
 from everstep.checkpoint import CheckpointError, NoCommit
-from everstep.checkpoint.format.compaction import SMALL_BYTES, compacted, is_compacted
 from everstep.checkpoint.format.layout import LOG, pin_name, record_name
-from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord, encode_record
+from everstep.checkpoint.format.manifest import (
+    SMALL_BYTES,
+    CommitRecord,
+    OpenRecord,
+    compacted,
+    encode_record,
+    is_compacted,
+)
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.retention.catalog import Catalog
-from everstep.checkpoint.retention.compactor import Compactor
+from everstep.checkpoint.retention.cleaner import Compactor
 from everstep.storage import MemoryStore, RetryableError
 from everstep.storage.faults import FaultStore
 from everstep.storage.upload import Data

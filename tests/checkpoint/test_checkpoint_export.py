@@ -15,7 +15,7 @@ from safetensors.torch import load_file, load_model
 import everstep
 from everstep.checkpoint import CheckpointError, Damaged, import_checkpoint
 from everstep.checkpoint.convert.copying import copy
-from everstep.checkpoint.convert.export import export
+from everstep.checkpoint.convert.outgoing import export
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.storage import MemoryStore, open_store
 

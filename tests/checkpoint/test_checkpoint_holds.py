@@ -12,14 +12,13 @@ import pytest
 
 from everstep.checkpoint import Checkpointer, CheckpointError
 from everstep.checkpoint.format import wire
-from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import is_deletion, save_folder
-from everstep.checkpoint.format.manifest import CommitRecord
+from everstep.checkpoint.format.manifest import CommitRecord, is_compacted
 from everstep.checkpoint.keep import Kept
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog
-from everstep.checkpoint.retention.compactor import Compactor
+from everstep.checkpoint.retention.cleaner import Compactor
 from everstep.storage import MemoryStore, ObjectStore, StoreUnusable
 from everstep.storage.backends.local import LocalStore
 from everstep.storage.faults import Fail, FaultStore

@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 import everstep
 from everstep.checkpoint import CheckpointError
 from everstep.checkpoint.errors import FormatError, StateMismatch
+from everstep.checkpoint.format.boxes import check_tiling
 from everstep.checkpoint.format.layout import record_name
 from everstep.checkpoint.format.manifest import Piece
-from everstep.checkpoint.format.tiling import check_tiling
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.cli.ckpt import app as cli
 from everstep.storage import MemoryStore, StorageError, open_store

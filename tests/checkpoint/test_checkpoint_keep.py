@@ -20,8 +20,7 @@ from everstep.checkpoint.format.manifest import CommitRecord, Shard
 from everstep.checkpoint.keep import Kept, numbers, plan_marks
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog
-from everstep.checkpoint.retention.marker import kept_of
-from everstep.checkpoint.retention.plan import plan_retention
+from everstep.checkpoint.retention.cleaner import kept_of, plan_retention
 from everstep.storage import MemoryStore, StoreUnusable
 from everstep.storage.faults import Fail, FaultStore
 

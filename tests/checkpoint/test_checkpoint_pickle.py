@@ -20,7 +20,7 @@ from everstep.storage import MemoryStore
 WATCHED = r"""
 import sys
 from pathlib import Path
-import torch, torch._dynamo, everstep, everstep.checkpoint.convert.export
+import torch, torch._dynamo, everstep, everstep.checkpoint.convert.outgoing
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.convert.copying import copy
 from everstep.storage import open_store

@@ -6,7 +6,7 @@ import pytest
 
 from everstep.checkpoint.format.layout import record_name
 from everstep.checkpoint.format.manifest import OpenRecord, encode_record
-from everstep.checkpoint.log import shared
+from everstep.checkpoint.log import opening
 from everstep.checkpoint.ranks import Alone
 from everstep.storage import MemoryStore, RetryableError, StorageError, StoreUnusable, TerminalError
 
@@ -30,13 +30,13 @@ class Broken(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "PATIENCE", 0.2)
+    monkeypatch.setattr(opening, "PATIENCE", 0.2)
 
 
 def test_record_that_is_there_is_shared() -> None:
     store = MemoryStore()
     store.create(record_name(0), encode_record(OWN))
-    shared.check_shared(store, OWN, Second())
+    opening.check_shared(store, OWN, Second())
 
 
 @pytest.mark.parametrize("other", [None, b"another log"])
@@ -45,18 +45,18 @@ def test_record_that_is_not_there_is_not_shared(other: bytes | None) -> None:
     if other is not None:
         store.create(record_name(0), other)
     with pytest.raises(StoreUnusable, match=r"rank 1 .* not shared between them. All ranks need one folder"):
-        shared.check_shared(store, OWN, Second())
+        opening.check_shared(store, OWN, Second())
 
 
 def test_store_that_is_away_says_nothing_and_one_that_refuses_does() -> None:
-    shared.check_shared(Broken(RetryableError("away")), OWN, Second())
+    opening.check_shared(Broken(RetryableError("away")), OWN, Second())
     with pytest.raises(StoreUnusable, match="not shared"):
-        shared.check_shared(Broken(TerminalError("no")), OWN, Second())
+        opening.check_shared(Broken(TerminalError("no")), OWN, Second())
 
 
 def test_bucket_and_a_single_rank_are_not_looked_at() -> None:
     class Bucket(Broken):
         url: Any = "s3://bucket/run"
 
-    shared.check_shared(Bucket(TerminalError("no")), OWN, Second())
-    shared.check_shared(Broken(TerminalError("no")), OWN, Alone())
+    opening.check_shared(Bucket(TerminalError("no")), OWN, Second())
+    opening.check_shared(Broken(TerminalError("no")), OWN, Alone())

@@ -13,7 +13,7 @@ from everstep.checkpoint import SaveFailed
 from everstep.checkpoint.handle import SaveHandle
 from everstep.checkpoint.in_session import InSession
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.save import buffers
+from everstep.checkpoint.save import snapshot
 from everstep.storage import MemoryStore
 from everstep.storage.upload import Data
 
@@ -58,16 +58,16 @@ def test_abandoned_saves_hold_a_bounded_memory_and_what_comes_then_is_left_out_w
     run.restore(state(0))
     saves = abandon(run, range(1, 11))
     held = run._snapshots.buffers.held
-    assert held <= buffers.MOST * (SIZE + 2**16), "whatever the number of abandoned saves"
-    assert [save.done() for save in saves] == [False] * buffers.MOST + [True] * (10 - buffers.MOST)
+    assert held <= snapshot.MOST * (SIZE + 2**16), "whatever the number of abandoned saves"
+    assert [save.done() for save in saves] == [False] * snapshot.MOST + [True] * (10 - snapshot.MOST)
     with pytest.raises(SaveFailed, match=rf"4 saves, abandoned ones among them, .* {held} bytes"):
         saves[-1].wait(0)
     store.opened.set()
-    for save in saves[: buffers.MOST]:
+    for save in saves[: snapshot.MOST]:
         save._done.wait(60)
     (last,) = abandon(run, range(11, 12))
     last.wait(60)
-    assert run._snapshots.buffers.held <= buffers.OF_A_WRITER * (SIZE + 2**16), "the memory is given back"
+    assert run._snapshots.buffers.held <= snapshot.OF_A_WRITER * (SIZE + 2**16), "the memory is given back"
     run.close()
     found = state(0)
     with everstep.Checkpointer(store=store) as reader:
@@ -77,7 +77,7 @@ def test_abandoned_saves_hold_a_bounded_memory_and_what_comes_then_is_left_out_w
 def test_save_beside_abandoned_ones_is_left_out_where_its_memory_is_not_free(
     store: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffers, "free_host_memory", lambda: SIZE // 2)
+    monkeypatch.setattr(snapshot, "free_host_memory", lambda: SIZE // 2)
     run = everstep.Checkpointer(store=store)
     run.restore(state(0))
     *first, third = abandon(run, range(1, 4))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everstep.checkpoint.ranks import Alone
-from everstep.checkpoint.save.arrangement import Arranger
+from everstep.checkpoint.save.snapshot import Arranger
 from everstep.checkpoint.state.capture import Captured, apply, capture
 
 

@@ -17,8 +17,7 @@ from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Append, Claim, Head, Refuse, Unreadable
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog
-from everstep.checkpoint.retention.cleaner import Cleaner, clean, sizes_in
-from everstep.checkpoint.retention.tenure import LOOK_SECONDS, Tenure
+from everstep.checkpoint.retention.cleaner import LOOK_SECONDS, Cleaner, Tenure, clean, sizes_in
 from everstep.storage import MemoryStore
 
 

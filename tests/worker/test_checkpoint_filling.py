@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.format.chunks import describe
 from everstep.checkpoint.format.manifest import Shard
-from everstep.checkpoint.load.filling import Filler, Segment, reads
+from everstep.checkpoint.load.reading import Filler, Segment, reads_into
 from everstep.storage import Capabilities, MemoryStore
 
 NAME = "data/save/00000.safetensors"
@@ -53,7 +53,7 @@ def test_any_segments_of_a_chunk_are_filled_with_its_bytes(wanted: tuple[int, li
 def test_reads_cover_a_chunk_once_and_in_order(wanted: tuple[int, list[Segment]], read_size: int) -> None:
     size, segments = wanted
     position = 0
-    for runs in reads(segments, size, read_size):
+    for runs in reads_into(segments, size, read_size):
         assert runs[-1].end - runs[0].begin <= read_size
         for run in runs:
             assert run.begin == position < run.end
@@ -63,7 +63,7 @@ def test_reads_cover_a_chunk_once_and_in_order(wanted: tuple[int, list[Segment]]
 
 def test_long_segments_are_read_without_a_copy() -> None:
     segments = [Segment(8, 100, 0, 0), Segment(108, 4, 1, 0), Segment(112, 200, 2, 0)]
-    runs = [run for read in reads(segments, 320, 64) for run in read]
+    runs = [run for read in reads_into(segments, 320, 64) for run in read]
     straight = [(r.begin, r.end) for r in runs if r.place is not None]
     assert straight == [(8, 64), (64, 108), (112, 128), (128, 192), (192, 256), (256, 312)]
 
@@ -71,7 +71,7 @@ def test_long_segments_are_read_without_a_copy() -> None:
 def test_neighbours_are_read_into_their_places_by_one_request() -> None:
     large = 2**18
     segments = [Segment(n * large, large, n, 0) for n in range(4)]
-    (read,) = reads(segments, 4 * large, 2**24)
+    (read,) = reads_into(segments, 4 * large, 2**24)
     assert [run.place for run in read] == segments
 
 

@@ -7,9 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.checkpoint.errors import Fenced, SaveFailed
-from everstep.checkpoint.format.compaction import compacted, is_compacted
 from everstep.checkpoint.format.layout import record_name
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, decode_record, encode_record
+from everstep.checkpoint.format.manifest import (
+    NONE,
+    CommitRecord,
+    OpenRecord,
+    Owner,
+    compacted,
+    decode_record,
+    encode_record,
+    is_compacted,
+)
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable

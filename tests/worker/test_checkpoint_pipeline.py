@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from everstep.checkpoint.format.chunks import problems
-from everstep.checkpoint.save.pipeline import THREADS, write_shard
+from everstep.checkpoint.save.parts import THREADS, write_shard
 from everstep.storage import (
     Capabilities,
     Data,

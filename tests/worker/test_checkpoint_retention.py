@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everstep.checkpoint.format.layout import owner_of, save_id, shard_name
 from everstep.checkpoint.format.manifest import CommitRecord, Shard
-from everstep.checkpoint.retention.plan import plan_retention
+from everstep.checkpoint.retention.cleaner import plan_retention
 
 WRITER = "0123456789abcdef"
 

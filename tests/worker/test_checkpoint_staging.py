@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from everstep.checkpoint.save import staging as module
+from everstep.checkpoint.save import snapshot as module
 from everstep.checkpoint.save.shard import plan_shard
-from everstep.checkpoint.save.staging import Staging
+from everstep.checkpoint.save.snapshot import Staging
 
 
 def fill(staging: Staging, tensors: dict[str, torch.Tensor]) -> memoryview:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 import everstep
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.save.shard import plan_shard
-from everstep.checkpoint.save.staging import Staging
+from everstep.checkpoint.save.snapshot import Staging
 from everstep.checkpoint.state.tree import DTYPES, Flattener, unflatten
 from everstep.storage import MemoryStore
 

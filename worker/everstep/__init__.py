@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from everstep.checkpoint.checkpointer import Checkpointer
     from everstep.checkpoint.errors import Fenced
-    from everstep.checkpoint.load.opened import open_commit
-    from everstep.checkpoint.load.readonly import load
+    from everstep.checkpoint.load.readonly import load, open_commit
     from everstep.checkpoint.state.rng import RngState
     from everstep.checkpoint.state.union import Union
     from everstep.data.loader import ElasticLoader

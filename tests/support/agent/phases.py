@@ -159,7 +159,7 @@ class Chunks:
 
 def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
-    from everstep.checkpoint.load import exchange  # noqa: PLC0415  imports torch
+    from everstep.checkpoint.load import reading  # noqa: PLC0415  imports torch
     from everstep.recovery.announcements import AgentAnnouncements  # noqa: PLC0415
     from everstep.recovery.current_round import CurrentRound  # noqa: PLC0415
     from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415
@@ -183,7 +183,7 @@ def arm(folder: Path) -> Points:
     inner: Any = vars(broadcast)["exchange"]  # it is imported there
 
     def send(divided: Any, buffers: Any, members: Any) -> None:
-        count = sum(1 for tasks in divided for _ in exchange._messages(tasks, buffers))
+        count = sum(1 for tasks in divided for _ in reading._messages(tasks, buffers))
         inner(divided, buffers, Chunks(members, points, count))
 
     vars(broadcast)["exchange"] = send

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from torch.distributed.tensor import DTensor
 
 import everstep
-from everstep.checkpoint.state.memory import span
+from everstep.checkpoint.state.layouts import span
 from everstep.storage import MemoryStore, ObjectStore
 from support.checkpoint import states
 from support.checkpoint.states_held import differences, fillable, held, own_part

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everstep.checkpoint.format import compaction, layout
+from everstep.checkpoint.format import layout, manifest
 from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
-from everstep.checkpoint.retention import plan as retention
+from everstep.checkpoint.retention import cleaner as retention
+from everstep.checkpoint.retention.cleaner import survey
 from everstep.checkpoint.retention.pins import saves_of
-from everstep.checkpoint.retention.survey import survey
 from support.protocol.lineage import Damaged, Deleted, Log
 from support.protocol.rules import LogRule
 
@@ -88,8 +88,8 @@ class WriterCode:
         return decision
 
     def conflict(self, head: Head, attempted: Record, found: Found) -> Done | Refuse | Again:
-        if isinstance(found, CommitRecord) and compaction.is_compacted(found):
-            found = compaction.compacted(found)  # without the ghosts
+        if isinstance(found, CommitRecord) and manifest.is_compacted(found):
+            found = manifest.compacted(found)  # without the ghosts
         if log.same(attempted, found) and LogRule.RECOGNISE_OWN in self.off:
             return Again(log.advance(head, found), "the rule is off")
         if LogRule.READ_WHAT_WON in self.off and not log.same(attempted, found):
@@ -103,7 +103,7 @@ class WriterCode:
         """What takes the record's place; the ghosts, which only the model's invariants read, stay."""
         if LogRule.COMPACT_IN_PLACE in self.off:
             return Deleted(record.n)
-        return replace(compaction.compacted(record), values=record.values)
+        return replace(manifest.compacted(record), values=record.values)
 
     def save_id(self, own: OpenRecord, sequence: int) -> str:
         if LogRule.UNIQUE_SAVES in self.off:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from everstep.checkpoint.format.compaction import is_compacted
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record, is_compacted
 
 
 class Shard(NamedTuple):

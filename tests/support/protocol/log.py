@@ -17,8 +17,7 @@ from collections.abc import Hashable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from everstep.checkpoint.format.compaction import is_compacted
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Record, is_compacted
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, advance
 from support.protocol.code import WriterCode
 from support.protocol.lineage import Damaged, Deleted, Log, Shard, broken, commits_below, whole

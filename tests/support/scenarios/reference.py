@@ -41,7 +41,7 @@ NEWEST = """
 import sys
 from pathlib import Path
 from everstep.checkpoint import Catalog
-from everstep.checkpoint.convert.export import export
+from everstep.checkpoint.convert.outgoing import export
 from everstep.storage import open_store
 store = open_store(sys.argv[1], single_committer=True)
 record = Catalog(store).find()

@@ -16,18 +16,15 @@ from typing import Any
 
 from everstep.checkpoint.errors import Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
-from everstep.checkpoint.format.manifest import CommitRecord
+from everstep.checkpoint.format.manifest import CommitRecord, stamp
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
-from everstep.checkpoint.format.times import stamp
 from everstep.checkpoint.handle import Events, Failed, SaveHandle
 from everstep.checkpoint.keep import Keep, numbers
-from everstep.checkpoint.lifetime import Lifetime
 from everstep.checkpoint.load.loading import Loader
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.log.commitlog import CommitLog
-from everstep.checkpoint.log.opening import Settings
-from everstep.checkpoint.log.owner import Owner
+from everstep.checkpoint.log.opening import Owner, Settings
 from everstep.checkpoint.ranks import Alone, Ranks
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.catalog import Catalog, Found
@@ -40,6 +37,50 @@ from everstep.checkpoint.save.snapshot import Snapshots
 from everstep.checkpoint.save.writer import Identity, Writer
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.storage import ObjectStore, RetryableError
+
+# --- lifetime
+# How long a Checkpointer can be used: in the process that has its thread, until it is closed.
+
+
+class Lifetime:
+    """Of `checkpointer`, which saves to `url`."""
+
+    def __init__(self, checkpointer: at_exit.Closable, url: str) -> None:
+        self._checkpointer, self._url = checkpointer, url
+        self._process = 0  # in which the thread is; none yet
+        self.closed = False  # no save is taken any more
+        self.over = False  # and the last one has ended
+
+    def starts(self) -> None:
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has the thread; a forked child has not."""
+        return self._process == os.getpid()
+
+    def check_process(self) -> None:
+        if self._process and not self.is_here:
+            raise SettingUnusable(
+                f"{self._url}: this process was forked from the one that the Checkpointer belongs to, and has no "
+                "thread that writes: make a Checkpointer in the child, with a URL of its own"
+            )
+
+    def check_open(self) -> None:
+        self.check_process()
+        if self.closed:
+            raise SettingUnusable(f"the Checkpointer is closed{at_exit.late(self._checkpointer)}")
+
+    def check_still_open(self, step: int) -> None:
+        """A save of this step is being made."""
+        if self.closed:
+            raise SettingUnusable(
+                f"step {step} was not saved: meanwhile the Checkpointer was closed, by a handler of signals or by "
+                "another thread"
+            )
+
+
+# --- checkpointer
 
 logger = logging.getLogger("everstep.checkpoint")
 

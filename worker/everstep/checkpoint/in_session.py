@@ -6,15 +6,53 @@ Invariant: nothing here changes what a commit holds.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from everstep.checkpoint.checkpointer import Checkpointer
-from everstep.checkpoint.handle import SaveHandle
+from everstep.checkpoint.format.layout import attachment_name
+from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.log.opening import InRound
 from everstep.checkpoint.ranks import Ranks
-from everstep.checkpoint.save import at_exit, attachments
+from everstep.checkpoint.save import at_exit
 from everstep.checkpoint.state.holders import Holders
+from everstep.storage import ObjectStore, StorageError
 from everstep.storage.errors import NotFound
+
+# --- attachments
+# Small objects that lie beside the shards of a commit. Nobody needs them to read it. They are in the folder of the
+# save, and go with it when it is deleted. Invariant: what a store does not take or give here is logged, and costs
+# nothing else.
+
+log = logging.getLogger("everstep.checkpoint")
+
+
+def attach(store: ObjectStore, handle: SaveHandle, name: str, data: bytes) -> None:
+    """Put `data` beside a save that is over, if it became a commit."""
+    if isinstance(handle.outcome, Committed):
+        write(store, handle.save_id, name, data)
+
+
+def write(store: ObjectStore, save_id: str, name: str, data: bytes) -> None:
+    """Put `data` beside the commit of this save."""
+    try:
+        store.put(attachment_name(save_id, name), data)
+    except StorageError as e:
+        log.warning("%s was not put beside the commit: %s", attachment_name(save_id, name), e)
+
+
+def read(store: ObjectStore, save_id: str, name: str) -> bytes | None:
+    """None if there is none, or the store does not give it."""
+    try:
+        return store.get(attachment_name(save_id, name))
+    except NotFound:
+        return None
+    except StorageError as e:
+        log.warning("%s was not read: %s", attachment_name(save_id, name), e)
+        return None
+
+
+# --- in session
 
 
 class InSession:
@@ -65,9 +103,9 @@ class InSession:
         """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
         over; return when that is done."""
         if now:
-            attachments.attach(self._store, handle, name, data)
+            attach(self._store, handle, name, data)
         elif self._checkpointer._writer is not None:
-            self._checkpointer._writer.later(partial(attachments.attach, self._store, handle, name, data))
+            self._checkpointer._writer.later(partial(attach, self._store, handle, name, data))
 
     def get(self, name: str, most: int) -> bytes | None:
         """The first `most` bytes of an object that belongs to no commit; None if there is none. Raises
@@ -80,9 +118,9 @@ class InSession:
     def attached(self, name: str) -> bytes | None:
         """The attachment of the commit that `restore` has loaded. Not collective."""
         restored = self._checkpointer._restored_id
-        return attachments.read(self._store, restored, name) if restored else None
+        return read(self._store, restored, name) if restored else None
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
         """Put `data` beside the commit that `restore` has loaded, now."""
         if restored := self._checkpointer._restored_id:
-            attachments.write(self._store, restored, name, data)
+            write(self._store, restored, name, data)

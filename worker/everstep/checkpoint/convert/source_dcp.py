@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from everstep.checkpoint.convert.source import Form, Source, checked, is_optimizer, of_state
 from everstep.checkpoint.errors import CheckpointError, FormatError, StateMismatch
+from everstep.checkpoint.format.boxes import check_tiling
 from everstep.checkpoint.format.manifest import Piece
-from everstep.checkpoint.format.tiling import check_tiling
 from everstep.torch_private.files import PRIVATE_OF_DCP, PRIVATE_OF_SAVE
 
 _AT_ONCE: Final = 64 * 2**20  # bytes of tensors that are read by one call

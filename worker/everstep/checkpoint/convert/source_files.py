@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from everstep.checkpoint.convert.export import FORMAT, STATE
+from everstep.checkpoint.convert.outgoing import FORMAT, STATE
 from everstep.checkpoint.convert.source import MODEL, Form, Source, check_key, checked, of_state
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format.wire import Json

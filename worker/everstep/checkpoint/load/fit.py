@@ -9,22 +9,349 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
-from everstep.checkpoint.load import fit_optimizer
-from everstep.checkpoint.load.fit_values import misfits
-from everstep.checkpoint.load.fitted import BEYOND, LACKING, NAMED, UNSET, Body, Fit
-from everstep.checkpoint.load.selection import Selection
+from everstep.checkpoint.load.selection import LoadReport, Selection, below
+from everstep.checkpoint.state import named
 from everstep.checkpoint.state.capture import MALFORMED, Captured, asked_of, kind_of
 from everstep.checkpoint.state.divided import DividedOptimizer
-from everstep.checkpoint.state.memory import crossed
-from everstep.checkpoint.state.modules import bare, buffer_names, is_free, migrated, unset_buffers
+from everstep.checkpoint.state.layouts import crossed
+from everstep.checkpoint.state.modules import Answer, bare, buffer_names, is_free, migrated, unset_buffers
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
 from everstep.checkpoint.state.union import Union, inside
+
+# --- fitted
+# What fitting a commit into a state has found: what goes where, what is left out, and what does not fit.
+
+NAMED: Final = 5  # how many that do not fit an error names
+
+LACKING: Final = "is in the state passed and not in the commit"
+BEYOND: Final = "is in the commit and not in the state passed"
+# A commit does not say whether a buffer was None when its run began: a None may as well be a setting of the module, as
+# it is of BatchNorm with track_running_stats=False. A session knows.
+UNSET: Final = " (the buffer is None here: make it before restore(), by a forward pass, or restore in a session)"
+
+Body = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Fit:
+    """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
+    tensors, the names in `Captured.tensors` of those that it is put into. `judges`: for each module that is filled in
+    part, the names that it judges by itself (`modules.is_free`)."""
+
+    bodies: dict[str, Body] = field(default_factory=dict)
+    live: dict[str, list[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    judges: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def report(self) -> LoadReport:
+        return LoadReport(tuple(self.missing), tuple(self.not_taken), tuple(self.mismatched))
+
+    def judged(self, answers: Mapping[str, Answer], selection: Selection) -> None:
+        """Add what modules said while they loaded (see `state.apply`) to the report. Raises `StateMismatch` for it if
+        what is taken must fit: only then is it known, so that the state is changed."""
+        problems: list[str] = []
+        for key, answer in answers.items():
+            own = self.judges.get(key, ())
+            lacking = [join(key, name) for name in answer.missing if is_free(name, own)]
+            lacking = [path for path in lacking if selection.takes(path)]
+            beyond = [join(key, name) for name in answer.unexpected if is_free(name, own)]
+            problems += [f"{path} {LACKING}" for path in lacking] + [f"{path} {BEYOND}" for path in beyond]
+            self.missing += lacking
+            self.not_taken += beyond
+        if problems and selection.strict:
+            more = f"; and {len(problems) - NAMED} more" * (len(problems) > NAMED)
+            raise StateMismatch(
+                f"{'; '.join(problems[:NAMED])}{more}. The module reads such names by itself, so this is known only "
+                "after it was filled with the rest: do not train on. strict=False leaves them and reports them, and "
+                "exclude= leaves them out"
+            )
+
+
+# --- fit optimizer
+# Which of an optimizer's saved state belongs to which of its parameters: by name where the modules are in the state.
+# `Optimizer.state_dict` counts parameters. After a change of their order, or of the groups, a number is another
+# parameter, and torch notices nothing as long as the shapes are the same. Invariant: a value goes to the parameter of
+# the name under which it was saved; without names, only into an optimizer with the same groups.
+
+# The state of torch's optimizers that has the shape of the parameter.
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+     "sum", "ax", "prev"}
+)  # fmt: skip
+
+
+def fit_optimizer(
+    key: str, target: torch.optim.Optimizer, body: Body, live: Mapping[str, Any], entries: Mapping[str, Entry],
+    selection: Selection, touched: Collection[str], found: Fit,
+) -> Body | None:  # fmt: skip
+    """The body for this optimizer, with its own numbers; None if it is not to be filled, which `found` is told.
+    `touched`: the keys of the state of which anything may be taken."""
+    was, now = body.get("class"), type(target).__name__
+    if was is not None and was != now:
+        found.problems.append(
+            f"{key}: the commit holds the state of {was}, the state passed in {now}: make an optimizer of that class, "
+            f"or leave it out with exclude=[{key!r}]"
+        )
+        return None
+    tree, saved, names = body["tree"], body.get("names"), live.get("names")
+    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        if saved is None or names is None or [selection.renamed(name) for name in saved] == names:
+            return body
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{key}: a {now} reads its state in its own way, by the numbers of its parameters, and these are other "
+            "parameters than the commit's, or in another order. Give it the same parameters in the same order"
+        )
+        return None
+    sizes = [len(group["params"]) for group in tree["param_groups"]]
+    same = sizes == [len(group["params"]) for group in target.param_groups]
+    if saved is not None and names is not None:
+        there = [selection.renamed(name) for name in saved]
+        if selection.whole and there == names and same:
+            return body
+        order = {id(p): n for p, n in zip(named.parameters_of(target), names, strict=True)}
+        if not selection.whole:
+            return _partly(key, target, body, there, names, entries, selection, touched, found)
+        odd = sorted(set(there) ^ set(names))
+        if odd:
+            where = "commit" if odd[0] in there else "state passed"
+            found.problems.append(f"{key}: {odd[0]} is in the optimizer of the {where} only")
+            return None
+        try:
+            return {**body, "tree": _encoded(named.by_number(target, order, key, _by_name(tree, there)))}
+        except StateMismatch as e:
+            found.problems.append(str(e))
+            return None
+    if not same:
+        text = f"{key}: groups of {sizes} parameters in the commit, and others in the state passed"
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{text}; which is which cannot be told without the names, which it has if the modules are in the state too"
+        )
+        return None
+    if (odd_one := _of_another_shape(target, tree, entries)) is not None:
+        number, name, shape = odd_one
+        (found.problems if selection.strict else found.mismatched).append(
+            f"{key}: {name} of parameter {number} has shape {shape} in the commit, and the parameter "
+            f"{tuple(named.parameters_of(target)[number].shape)}: they are in another order. Put the modules into the "
+            "state too, by whose names each gets its own"
+        )
+        return None
+    return body
+
+
+def odd_division(target: DividedOptimizer, body: Body, live: Mapping[str, Any]) -> str:
+    """Why the body is of another optimizer than this one, whose state is divided among the ranks; empty if it is not.
+    Values go to parameters by number, so these must be the same parameters in the same order."""
+    if body.get("class") not in (None, live.get("class")):
+        return (
+            f"the commit holds the state of {body['class']}, the state passed in {live.get('class')}: make it with "
+            f"optimizer_class=torch.optim.{body['class']}"
+        )
+    saved = [len(group["params"]) for group in body["tree"]["param_groups"]]
+    here = [len(group["params"]) for group in target.optimizer.param_groups]
+    names = (body.get("names"), live.get("names"))
+    if saved != here or (None not in names and names[0] != names[1]):
+        return (
+            f"the commit's groups have {saved} parameters, and those passed in {here}, or others, or in another order: "
+            "a ZeroRedundancyOptimizer reads a commit by their numbers. Give it the same ones in the same order"
+        )
+    return ""
+
+
+def _of_another_shape(
+    target: torch.optim.Optimizer, tree: Mapping[str, Any], entries: Mapping[str, Entry]
+) -> tuple[int, str, tuple[int, ...]] | None:
+    """The first moment that cannot be of the parameter that has its number: the number, its name and its shape."""
+    parameters = named.parameters_of(target)
+    for number, values in tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []:
+        if (moment := _moment_unlike(target, parameters[number], values, entries)) is not None:
+            return (number, *moment)
+    return None
+
+
+def _partly(
+    key: str, target: torch.optim.Optimizer, body: Body, there: list[str], names: list[str],
+    entries: Mapping[str, Entry], selection: Selection, touched: Collection[str], found: Fit,
+) -> Body | None:  # fmt: skip
+    """State for the parameters that are taken and that the commit knows; the others, and groups of such, keep what they
+    have. A parameter that the selection leaves out of a module keeps its state too; where nothing is taken of a module,
+    the selection speaks of the optimizer alone."""
+    saved = _by_name(body["tree"], there)
+    originals = dict(zip(there, body["names"], strict=True))
+    parameters = dict(zip(names, named.parameters_of(target), strict=True))
+    taken = {
+        n for n in (*names, *there) if selection.takes(n) or not any(below(n, key, literally=True) for key in touched)
+    }
+    fits = set[str]()
+    for name in names:
+        if name not in taken:
+            continue
+        if name not in originals:
+            _told(found, found.missing, selection, f"{key}/{name}", "is in the state passed and not in the commit")
+        elif odd := _odd(target, parameters[name], entries.get(originals[name]), saved["state"].get(name), entries):
+            _told(found, found.mismatched, selection, f"{key}/{name}", odd)
+        else:
+            fits.add(name)
+    for name in there:
+        if name in taken and name not in parameters:
+            _told(found, found.not_taken, selection, f"{key}/{name}", "is in the commit and not in the state passed")
+        elif name not in fits:
+            found.not_taken.append(f"{key}/{name}")
+    groups = []
+    for group in target.state_dict()["param_groups"]:
+        held = [names[n] for n in group["params"] if names[n] in fits]
+        options = [saved["param_groups"][name] for name in held]
+        for name, option in zip(held, options, strict=True) if selection.strict else ():
+            if (what := named.unlike(options[0], option)) is not None:
+                found.problems.append(
+                    f"{key}: {name} and {held[0]} are in one group, and the commit has another {what!r} for each. "
+                    "Group the parameters as the run did that saved it"
+                )
+                return None
+        alike = bool(options) and all(named.unlike(options[0], option) is None for option in options)
+        groups.append({**group, **(options[0] if alike else {})})
+    state = {n: saved["state"][name] for n, name in enumerate(names) if name in fits and name in saved["state"]}
+    kept = [n for n, name in enumerate(names) if name not in fits]
+    return {**body, "tree": _encoded({"state": state, "param_groups": groups}), "partial": True, "kept": kept}
+
+
+def _told(found: Fit, report: list[str], selection: Selection, path: str, what: str) -> None:
+    if selection.strict:
+        found.problems.append(f"{path} {what}")
+    else:
+        report.append(path)
+
+
+def _odd(
+    target: torch.optim.Optimizer, parameter: torch.Tensor, saved: Entry | None, values: Any,
+    entries: Mapping[str, Entry],
+) -> str | None:  # fmt: skip
+    """Why the state of the commit's parameter is none for this one, or None. A tied parameter has no entry of its own,
+    and then the shape of its moments tells."""
+    own = tuple(parameter.shape)
+    if saved is not None and saved.shape != own:
+        return f"has shape {saved.shape} in the commit, {own} in the state passed"
+    if (moment := _moment_unlike(target, parameter, values, entries)) is not None:
+        return f"has a {moment[0]} of shape {moment[1]} in the commit, and shape {own} in the state passed"
+    return None
+
+
+def _moment_unlike(
+    target: torch.optim.Optimizer, parameter: torch.Tensor, values: Any, entries: Mapping[str, Entry]
+) -> tuple[str, tuple[int, ...]] | None:
+    """The first moment that cannot be of this parameter, with its shape. Of torch's own optimizers: others may keep one
+    of another shape than its parameter."""
+    if not type(target).__module__.startswith("torch.optim.") or not isinstance(values, dict):
+        return None
+    for name, value in values.items():
+        entry = entries.get(value.get("$tensor", "")) if isinstance(value, dict) else None
+        if name in _MOMENTS and entry is not None and entry.shape != tuple(parameter.shape):
+            return name, entry.shape
+    return None
+
+
+def _by_name(tree: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """An encoded `state_dict` with the names for the numbers, as `named.by_name` has it."""
+    pairs = tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []
+    options = {
+        names[number]: {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        for group in tree["param_groups"]
+        for number in group["params"]
+    }
+    rest = {name: value for name, value in tree.items() if name not in ("state", "param_groups")}
+    return {**rest, "state": {names[number]: value for number, value in pairs}, "param_groups": options}
+
+
+def _encoded(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "state": {"$dict": [[number, value] for number, value in tree["state"].items()]}}
+
+
+def tensors_of(body: Mapping[str, Any]) -> dict[int | str, list[str]]:
+    """Parameter's number, or name, → names of its state's tensors, from the encoded state of an optimizer."""
+    state = body.get("tree", {}).get("state", {})
+    if body.get("kind") == "optimizer":
+        return {name: list(references(value)) for name, value in state.items()}
+    pairs = state.get("$dict", []) if isinstance(state, dict) else []
+    return {
+        pair[0]: list(references(pair[1]))
+        for pair in pairs
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int)
+    }
+
+
+# --- fit values
+# Which tensors and arrays inside plain values have another form in the commit than in the state that was passed.
+# Invariant: a live tensor or array that a commit's value would replace, instead of filling it, is named.
+
+_TAGS: Final = {"$tensor": "tensor", "$ndarray": "array"}
+_INSTEAD: Final = "None in its place takes what the commit has"
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A place in a value, and what is the matter. `shape`: only the shape is another one, so it may be left."""
+
+    path: str
+    text: str
+    shape: bool = False
+
+
+def misfits(
+    tree: Any, live: Any, path: str, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor], cast: bool
+) -> Iterator[Misfit]:
+    """The places where `live` has a tensor or an array that what stands there in `tree` does not go into."""
+    if (own := _tagged(live)) is not None:
+        theirs = _tagged(tree)
+        if theirs is None or theirs[0] != own[0]:
+            there = f"an {theirs[0]}" if theirs and theirs[0] == "array" else "a tensor" if theirs else f"no {own[0]}"
+            here = "an array" if own[0] == "array" else "a tensor"
+            yield Misfit(path, f"{path}: {there} in the commit, {here} in the state passed; {_INSTEAD}", True)
+            return
+        tensor, entry = tensors[own[1]], entries[theirs[1]]
+        if entry.shape != tuple(tensor.shape):
+            text = f"{path}: shape {entry.shape} in the commit, {tuple(tensor.shape)} in the state passed; {_INSTEAD}"
+            yield Misfit(path, text, True)
+        elif entry.dtype != DTYPES.get(tensor.dtype) and not cast:
+            yield Misfit(path, f"{path}: {entry.dtype} in the commit, {DTYPES.get(tensor.dtype)} in the state passed")
+        return
+    others = dict(_items(tree))
+    for name, value in _items(live):
+        if name in others:
+            shown = join(path, name[1] if isinstance(name[1], str | int) else name[0])
+            yield from misfits(others[name], value, shown, entries, tensors, cast)
+
+
+def _items(tree: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    """The parts of an encoded container, each with a text that tells it from the others, and its name."""
+    if isinstance(tree, list):
+        yield from (((f"[{n}]", n), value) for n, value in enumerate(tree))
+    elif isinstance(tree, dict) and len(tree) == 1 and isinstance(parts := tree.get("$tuple"), list):
+        yield from (((f"({n})", n), value) for n, value in enumerate(parts))
+    elif isinstance(tree, dict) and len(tree) == 1 and isinstance(pairs := tree.get("$dict"), list):
+        yield from (((repr(key), key if isinstance(key, str | int) else None), value) for key, value in pairs)
+    elif isinstance(tree, dict):
+        yield from (((repr(key), key), value) for key, value in tree.items() if not key.startswith("$"))
+
+
+def _tagged(tree: Any) -> tuple[str, str] | None:
+    """The kind of an encoded tensor or array, and its name in the commit."""
+    if isinstance(tree, dict) and len(tree) == 1:
+        ((tag, name),) = tree.items()
+        if tag in _TAGS and isinstance(name, str):
+            return _TAGS[tag], name
+    return None
+
+
+# --- fit
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -209,7 +536,7 @@ class _Fitting:
 
     def _stateful(self, key: str, target: Any, body: Body, live: Any) -> None:
         if isinstance(target, torch.optim.Optimizer):
-            told = fit_optimizer.fit(key, target, body, live, self._entries, self._selection, self._touched, self.found)
+            told = fit_optimizer(key, target, body, live, self._entries, self._selection, self._touched, self.found)
             if told is None:
                 return
             body = told
@@ -218,7 +545,7 @@ class _Fitting:
                 if entry.shape == tuple(tensor.shape) and entry.dtype != DTYPES.get(tensor.dtype):
                     text = f"{entry.dtype} in the commit, {DTYPES.get(tensor.dtype)} in the state passed"
                     self.found.problems.append(f"{own}: {text}")
-        elif isinstance(target, DividedOptimizer) and (why := fit_optimizer.odd_division(target, body, live)):
+        elif isinstance(target, DividedOptimizer) and (why := odd_division(target, body, live)):
             self.found.problems.append(f"{key}: {why}")
             return
         self.found.bodies[key] = {**body, "cast": self._selection.cast}

@@ -7,31 +7,261 @@ own `load_state_dict` can tell; a load that comes to nothing leaves no mark, as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced
+from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced, StateMismatch
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.handle import Events
-from everstep.checkpoint.load.casting import check_cast
-from everstep.checkpoint.load.fit import fit
+from everstep.checkpoint.load.fit import Fit, fit, tensors_of
 from everstep.checkpoint.load.restoring import Guard, asked, candidates, newest_whole
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.load.targets import of_all_ranks
-from everstep.checkpoint.load.wholeness import Wholeness
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.loads import LoadMark
 from everstep.checkpoint.log.opening import Settings
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.retention.catalog import Catalog
-from everstep.checkpoint.state.capture import Captured, apply, capture
+from everstep.checkpoint.state.capture import Captured, apply, capture, parameters_of
 from everstep.checkpoint.state.holders import Holders
-from everstep.checkpoint.state.ties import check_ties
+from everstep.checkpoint.state.layouts import row_of, same_bits, shows_twice, span
+from everstep.checkpoint.state.sharding import local_of, placed_as
+from everstep.checkpoint.state.tree import DTYPES
+from everstep.checkpoint.state.union import inside
 from everstep.contract import refusal
 from everstep.storage import ObjectStore, StorageError
+
+# --- casting
+# Refuses a load with `cast=True` that would turn a number of the commit into another value. Rounding is what a narrower
+# type is for. A finite number that becomes infinite, a fraction that becomes whole, or an integer that wraps around is
+# another value. Invariant: such a load is refused on every rank, before the objects are filled.
+
+
+def check_cast(
+    state: Mapping[str, Any], captured: Captured, fitted: Fit, tensors: Mapping[str, torch.Tensor], ranks: Ranks
+) -> None:
+    """Raises `StateMismatch` naming the tensors of the commit that hold a number which the state's dtype does not have;
+    on all ranks if one of them does. Collective."""
+    odd = []
+    for own, name, dtype in sorted(set(_conversions(state, captured, fitted)), key=lambda found: found[:2]):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.dtype != dtype and (what := _lost(local_of(tensor), dtype)) is not None:
+            kinds = f"{DTYPES.get(tensor.dtype)} in the commit"
+            odd.append(f"{own}: {kinds}, and {what} does not exist in {DTYPES.get(dtype)}, the state's")
+    if ranks.maximum(int(bool(odd))):
+        text = "; ".join(odd[:3]) or "a tensor cannot be converted on another rank, which names it"
+        raise StateMismatch(f"cast: {text}. Give the state a type that has it, or leave this out with exclude=")
+
+
+def _conversions(state: Mapping[str, Any], captured: Captured, fitted: Fit) -> Iterator[tuple[str, str, torch.dtype]]:
+    """The path in the state, the commit's tensor, and the dtype that it is to have."""
+    for name, owns in fitted.live.items():
+        yield from ((own, name, captured.tensors[own].dtype) for own in owns)
+    for key, body in fitted.bodies.items():
+        if not isinstance(inside(state[key]), torch.optim.Optimizer):
+            continue
+        parameters = parameters_of(state, key, body)
+        for number, names in tensors_of(body).items():
+            parameter = parameters.get(number)
+            if parameter is not None and parameter.is_floating_point():
+                # The step is not brought to the parameter's type.
+                yield from ((name, name, parameter.dtype) for name in names if not name.endswith("/step"))
+
+
+def _lost(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """The first number of `tensor` that `dtype` does not have, as a text; None if it has all, rounded."""
+    wide = tensor.flatten()
+    if wide.is_complex() and not dtype.is_complex:
+        bad = wide.imag != 0
+    elif dtype.is_floating_point or dtype.is_complex:
+        kind = torch.complex64 if dtype.is_complex else torch.float32 if dtype.itemsize < 4 else dtype
+        bad = _comparable(wide).isfinite() & ~wide.to(dtype).to(kind).isfinite()
+    else:
+        bad = _comparable(wide) != _comparable(wide.to(dtype).to(wide.dtype))
+    return str(wide[bad][0].item()) if bool(bad.any()) else None
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a type that torch can compare: it cannot compare all float8 and unsigned ones."""
+    if tensor.is_floating_point() and tensor.element_size() < 4:
+        return tensor.float()
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor.to(torch.int64)
+    return tensor
+
+
+# --- wholeness
+# Whether the state of the script is that of one step: a restore that is cut off leaves parts of two. Who saves such a
+# mixture commits a step that never existed, and the next run goes on from it. Invariant: from the first change by a
+# restore on, no save of what it changes is taken, until a restore of the same parts has succeeded.
+
+
+class Wholeness:
+    def __init__(self) -> None:
+        self._loads = False  # a restore is under way
+        self._torn: list[tuple[frozenset[str], Selection]] = []  # the keys that a restore has begun to change
+
+    @contextmanager
+    def loading(self, state: Collection[str], chosen: Selection) -> Iterator[Callable[[], None]]:
+        """A restore of this state; what it gives is to be called before the first change. Until then nothing says that
+        the state is a mapping."""
+        if self._loads:
+            raise CheckpointError(
+                "restore() is called while another restore() of this Checkpointer is under way, as by a handler of "
+                "signals: call it after that one has returned"
+            )
+        self._loads = True
+        try:
+            yield lambda: self._torn.append((frozenset(state), chosen))
+            done = frozenset(state), chosen
+            self._torn = [torn for torn in self._torn if not _covers(done, torn)]
+        finally:
+            self._loads = False
+
+    def vouched(self) -> None:
+        """The caller sees to it that the state is whole."""
+        self._torn = []
+
+    def problem(self, step: int, keys: Collection[str]) -> CheckpointError | None:
+        """Why a state with these keys is not to be saved."""
+        if self._loads:
+            return CheckpointError(
+                f"step {step} was not saved: restore() is under way, and the state may hold parts of two steps. A "
+                "handler of signals that comes within restore() must not save: the commits are as they were, and the "
+                "next start restores the newest"
+            )
+        if not self._torn:
+            return None
+        torn = sorted({key for held, _ in self._torn for key in held} & set(keys))
+        if not torn:
+            return None
+        return CheckpointError(
+            f"step {step} was not saved: a restore() was cut off by an error while it changed the state, so "
+            f"{', '.join(torn[:8])} may hold parts of two steps. Call restore() again until it succeeds, or end the "
+            "process: its next start restores the newest commit"
+        )
+
+
+def _covers(done: tuple[frozenset[str], Selection], torn: tuple[frozenset[str], Selection]) -> bool:
+    return done[0] >= torn[0] and (done[1].whole or done[1] == torn[1])
+
+
+# --- ties
+# Memory of a state that a commit has two values for: weights that are tied now and were not, and tensors that overlap.
+# What is in dicts and lists gives way (see `refilling`). Modules and tensors that the state holds itself are filled
+# where they are, and the last value would win. Invariant: what is one number there is not given two values without a
+# word.
+
+
+def check_ties(
+    live: Mapping[str, Sequence[str]], captured: Captured, tensors: Mapping[str, torch.Tensor], ranks: Ranks
+) -> None:
+    """Raises `StateMismatch` if memory of a module, or of a tensor that the state holds itself, is to get two values:
+    one tensor several of the commit's that are not the same, as weights that are tied now and were not when they were
+    saved; or tensors that overlap. On all ranks if one of them has such a one; before anything is filled. Collective.
+    `live`: the state's tensors that each of the commit's goes into."""
+    sources: dict[str, list[str]] = {}
+    for name in sorted(live.keys() & tensors.keys()):
+        for own in live[name]:
+            sources.setdefault(own, []).append(name)
+    odd = []
+    for own in sorted(sources.keys() & captured.filled):
+        first, *others = sources[own]
+        known = local_of(tensors[first])
+        for name in others:
+            tensor = local_of(tensors[name])
+            if known.shape == tensor.shape and known.dtype == tensor.dtype and not same_bits(known, tensor):
+                odd.append(
+                    f"{own}: is tied in the state passed, and the commit holds {first} and {name} with different values"
+                )
+    memory = {own: local_of(captured.tensors[own]) for own in sources if own in captured.filled | captured.refilled}
+    for names, begin, end in _heaps(memory):
+        if captured.filled.isdisjoint(names):
+            continue
+        given = {own: _Given.of(captured.tensors[own], tensors[sources[own][0]]) for own in names}
+        odd += [
+            f"{one} and {other}: overlap in memory in the state passed, and the commit holds different values there"
+            for one, other in _clashes({own: g for own, g in given.items() if g is not None}, begin, end)
+            if {one, other} & captured.filled
+        ]
+    if ranks.maximum(int(bool(odd))):
+        text = "; ".join(odd[:3]) or "tied tensors would get two values on another rank, which names them"
+        raise StateMismatch(f"{text}. Nothing was changed. Untie them, or leave all but one out with exclude=")
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A live tensor's memory, and the bytes that it is to hold, element by element."""
+
+    memory: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, live: torch.Tensor, found: torch.Tensor) -> _Given | None:
+        """None where the memory is not filled with `found` as it is: a module may read it in its own way."""
+        if live.shape != found.shape or not live.numel() or shows_twice(local_of(live).shape, local_of(live).stride()):
+            return None
+        memory, value = local_of(live), local_of(placed_as(live, found)).to(live.dtype)
+        value = value.conj() if memory.is_conj() else value
+        return cls(memory, row_of(-value if memory.is_neg() else value))
+
+    def within(self, place: torch.Tensor, begin: int) -> torch.Tensor:
+        """The memory's bytes in `place`, which stands for the memory from address `begin` on."""
+        size = self.memory.element_size()
+        steps = (*(step * size for step in self.memory.stride()), 1)
+        return place.as_strided((*self.memory.shape, size), steps, self.memory.data_ptr() - begin)
+
+    def is_lost_to(self, other: _Given) -> bool:
+        """Whether this is not there any more after `other` was filled as well."""
+        (begin, end), (first, last) = span(self.memory), span(other.memory)
+        if begin >= last or first >= end:
+            return False
+        begin = min(begin, first)
+        place = torch.zeros(max(end, last) - begin, dtype=torch.uint8)
+        self.write(place, begin)
+        other.write(place, begin)
+        return not self.is_in(place, begin)
+
+    def write(self, place: torch.Tensor, begin: int) -> None:
+        into = self.within(place, begin)
+        into.copy_(self.rows.view(into.shape))
+
+    def is_in(self, place: torch.Tensor, begin: int) -> bool:
+        there = self.within(place, begin)
+        return torch.equal(there, self.rows.view(there.shape))
+
+
+def _clashes(given: Mapping[str, _Given], begin: int, end: int) -> list[tuple[str, str]]:
+    """The names of which the memory, between these addresses, overlaps and cannot hold both values."""
+    place = torch.zeros(end - begin, dtype=torch.uint8)
+    for one in given.values():
+        one.write(place, begin)
+    # Of two that clash at least one has lost; whom it has lost to is looked for only then.
+    lost = [name for name in given if not given[name].is_in(place, begin)]
+    pairs = ((one, other) for one in lost for other in given if other != one)
+    return sorted({(min(p), max(p)) for p in pairs if given[p[0]].is_lost_to(given[p[1]])})
+
+
+def _heaps(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[str], int, int]]:
+    """The names of tensors whose spans hang together, two or more, and where these begin and end."""
+    heap: list[str] = []
+    first = reach = 0
+    for begin, end, name in [*sorted((*span(t), n) for n, t in tensors.items() if t.numel()), (-1, -1, "")]:
+        if heap and 0 <= begin < reach:
+            heap.append(name)
+            reach = max(reach, end)
+            continue
+        if len(heap) > 1:
+            yield heap, first, reach
+        heap, first, reach = [name], begin, end
+
+
+# --- loading
 
 logger = logging.getLogger("everstep.checkpoint")
 

@@ -9,22 +9,203 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+import xxhash
 
+from everstep.checkpoint.errors import Damaged
 from everstep.checkpoint.format.boxes import Box, flat_begin, whole
 from everstep.checkpoint.format.chunks import check_size, chunk_size, in_parallel
 from everstep.checkpoint.format.manifest import CommitRecord, Entry, Piece, Shard
-from everstep.checkpoint.load.filling import Filler, Segment
 from everstep.checkpoint.load.targets import Target
+from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.save.shard import torch_dtype
 from everstep.checkpoint.state.sharding import Read, reads
-from everstep.storage import ObjectStore
+from everstep.storage import NotFound, ObjectStore, Truncated
+
+# --- filling
+# Reads a chunk straight to where its bytes belong, and checks it on the same pass. Segments are read into their places,
+# many with one request; what lies between them, and what is too short for a place of its own, goes through one small
+# buffer. Each read is hashed while the processor's caches still hold it. Invariant: when `fill` returns, all bytes that
+# it placed are covered by a checksum that matched; when it raises, what it placed must not be used.
+
+_SHORT: Final = 64 * 2**10  # below this it takes longer to pass a place on than to copy the bytes there
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`size` bytes of a chunk from `begin`, which belong at `at` of buffer number `buffer`."""
+
+    begin: int
+    size: int
+    buffer: int
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes `begin` to `end` of a chunk, read into `place` if there is one, and copied from there to `others`."""
+
+    begin: int
+    end: int
+    place: Segment | None
+    others: tuple[Segment, ...]
+
+
+class Filler:
+    """Fills buffers with chunks, one after another. Each thread has its own."""
+
+    def __init__(self, store: ObjectStore, buffers: Sequence[Any]) -> None:
+        self._store = store
+        self._buffers = buffers
+        self._spare = np.empty(0, dtype=np.uint8)
+
+    def fill(self, shard: Shard, chunk: int, segments: Sequence[Segment]) -> None:
+        """Read a chunk, check it and place its segments. Raises `Damaged` naming the file, or what the store raises."""
+        start, digest = chunk * shard.chunk_bytes, xxhash.xxh3_128()
+        most = min(self._store.capabilities.read_size, shard.chunk_bytes)
+        try:
+            for runs in reads_into(segments, chunk_size(shard, chunk), most):
+                views = [self._view(run, run.begin - runs[0].begin, most) for run in runs]
+                self._store.get_into(shard.path, start + runs[0].begin, *(memoryview(view) for view in views))
+                for run, view in zip(runs, views, strict=True):
+                    digest.update(view)
+                    self._copy(run, view)
+        except NotFound as e:
+            raise Damaged(f"{shard.path}: is missing") from e
+        except Truncated as e:
+            raise Damaged(f"{shard.path}: is shorter than the manifest says") from e
+        if digest.hexdigest() != shard.xxh3_128[chunk]:
+            raise Damaged(f"{shard.path}: chunk {chunk} fails its checksum: the bytes were changed")
+
+    def _view(self, run: Run, into: int, most: int) -> Any:
+        """The memory into which a run is read; without a place, `into` bytes from the spare buffer's beginning."""
+        size = run.end - run.begin
+        if run.place is not None:
+            at = run.place.at + run.begin - run.place.begin
+            return self._buffers[run.place.buffer][at : at + size]
+        if len(self._spare) < most:  # once, and not larger from read to read: to touch memory costs more than to read
+            self._spare = np.empty(most, dtype=np.uint8)
+        return self._spare[into : into + size]
+
+    def _copy(self, run: Run, view: Any) -> None:
+        for other in run.others:
+            begin, end = max(other.begin, run.begin), min(other.end, run.end)
+            at = other.at + begin - other.begin
+            self._buffers[other.buffer][at : at + end - begin] = view[begin - run.begin : end - run.begin]
+
+
+def reads_into(segments: Sequence[Segment], size: int, most: int) -> Iterator[list[Run]]:
+    """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each, cut into runs."""
+    found: list[Run] = []
+    waiting = sorted(segments, key=lambda s: s.begin, reverse=True)  # the next one last
+    active: list[Segment] = []  # begun, and not over: each run looks at these, not at all that there are
+    for begin, end, place in _places(segments, size, min(most, _SHORT)):
+        at = begin
+        while at < end:
+            stop = min(end, at // most * most + most)
+            while waiting and waiting[-1].begin < stop:
+                active.append(waiting.pop())
+            active = [s for s in active if s.end > at]
+            others = tuple(s for s in active if s is not place)
+            found.append(Run(at, stop, place, others))
+            if stop % most == 0 or stop == size:
+                yield found
+                found = []
+            at = stop
+
+
+def _places(segments: Sequence[Segment], size: int, least: int) -> Iterator[tuple[int, int, Segment | None]]:
+    """The chunk's bytes as begin, end and the segment of `least` bytes or more that they are, if they are one."""
+    position = 0
+    for s in sorted(segments, key=lambda s: s.begin):
+        if s.size >= least and s.begin >= position:
+            yield position, s.begin, None
+            yield s.begin, s.end, s
+            position = s.end
+    yield position, size, None
+
+
+# --- exchange
+# Brings what each rank has read to all others, over the process group, in messages of bounded size. Every rank derives
+# the same messages from the same plan, so nothing is said but the bytes. Memory: a few messages beside the tensors
+# themselves; large runs are sent from, and received into, their place.
+
+MESSAGE: Final = 32 * 2**20
+PACKED: Final = 2**20  # runs below this share a message
+WINDOW: Final = 4  # messages under way at once
+
+
+def exchange(divided: Sequence[Sequence[Task]], buffers: Sequence[Any], ranks: Ranks) -> None:
+    """After it, the bytes of every task are in every rank's buffers; before, those of `divided[r]` are in rank r's.
+
+    Collective: every rank passes the same tasks. Raises what the process group raises.
+    """
+    under_way: deque[tuple[Any, Any, list[Any]]] = deque()
+    for source, tasks in enumerate(divided):
+        for runs in _messages(tasks, buffers):
+            if len(under_way) == WINDOW:
+                _arrived(*under_way.popleft())
+            whole = runs[0] if len(runs) == 1 else np.concatenate(runs)
+            mine = source == ranks.rank
+            under_way.append((ranks.broadcast(torch.from_numpy(whole), source), whole, [] if mine else runs))
+    while under_way:
+        _arrived(*under_way.popleft())
+
+
+def _arrived(work: Any, whole: Any, runs: list[Any]) -> None:
+    work.wait()
+    if len(runs) > 1:
+        at = 0
+        for run in runs:
+            run[:] = whole[at : at + len(run)]
+            at += len(run)
+
+
+def _messages(tasks: Sequence[Task], buffers: Sequence[Any]) -> Iterator[list[Any]]:
+    """The runs of bytes of each message: one large one, or several small ones."""
+    packed: list[Any] = []
+    size = 0
+    for buffer, begin, end in _runs(tasks):
+        if end - begin < PACKED:
+            packed.append(buffers[buffer][begin:end])
+            size += end - begin
+            if size >= PACKED:
+                yield packed
+                packed, size = [], 0
+            continue
+        for at in range(begin, end, MESSAGE):
+            yield [buffers[buffer][at : min(end, at + MESSAGE)]]
+    if packed:
+        yield packed
+
+
+def _runs(tasks: Sequence[Task]) -> Iterator[tuple[int, int, int]]:
+    """The tasks' segments as buffer, begin, end; neighbours are joined."""
+    last: tuple[int, int, int] | None = None
+    for task in tasks:
+        for s in task.segments:
+            if last is not None and last[0] == s.buffer and last[2] == s.at:
+                last = (s.buffer, last[1], s.at + s.size)
+                continue
+            if last is not None:
+                yield last
+            last = (s.buffer, s.at, s.at + s.size)
+    if last is not None:
+        yield last
+
+
+# --- reading
 
 
 @dataclass(frozen=True, slots=True)

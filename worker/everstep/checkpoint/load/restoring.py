@@ -17,16 +17,16 @@ import xxhash
 
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError, StateMismatch
 from everstep.checkpoint.format.chunks import check_size, in_parallel
-from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.manifest import (
     CommitRecord,
     Shard,
     decode_record,
     encode_record,
+    is_compacted,
     nonfinite_in,
 )
 from everstep.checkpoint.load import reading
-from everstep.checkpoint.load.exchange import exchange
+from everstep.checkpoint.load.reading import exchange
 from everstep.checkpoint.load.targets import Target
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Unreadable

@@ -22,8 +22,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError, StateMismatch
 from everstep.checkpoint.format.boxes import Box, whole
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
-from everstep.checkpoint.load.fit import fillable, fit
-from everstep.checkpoint.load.fit_optimizer import tensors_of
+from everstep.checkpoint.load.fit import fillable, fit, tensors_of
 from everstep.checkpoint.load.selection import Selection
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, parameters_of

@@ -21,8 +21,7 @@ from typing import Final
 
 import xxhash
 
-from everstep.checkpoint.format.compaction import compacted, is_compacted
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Owner, Record, compacted, is_compacted
 
 MAX_OWNERS: Final = 64
 # Beyond them an open record keeps 64 bits of each: 1.2 MB at most. Then no job or run that is new to the log opens it.

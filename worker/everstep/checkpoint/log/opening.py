@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import time
+import uuid
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from everstep.checkpoint.errors import (
     CheckpointError,
@@ -21,17 +25,138 @@ from everstep.checkpoint.errors import (
     SettingUnusable,
     UnsupportedVersion,
 )
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record
+from everstep.checkpoint.format.layout import record_name
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, decode_record, encode_record, stamp
 from everstep.checkpoint.handle import Events
 from everstep.checkpoint.keep import Keep
 from everstep.checkpoint.log import decisions as rules
-from everstep.checkpoint.log.alive import wait_for_owner
+from everstep.checkpoint.log.alive import Sign, wait_for_owner
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Claim
-from everstep.checkpoint.ranks import Ranks
+from everstep.checkpoint.ranks import Ranks, join
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.contract import env, variables
-from everstep.storage import ObjectStore, RetryableError, RetryingStore, StoreUnusable, open_store, probe
+from everstep.storage import (
+    NotFound,
+    ObjectStore,
+    RetryableError,
+    RetryingStore,
+    StorageError,
+    StoreUnusable,
+    open_store,
+    probe,
+)
+
+# --- shared
+# Whether the ranks' folders are one folder: a path on each node's own disk looks the same on all of them. Without this
+# each rank would write its part where nobody else sees it, and the first save would fail after `peer_timeout` seconds.
+# Invariant: every rank learns the same answer, so that nobody waits in a collective for a rank that has gone.
+
+# One client of a network file system may see late what another one wrote. NFS asks the server at the first look-up.
+PATIENCE: Final = 10.0
+_PAUSE: Final = 0.1
+
+
+def check_shared(store: ObjectStore, own: OpenRecord, ranks: Ranks) -> None:
+    """See on every rank the record `own`, which rank 0 has just created. Collective.
+
+    Only folders and memory are looked at: a bucket is one place by its name. Raises `StoreUnusable` on every rank if
+    one does not see it within `PATIENCE` seconds.
+    """
+    if ranks.world_size == 1:
+        return
+    blind = -1 if _sees(store, own) else ranks.rank
+    found = ranks.maximum(blind)
+    if found < 0:
+        return
+    where = f" (on {socket.gethostname()})" if found == ranks.rank else ""
+    raise StoreUnusable(
+        f"{store.url}: rank {found}{where} does not see there what rank 0 has written: this place is not shared "
+        "between them. All ranks need one folder that every node mounts (NFS and the like), or an object store's URL"
+    )
+
+
+def _sees(store: ObjectStore, own: OpenRecord) -> bool:
+    if not store.url.startswith(("file:", "memory:")):
+        return True
+    wanted, deadline = encode_record(own), time.monotonic() + PATIENCE
+    while True:
+        try:
+            # The bytes, too: a folder of the node's own may hold another log, with a record of this number.
+            if store.get(record_name(own.n)) == wanted:
+                return True
+        except NotFound:
+            pass
+        except RetryableError:
+            return True  # the store is away, which says nothing; the first save will tell
+        except StorageError:
+            return False  # it may not be read here
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_PAUSE)
+
+
+# --- owner
+# Which run has the log, as its process sees it: in which world and round it took the log, and what it found there.
+# Invariant: the log is taken once for a world, by rank 0 for all of its ranks, before any of them saves.
+
+
+class Owner:
+    """`said`: the process group, rank and world size that the script gave. `probe`: whether the store is a URL's, which
+    is tried out, and gets a sign of life."""
+
+    def __init__(
+        self, store: ObjectStore, log: CommitLog, settings: Settings, said: tuple[Any, int | None, int | None],
+        probe: bool, events: Events,
+    ) -> None:  # fmt: skip
+        self._store, self._log, self._settings, self._events = store, log, settings, events
+        self._said, self._probe = said, probe
+        self.ranks: Ranks | None = None
+        self.record: OpenRecord | None = None
+        self.newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
+        self.round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
+        self._sign: Sign | None = None  # of rank 0
+        self._begins = True  # until this process has been in a world that had the log
+
+    def take(self, restores: bool = False) -> tuple[OpenRecord, Ranks]:
+        """Take the log once, by rank 0; its open record is every rank's. Collective.
+
+        Only a process that begins asks whether another run lives on the URL. A world that goes on from memory after its
+        rendezvous was lost may meet a member that it left out there, and is right.
+        """
+        if self.ranks is None:
+            self.ranks = join(*self._said)
+        ranks = self.ranks
+        if self.record is None:
+            round_ = self.round or InRound.of(os.environ)
+            claim = claim_of(uuid.uuid4().hex, round_, ranks.world_size, stamp(time.time()), os.environ)
+            probed = self._store if self._probe else None
+            begins = self._begins and (restores or self.round is None)
+            try:
+                own, self.newest = open_together(self._log, probed, self._settings, claim, ranks, begins)
+                check_shared(self._store, own, ranks)
+                self.record, self._begins = own, False
+            except (Fenced, Occupied, OwnerUnknown, StoreUnusable) as e:
+                # All end the process; a person should find the reason where the exit code is shown.
+                self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
+                raise
+            if ranks.rank == 0 and probed is not None:
+                self._sign = Sign(self._store, self.record)
+                weakref.finalize(self, self._sign.stop.set)
+            self._events("opened", n=self.record.n, round=self.record.round, writer=self.record.writer)
+        return self.record, ranks
+
+    def move(self, ranks: Ranks, round_: InRound) -> None:
+        """The log is to be taken again, in another world."""
+        self.round, self.ranks, self.record, self.newest = round_, ranks, None, -1
+
+    def end_sign(self, timeout: float = 0.0) -> None:
+        if self._sign is not None:
+            self._sign.end(timeout)
+            self._sign = None
+
+
+# --- opening
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -157,7 +282,7 @@ class InRound:
         return cls(number, environ.get(env.RENDEZVOUS, ""))
 
 
-def claim(writer: str, round_: InRound, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
+def claim_of(writer: str, round_: InRound, world_size: int, at: str, environ: Mapping[str, str]) -> Claim:
     """The claim of a world in this round, for the job that the operator says it is of."""
     created = _number(environ, env.JOB_CREATED, whole=True)
     uid = environ.get(env.JOB_UID, "")

@@ -17,20 +17,26 @@ from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError, NoCommit
 from everstep.checkpoint.format.chunks import verify
-from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import folder_of, owner_of
-from everstep.checkpoint.format.manifest import CommitRecord, nonfinite_in
+from everstep.checkpoint.format.manifest import CommitRecord, is_compacted, nonfinite_in
 from everstep.checkpoint.format.steps import named_commit
 from everstep.checkpoint.keep import metrics_of
 from everstep.checkpoint.log.commitlog import MAX_WALK, CommitLog
 from everstep.checkpoint.log.decisions import Unreadable
 from everstep.checkpoint.retention import pins
-from everstep.checkpoint.retention.cleaner import UPLOAD_SECONDS, clean, enough, has_lost, missing, sizes_in
-from everstep.checkpoint.retention.compactor import Compactor
+from everstep.checkpoint.retention.cleaner import (
+    UPLOAD_SECONDS,
+    Compactor,
+    Delete,
+    clean,
+    enough,
+    has_lost,
+    is_fenced,
+    missing,
+    sizes_in,
+)
 from everstep.checkpoint.retention.late_metrics import later_metrics
 from everstep.checkpoint.retention.pins import Holds
-from everstep.checkpoint.retention.plan import Delete
-from everstep.checkpoint.retention.survey import is_fenced
 from everstep.storage import ObjectStore
 
 NOTHING: Final = Holds()

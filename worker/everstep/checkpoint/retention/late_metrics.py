@@ -15,9 +15,8 @@ from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format import wire
-from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import metrics_name
-from everstep.checkpoint.format.manifest import VERSION, CommitRecord
+from everstep.checkpoint.format.manifest import VERSION, CommitRecord, is_compacted
 from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.keep import Keep, metrics_of

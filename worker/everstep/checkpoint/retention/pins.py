@@ -35,7 +35,6 @@ from typing import Final
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.chunks import check_size
-from everstep.checkpoint.format.compaction import is_compacted
 from everstep.checkpoint.format.layout import (
     KEPT,
     PIN,
@@ -52,7 +51,7 @@ from everstep.checkpoint.format.layout import (
     tag_of,
     withdrawal_name,
 )
-from everstep.checkpoint.format.manifest import VERSION, CommitRecord, Shard
+from everstep.checkpoint.format.manifest import VERSION, CommitRecord, Shard, is_compacted
 from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.format.wire import Fields
 from everstep.checkpoint.keep import Kept, finite, metrics_of

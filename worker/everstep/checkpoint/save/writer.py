@@ -26,8 +26,7 @@ from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveHandle, Written
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Head
-from everstep.checkpoint.retention.cleaner import Cleaner
-from everstep.checkpoint.retention.survey import is_absent
+from everstep.checkpoint.retention.cleaner import Cleaner, is_absent
 from everstep.checkpoint.save.parts import Staged, gather_parts, give_up_part, write_part
 from everstep.checkpoint.state.alike import differing, unlike
 from everstep.checkpoint.state.union import merged

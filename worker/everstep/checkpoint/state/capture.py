@@ -24,7 +24,7 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state import layouts, named, schedules
 from everstep.checkpoint.state.divided import DividedOptimizer
-from everstep.checkpoint.state.memory import shows_twice
+from everstep.checkpoint.state.layouts import shows_twice
 from everstep.checkpoint.state.modules import Answer, bare, fill
 from everstep.checkpoint.state.refilling import Taken, in_classes_of, is_alike, is_array, refilled
 from everstep.checkpoint.state.sharding import local_of, placed_as

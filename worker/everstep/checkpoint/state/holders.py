@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, StateMismatch
-from everstep.checkpoint.format.boxes import Box, whole
+from everstep.checkpoint.format.boxes import Box, check_tiling, whole
 from everstep.checkpoint.format.manifest import DTYPE_BYTES, Piece
-from everstep.checkpoint.format.tiling import check_tiling
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.state.capture import Captured, capture
 from everstep.checkpoint.state.sharding import cut_uncertainly, elsewhere, holding, is_sharded, local_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import layouts
-from everstep.checkpoint.state.memory import same_bits, shows_twice, span
+from everstep.checkpoint.state.layouts import same_bits, shows_twice, span
 from everstep.checkpoint.state.sharding import is_sharded, placed_as
 from everstep.torch_private.tensors import below_subclasses
 

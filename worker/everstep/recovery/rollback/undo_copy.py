@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from everstep.checkpoint.save.host_memory import free_host_memory
+from everstep.checkpoint.save.snapshot import free_host_memory
 from everstep.recovery.group.script_location import script_call_site
 from everstep.recovery.rollback.snapshots import TensorSnapshot
 from everstep.torch_private.tensors import copy_each, raw

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from everstep.checkpoint.load.exchange import exchange
-from everstep.checkpoint.load.filling import Segment
-from everstep.checkpoint.load.reading import Task
+from everstep.checkpoint.load.reading import Segment, Task, exchange
 from everstep.checkpoint.state.alike import to_bytes
 from everstep.checkpoint.state.capture import apply, capture
 from everstep.checkpoint.state.sharding import is_sharded
