@@ -16,14 +16,25 @@ import torch
 from torch import nn
 
 import everstep_horovod.torch as hvd
+from everstep.contract import refusal
+from everstep.contract.library_files import is_library
 from everstep.recovery.errors import LoopError
+from everstep.train.guards.sources import loaded_files
 from everstep_horovod import optimizer, training
 from everstep_horovod import sampler as sampling
-from everstep_horovod.errors import INSTEAD
+from everstep_horovod.errors import INSTEAD, HorovodInternalError
 from everstep_horovod.script import names_elastic
 from everstep_horovod.snapshot import Snapshot
 from everstep_horovod.world import current
 from support.compat.ranks import on_ranks
+
+
+def test_the_interface_is_no_file_of_the_script_where_it_is_installed_from_a_checkout() -> None:
+    assert not [file for file in loaded_files() if "everstep_horovod" in file]
+    assert is_library(training.__file__)
+    lost = HorovodInternalError("a peer was lost")
+    lost.__context__ = LoopError("what was refused before")
+    assert refusal.find(lost) is None, "an error of our own says by itself why it was raised"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from types import TracebackType
 
 _FOLDERS = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ")
+# The last one is another package of ours, which may be installed from a checkout.
+_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ", "/everstep_horovod/")
 
 
 def is_library(file: str) -> bool:

@@ -14,6 +14,7 @@ import re
 import sys
 
 _STEPS = "everstep_refused_after"
+OWN_MODULES = ("everstep.", "everstep_horovod.")  # with which the names of modules of this library begin
 MAX_ERRORS = 100  # that are looked at
 # What a restart may heal, where a refusal is raised from it: a disk that is full, a machine that is busy.
 _MAY_HEAL = (OSError, MemoryError, KeyboardInterrupt)
@@ -96,7 +97,7 @@ def sentence(error: BaseException) -> str:
 
 def _is_own(error: BaseException) -> bool:
     """Whether the error says by itself why it was raised, whatever was being handled then."""
-    return isinstance(error, _MAY_HEAL) or type(error).__module__.startswith("everstep.")
+    return isinstance(error, _MAY_HEAL) or type(error).__module__.startswith(OWN_MODULES)
 
 
 def _steps(error: BaseException) -> int | None:
@@ -139,7 +140,7 @@ def _is_told_of(error: BaseException) -> bool:
 
 def _last_of_ours(text: str) -> tuple[object, str] | None:
     """The error of this library that a traceback ends with: its class, if it is known here, and its words."""
-    named = [one for one in _NAMED.finditer(text) if one[1].startswith("everstep.")]
+    named = [one for one in _NAMED.finditer(text) if one[1].startswith(OWN_MODULES)]
     if not named:
         return None
     module, _, name = named[-1][1].rpartition(".")

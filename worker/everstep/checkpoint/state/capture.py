@@ -37,6 +37,7 @@ from everstep.checkpoint.state.union import (
     pruned_to_numbers,
     pruned_to_parameters,
 )
+from everstep.contract.refusal import OWN_MODULES
 from everstep.torch_private.modules import set_versions, versions_in
 
 log = logging.getLogger("everstep.checkpoint")
@@ -309,7 +310,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
 
 
 def _of_its_classes(target: Any, tree: Any) -> Any:
-    if isinstance(target, torch.optim.Optimizer) or type(target).__module__.startswith("everstep."):
+    if isinstance(target, torch.optim.Optimizer) or type(target).__module__.startswith(OWN_MODULES):
         return tree  # they make their own of it
     try:
         live = target.state_dict()

@@ -18,6 +18,7 @@ from enum import Enum, auto
 from types import FrameType
 
 from everstep.contract.library_files import is_library
+from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.errors import LoopError
 
 # The modules with torch's functions for a script's own collectives. DDP and FSDP use their groups in other ways.
@@ -199,7 +200,7 @@ def script_call_site(frame: FrameType | None) -> CallSite | None:
             elif frame.f_code.co_name == "_get_msg_dict":
                 return None  # torch words an error that the script hears of in any case
         elif not module.startswith(_BETWEEN) or module.startswith(_OF_STATE):
-            return None if module.startswith("everstep.") else _asked(frame, entry)
+            return None if module.startswith(OWN_MODULES) else _asked(frame, entry)
         frame = frame.f_back
     return None
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import NO_PIPELINE, NO_SUBGROUPS, script_call_site
@@ -227,7 +228,7 @@ def _not_by_hand(kind: str, here: Callable[[], bool], make: Any) -> Any:
     @functools.wraps(make)
     def init(group: Any, *arguments: Any, **named: Any) -> None:
         by = f"{sys._getframe(1).f_globals.get('__name__')}."
-        if here() and not by.startswith(("torch.", "everstep.")):
+        if here() and not by.startswith(("torch.", *OWN_MODULES)):
             _refuse(f"dist.{kind}()", _NO_HANDMADE)
         make(group, *arguments, **named)
 

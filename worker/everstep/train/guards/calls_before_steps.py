@@ -7,6 +7,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.forming.same_calls import AT_PLACE
 from everstep.recovery.state.places import is_of_place
 from everstep.recovery.state.randomness import STATE, Randomness
@@ -17,7 +18,7 @@ MOST = 300  # characters of one call
 
 def call(words: str, frame: FrameType | None) -> str:
     """The call in one line of text, with the script's line, which is found from `frame` upwards."""
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("everstep.", "contextlib")):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith((*OWN_MODULES, "contextlib")):
         frame = frame.f_back
     at = f" ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})" if frame is not None else ""
     return " ".join(words.split())[:MOST] + at

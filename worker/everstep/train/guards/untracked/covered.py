@@ -15,6 +15,7 @@ import torch
 from everstep.checkpoint.state import layouts, schedules
 from everstep.checkpoint.state.divided import stepped
 from everstep.checkpoint.state.sharding import local_of
+from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES
 from everstep.train.guards.script_objects import walk
@@ -96,7 +97,7 @@ class Covered:
     def _add_other(self, key: str, target: Any) -> None:
         if key == SWITCHES:
             return  # it refers to all modules, but saves other things of them
-        if type(target).__module__.startswith("everstep."):
+        if type(target).__module__.startswith(OWN_MODULES):
             for name, part in vars(target).items():  # a loader's dataset and generators: the loader saves what it needs
                 self._reach(name, part)
             return
