@@ -35,8 +35,8 @@ from everstep_operator.kube.wire import Unstructured
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.rounds.agent_lookup import answers, find_agent, job_ref, view_of
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.rounds.routes import RoundRoutes
-from everstep_operator.rounds.store import RoundStore
 from everstep_operator.runtime.clock import Clock, SystemClock
 from everstep_operator.runtime.control_loop import Controller, ControllerLimits, Outcome, Succeeded
 from everstep_operator.runtime.expectations import Expectations
@@ -104,7 +104,7 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
-        self.rounds = RoundStore(
+        self.rounds = RoundRegistry(
             RoundDocuments(clients.rounds, JOBS, require_leading=require),
             clock=clock,
             epoch=require,

@@ -13,8 +13,8 @@ from everstep_operator.endpoint.token_reviews import (
     MAX_OF_POD,
     IdentityCache,
     IdentityLimits,
-    Lane,
     Refusal,
+    ReviewLane,
     TooManyChecks,
     authenticator,
 )
@@ -390,7 +390,7 @@ async def test_made_up_tokens_delay_no_pod_that_exists(reviewer: Reviewer) -> No
 async def test_tokens_of_one_namespace_leave_room_for_another(reviewer: Reviewer) -> None:
     """Signed ones: of tenants that have many."""
     cache = await reviewer.cache_with_keys(
-        IdentityLimits(waiting=dict.fromkeys(Lane, 64), parallel=dict.fromkeys(Lane, 1))
+        IdentityLimits(waiting=dict.fromkeys(ReviewLane, 64), parallel=dict.fromkeys(ReviewLane, 1))
     )
     reviewer.gate = asyncio.Event()
     many = [asyncio.create_task(outcome(cache, CLUSTER.token(pod(i)))) for i in range(200)]
@@ -434,7 +434,7 @@ async def test_one_pod_with_many_tokens_pushes_out_only_its_own(reviewer: Review
 
 
 async def test_many_tokens_are_checked_a_few_at_a_time_and_few_are_kept(reviewer: Reviewer) -> None:
-    cache = await reviewer.cache_with_keys(IdentityLimits(accepted=10, parallel=dict.fromkeys(Lane, 4)))
+    cache = await reviewer.cache_with_keys(IdentityLimits(accepted=10, parallel=dict.fromkeys(ReviewLane, 4)))
     tokens = [reviewer.issue(pod(i, f"ns-{i}")) for i in range(40)]
     await asyncio.gather(*(cache.identify(token) for token in tokens))
     assert reviewer.most_parallel == 4

@@ -34,9 +34,9 @@ from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, PDBS, PODS, SERVICES
 from everstep_operator.kube.wire import Pod, Unstructured, controller_uid
 from everstep_operator.main import JOBS, Operator
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.documents import JobRef
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import ROUND_CALLS, Metrics
 from support.clocks.manual import ManualClock

@@ -12,10 +12,11 @@ import pytest
 from everstep.contract.document import Document, JoinRequest, Member, Sizes, decode, encode
 from everstep.membership.commands import CloseJob, Join
 from everstep.membership.machine import apply, join_all
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.job_rounds import VersionedDocument
 from everstep_operator.rounds.presence import Worker
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.rounds.rules import urgency, with_join_requests
-from everstep_operator.rounds.store import Agent, RoundStore
 from everstep_operator.rounds.watches import Urgency
 from support.clocks.virtual_time import in_virtual_time
 from support.operator.round_stage import SIZES, A, B, Mortal, Stage, Term
@@ -27,13 +28,13 @@ def join_request(member: Member, after: int = 0, sizes: Sizes = SIZES) -> JoinRe
     return JoinRequest(member, after, sizes)
 
 
-def announce(rounds: RoundStore, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
+def announce(rounds: RoundRegistry, agent: Agent, member: Member, after: int = 0, sizes: Sizes = SIZES) -> float:
     """Announce and ask, as an agent does."""
     rounds.of(agent.job).announce(agent.worker, member.agent, join_request(member, after, sizes).encode(), 30.0)
     return rounds.of(agent.job).request_write(member.agent)
 
 
-async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[RoundStore]]:
+async def staged(operators: int = 1, client: Any = None) -> tuple[Stage, list[RoundRegistry]]:
     stage = Stage()
     await stage.start()
     return stage, [stage.operator(client and client(stage)) for _ in range(operators)]

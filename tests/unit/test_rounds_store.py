@@ -22,15 +22,16 @@ from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Pod
 from everstep_operator.main import JOBS
 from everstep_operator.round_view import RoundView
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable, WriteFailure
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.worker_pods import stop_was_requested
 from support.operator.round_stage import NS, SIZES, A, B, Mortal, Stage, Term
 
 
 async def change(
-    rounds: RoundStore, agent: Agent, event: Callable[[Document], Command], given: Document | None = None
+    rounds: RoundRegistry, agent: Agent, event: Callable[[Document], Command], given: Document | None = None
 ) -> bool:
     """As an agent changes the document: read, decide, swap; whether it was taken."""
     sight = await rounds.of(agent.job).read(0)
@@ -61,7 +62,7 @@ STORY: tuple[tuple[int, Callable[[Document], Command], Callable[[Document], bool
 )  # fmt: skip
 
 
-async def play(stage: Stage, rounds: RoundStore, restart: Callable[[], RoundStore]) -> None:
+async def play(stage: Stage, rounds: RoundRegistry, restart: Callable[[], RoundRegistry]) -> None:
     """The job's life; whenever the operator fails, `restart` gives the next one, and the agents try again."""
     for who, event, done in STORY:
         for _ in range(10):
@@ -521,7 +522,7 @@ async def test_agent_is_not_told_what_was_only_supposed_of_a_job_that_seems_new(
     assert new.view(stage.job, is_new=True) == old.view(stage.job)
 
 
-async def form(stage: Stage, rounds: RoundStore) -> None:
+async def form(stage: Stage, rounds: RoundRegistry) -> None:
     """A round of both agents, which are present for 20 s."""
     for who, event, _ in STORY[:3]:
         await change(rounds, stage.agents[who], event)

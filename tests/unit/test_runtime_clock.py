@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from everstep_operator.runtime.clock import SystemClock, shielded_cleanup, wait_event, within
-from everstep_operator.runtime.parallel import Done, Failed, run_bounded
+from everstep_operator.runtime.parallel import Raised, Returned, run_bounded
 from support.clocks.manual import ManualClock
 
 
@@ -133,6 +133,6 @@ async def test_calls_run_at_most_limit_at_a_time_and_keep_their_order_and_errors
     await clock.advance(60)
     outcomes = together.result()
     assert most == 3
-    assert [o.value for o in outcomes if isinstance(o, Done)] == [0, 1, 2, 4, 5, 6]
-    assert isinstance(outcomes[3], Failed)
+    assert [o.value for o in outcomes if isinstance(o, Returned)] == [0, 1, 2, 4, 5, 6]
+    assert isinstance(outcomes[3], Raised)
     assert str(outcomes[3].error) == "third"

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from everstep_operator.runtime.fair_queueing import Flow
-from everstep_operator.runtime.parallel import Done, Failed
-from everstep_operator.runtime.write_limit import Lane, NotBegun, WriteLimit, WriteSlots
+from everstep_operator.runtime.parallel import Raised, Returned
+from everstep_operator.runtime.write_limit import NotBegun, WriteLane, WriteLimit, WriteSlots
 
 LARGE, SMALL, OTHER = Flow("team-a", "large"), Flow("team-b", "small"), Flow("team-a", "other")
 
 
 def slots(of_all: int = 4, of_job: int = 4) -> WriteSlots:
-    return WriteSlots(dict.fromkeys(Lane, of_all), dict.fromkeys(Lane, of_job))
+    return WriteSlots(dict.fromkeys(WriteLane, of_all), dict.fromkeys(WriteLane, of_job))
 
 
 class SlowServer:
@@ -55,11 +55,15 @@ def never() -> bool:
 
 async def test_small_job_gets_the_next_slot_however_many_creates_of_a_large_one_wait() -> None:
     limit, server = WriteLimit(slots()), SlowServer()
-    large = asyncio.create_task(limit.run(Lane.CREATE, LARGE, [server.write(f"l{i}") for i in range(50)], stop=never))
-    other = asyncio.create_task(limit.run(Lane.CREATE, OTHER, [server.write(f"o{i}") for i in range(50)], stop=never))
+    large = asyncio.create_task(
+        limit.run(WriteLane.CREATE, LARGE, [server.write(f"l{i}") for i in range(50)], stop=never)
+    )
+    other = asyncio.create_task(
+        limit.run(WriteLane.CREATE, OTHER, [server.write(f"o{i}") for i in range(50)], stop=never)
+    )
     await turns()
     assert server.begun == ["l0", "l1", "l2", "l3"]
-    small = asyncio.create_task(limit.run(Lane.CREATE, SMALL, [server.write("s0")], stop=never))
+    small = asyncio.create_task(limit.run(WriteLane.CREATE, SMALL, [server.write("s0")], stop=never))
     await turns()
     await server.answer("l0", "l1", "l2")
     assert "s0" in server.begun, "the namespaces take turns"
@@ -75,10 +79,10 @@ async def test_status_waits_for_no_create_and_a_create_for_no_event() -> None:
     limit, server = WriteLimit(slots(of_all=2, of_job=2)), SlowServer()
     busy = [
         asyncio.create_task(limit.run(lane, LARGE, [server.write(f"{lane.name}{i}") for i in range(9)], stop=never))
-        for lane in (Lane.CREATE, Lane.EVENT)
+        for lane in (WriteLane.CREATE, WriteLane.EVENT)
     ]
     await turns()
-    async with asyncio.timeout(5), limit.slot(Lane.CHANGE, LARGE):
+    async with asyncio.timeout(5), limit.slot(WriteLane.CHANGE, LARGE):
         assert len(server.open) == 4
     for task in busy:
         task.cancel()
@@ -88,16 +92,16 @@ async def test_status_waits_for_no_create_and_a_create_for_no_event() -> None:
 async def test_writes_that_are_not_wanted_any_more_are_given_up_while_they_wait() -> None:
     limit, server = WriteLimit(slots(of_all=1)), SlowServer()
     edited = False
-    first = asyncio.create_task(limit.run(Lane.CREATE, SMALL, [server.write("s0")], stop=never))
+    first = asyncio.create_task(limit.run(WriteLane.CREATE, SMALL, [server.write("s0")], stop=never))
     waits = asyncio.create_task(
-        limit.run(Lane.CREATE, LARGE, [server.write("l0"), server.write("l1")], stop=lambda: edited)
+        limit.run(WriteLane.CREATE, LARGE, [server.write("l0"), server.write("l1")], stop=lambda: edited)
     )
     await turns()
     edited = True
     async with asyncio.timeout(5):
         assert await waits == [NotBegun(), NotBegun()]
     await server.answer("s0")
-    assert await first == [Done("s0")]
+    assert await first == [Returned("s0")]
     assert server.begun == ["s0"]
 
 
@@ -105,12 +109,12 @@ async def test_writes_under_way_end_and_no_other_begins_once_stopped() -> None:
     limit, server = WriteLimit(slots(of_all=9, of_job=2)), SlowServer()
     stopped = False
     task = asyncio.create_task(
-        limit.run(Lane.CREATE, LARGE, [server.write(f"l{i}") for i in range(5)], stop=lambda: stopped)
+        limit.run(WriteLane.CREATE, LARGE, [server.write(f"l{i}") for i in range(5)], stop=lambda: stopped)
     )
     await turns()
     stopped = True
     await server.answer("l0", "l1")
-    assert await task == [Done("l0"), Done("l1"), NotBegun(), NotBegun(), NotBegun()]
+    assert await task == [Returned("l0"), Returned("l1"), NotBegun(), NotBegun(), NotBegun()]
 
 
 async def test_failed_write_neither_stops_nor_hides_the_others() -> None:
@@ -122,9 +126,9 @@ async def test_failed_write_neither_stops_nor_hides_the_others() -> None:
     async def succeeds() -> str:
         return "done"
 
-    first, second = await limit.run(Lane.CREATE, LARGE, [fails, succeeds], stop=never)
-    assert isinstance(first, Failed)
-    assert second == Done("done")
+    first, second = await limit.run(WriteLane.CREATE, LARGE, [fails, succeeds], stop=never)
+    assert isinstance(first, Raised)
+    assert second == Returned("done")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -135,7 +139,7 @@ async def test_no_slot_is_lost_whenever_passes_are_cancelled(seed: int) -> None:
     for number in range(60):
         flow = chance.choice((LARGE, SMALL, OTHER))
         calls = [server.write(f"{number}-{i}") for i in range(chance.randrange(1, 6))]
-        running.append(asyncio.create_task(limit.run(Lane.CREATE, flow, calls, stop=never)))
+        running.append(asyncio.create_task(limit.run(WriteLane.CREATE, flow, calls, stop=never)))
         for _ in range(chance.randrange(4)):
             await asyncio.sleep(0)
         assert len(server.open) <= 3
@@ -148,8 +152,8 @@ async def test_no_slot_is_lost_whenever_passes_are_cancelled(seed: int) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    begun = asyncio.create_task(limit.run(Lane.CREATE, LARGE, [server.write("a"), server.write("b")], stop=never))
-    third = asyncio.create_task(limit.run(Lane.CREATE, SMALL, [server.write("c")], stop=never))
+    begun = asyncio.create_task(limit.run(WriteLane.CREATE, LARGE, [server.write("a"), server.write("b")], stop=never))
+    third = asyncio.create_task(limit.run(WriteLane.CREATE, SMALL, [server.write("c")], stop=never))
     await turns()
     assert set(server.open) == {"a", "b", "c"}, "all three slots are free again"
     await server.answer("a", "b", "c")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep_operator.kube.errors import Cause, KubeError, Operation, Status, from_status
+from everstep_operator.kube.errors import FieldCause, KubeError, Operation, Status, from_status
 
 OPTIMISTIC_LOCK = "the object has been modified; please apply your changes to the latest version and try again"
 
@@ -86,7 +86,7 @@ class Refusal(Exception):
 
     def error(self, operation: Operation) -> KubeError:
         made = from_status(Status(self.message, self.reason, self.code), operation, retry_after=self.retry_after)
-        made.causes = tuple(Cause(cause.reason, cause.message, cause.field) for cause in self.causes)
+        made.causes = tuple(FieldCause(cause.reason, cause.message, cause.field) for cause in self.causes)
         return made
 
 

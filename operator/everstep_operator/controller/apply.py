@@ -49,8 +49,8 @@ from everstep_operator.plan.stages import Stage, StageName
 from everstep_operator.rounds.documents import WriteRefused
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.fair_queueing import Flow
-from everstep_operator.runtime.parallel import Done, Failed, run_bounded
-from everstep_operator.runtime.write_limit import Lane, LimitedOutcome, NotBegun, WriteLimit
+from everstep_operator.runtime.parallel import Raised, Returned, run_bounded
+from everstep_operator.runtime.write_limit import LimitedCallOutcome, NotBegun, WriteLane, WriteLimit
 from everstep_operator.worker_pods import Key
 
 T = TypeVar("T", bound=KubeObject)
@@ -115,9 +115,9 @@ class Applier:
             self._require_leading()
             for outcome in await self._run(job, stage, refusals):
                 match outcome:
-                    case Done(True):
+                    case Returned(True):
                         continue
-                    case Failed(error):
+                    case Raised(error):
                         errors.append(error)
                     case NotBegun():
                         left += 1
@@ -134,7 +134,7 @@ class Applier:
             left,
         )
 
-    async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedOutcome[bool]]:
+    async def _run(self, job: JobView, stage: Stage, refusals: _Refusals) -> Sequence[LimitedCallOutcome[bool]]:
         calls = [partial(self._carry_out, job, action, refusals) for action in stage.actions]
         match stage.name:
             case StageName.SIZES:  # a write of the round store, which has connections of its own
@@ -153,10 +153,10 @@ class Applier:
                     return await call()
 
                 return await self._limit.run(
-                    Lane.CREATE, _flow(job), [partial(begun, call) for call in calls], stop=stop
+                    WriteLane.CREATE, _flow(job), [partial(begun, call) for call in calls], stop=stop
                 )
             case name:
-                lane = Lane.CREATE if name in (StageName.NETWORK, StageName.GUARD) else Lane.CHANGE
+                lane = WriteLane.CREATE if name in (StageName.NETWORK, StageName.GUARD) else WriteLane.CHANGE
                 return await self._limit.run(lane, _flow(job), calls, stop=lambda: False)
 
     async def _carry_out(self, job: JobView, action: Action, refusals: _Refusals) -> bool:

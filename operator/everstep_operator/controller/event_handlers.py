@@ -17,7 +17,7 @@ from everstep_operator.kube.wire import (
     controller_uid,
 )
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.cache import Added, Deleted, Delta, Updated
 from everstep_operator.runtime.expectations import Expectations
 from everstep_operator.runtime.queue import WorkQueue
@@ -28,7 +28,7 @@ class EventHandlers:
     """Adds its handlers to the caches."""
 
     def __init__(
-        self, caches: Caches, queue: WorkQueue[Key], expectations: Expectations[Key], rounds: RoundStore
+        self, caches: Caches, queue: WorkQueue[Key], expectations: Expectations[Key], rounds: RoundRegistry
     ) -> None:
         self._caches, self._queue, self._expectations, self._rounds = caches, queue, expectations, rounds
         caches.jobs.add_handler(self._job)

@@ -23,7 +23,7 @@ from everstep_operator.kube.wire import Unstructured, micro_time
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import JobView
 from everstep_operator.runtime.fair_queueing import Flow
-from everstep_operator.runtime.write_limit import Lane, WriteLimit
+from everstep_operator.runtime.write_limit import WriteLane, WriteLimit
 
 log = logging.getLogger("everstep.record")
 
@@ -73,7 +73,7 @@ class Recorder:
         if not patch:
             return None
         namespace, name = obj.metadata.namespace, obj.metadata.name
-        async with self._limit.slot(Lane.CHANGE, Flow(namespace, name)):
+        async with self._limit.slot(WriteLane.CHANGE, Flow(namespace, name)):
             self._require_leading()
             written = await self._client.patch_status(
                 self._jobs, namespace, name, patch, resource_version=obj.metadata.resource_version
@@ -84,7 +84,7 @@ class Recorder:
         """Write events. An event that cannot be written is only logged, because events are for people."""
         for event in events:
             try:
-                async with self._limit.slot(Lane.EVENT, Flow(job.namespace, job.name)):
+                async with self._limit.slot(WriteLane.EVENT, Flow(job.namespace, job.name)):
                     self._require_leading()
                     await self._write_event(job, event)
             except KubeError as e:

@@ -9,7 +9,7 @@ from everstep_operator.endpoint.report_endpoint import ReportRefused
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.rounds.agent_lookup import BACKEND, job_ref, rendezvous_backend
 from everstep_operator.rounds.documents import published_round
-from everstep_operator.rounds.store import RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.clock import Clock
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.worker_pods import Key
@@ -19,7 +19,7 @@ _FIGURES_DELAY = 2.0
 
 
 class ReportReceiver:
-    def __init__(self, reconciler: Reconciler, queue: WorkQueue[Key], clock: Clock, rounds: RoundStore) -> None:
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue[Key], clock: Clock, rounds: RoundRegistry) -> None:
         self._reconciler, self._queue, self._clock, self._rounds = reconciler, queue, clock, rounds
 
     def accept(self, caller: Caller, report: Report) -> None:

@@ -44,7 +44,7 @@ class TooManyChecks(RetryableError):
     """Too many tokens wait for their check: this one would not be checked in time."""
 
 
-class Lane(Enum):
+class ReviewLane(Enum):
     """The lanes of reviews, by what is known of a token before its review."""
 
     KNOWN = "it was valid a moment ago"
@@ -62,11 +62,21 @@ class IdentityLimits:
     refused_ttl: float = 2.0  # shorter, because the next token file may be right
     accepted: int = 20_000
     refused: int = 4_096
-    parallel: dict[Lane, int] = field(
-        default_factory=lambda: {Lane.KNOWN: 8, Lane.SIGNED: 8, Lane.CLAIMED: 4, Lane.STRANGER: 2}
+    parallel: dict[ReviewLane, int] = field(
+        default_factory=lambda: {
+            ReviewLane.KNOWN: 8,
+            ReviewLane.SIGNED: 8,
+            ReviewLane.CLAIMED: 4,
+            ReviewLane.STRANGER: 2,
+        }
     )
-    waiting: dict[Lane, int] = field(
-        default_factory=lambda: {Lane.KNOWN: 20_000, Lane.SIGNED: 4_096, Lane.CLAIMED: 1_024, Lane.STRANGER: 64}
+    waiting: dict[ReviewLane, int] = field(
+        default_factory=lambda: {
+            ReviewLane.KNOWN: 20_000,
+            ReviewLane.SIGNED: 4_096,
+            ReviewLane.CLAIMED: 1_024,
+            ReviewLane.STRANGER: 64,
+        }
     )
 
 
@@ -97,8 +107,8 @@ class IdentityCache:
         self._tokens_of: dict[str, list[bytes]] = {}
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # the end of each refusal's validity
         self._pending: dict[bytes, asyncio.Task[PodIdentity | None]] = {}
-        self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in Lane}
-        self._queued = {lane: Shares(self._limits.waiting[lane]) for lane in Lane}
+        self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in ReviewLane}
+        self._queued = {lane: Shares(self._limits.waiting[lane]) for lane in ReviewLane}
 
     async def identify(self, token: str) -> PodIdentity | Refusal:
         """The pod behind `token`. Raises TooManyChecks, and the errors of `authenticate`."""
@@ -107,7 +117,7 @@ class IdentityCache:
         good = self._good.get(key)
         if good is not None and now < good.at + self._limits.ttl:
             if now >= good.at + self._limits.refresh and key not in self._pending:
-                self._begin(key, token, good.identity, Lane.KNOWN)
+                self._begin(key, token, good.identity, ReviewLane.KNOWN)
             return good.identity
         if now < self._refused.get(key, now):
             return Refusal(NOT_VALID)
@@ -121,10 +131,10 @@ class IdentityCache:
                 case Proof.FORGED:
                     return Refusal("the cluster has not signed this token")
                 case Proof.SIGNED:
-                    lane = Lane.SIGNED
+                    lane = ReviewLane.SIGNED
                 case Proof.UNKNOWN:
-                    lane = Lane.CLAIMED if self._exists(claims.pod) else Lane.STRANGER
-            lane = Lane.KNOWN if good is not None else lane
+                    lane = ReviewLane.CLAIMED if self._exists(claims.pod) else ReviewLane.STRANGER
+            lane = ReviewLane.KNOWN if good is not None else lane
             # Another report of this pod may have begun the check while this one waited for the keys.
             task = self._pending.get(key) or self._begin(key, token, claims.pod, lane)
             if task is None:
@@ -144,7 +154,7 @@ class IdentityCache:
         return len(self._pending)
 
     def _begin(
-        self, key: bytes, token: str, claimed: PodIdentity, lane: Lane
+        self, key: bytes, token: str, claimed: PodIdentity, lane: ReviewLane
     ) -> asyncio.Task[PodIdentity | None] | None:
         """Begin a check. None: the lane is full, or the pod or its namespace has used up its share of it."""
         # The tenant has no job: an unchecked token may name only its own pod.
@@ -164,7 +174,7 @@ class IdentityCache:
         task.add_done_callback(ended)
         return task
 
-    async def _check(self, key: bytes, token: str, claimed: PodIdentity, lane: Lane) -> PodIdentity | None:
+    async def _check(self, key: bytes, token: str, claimed: PodIdentity, lane: ReviewLane) -> PodIdentity | None:
         async with self._slots[lane]:
             identity = await self._authenticate(token)
         if identity == claimed:

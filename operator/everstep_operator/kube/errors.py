@@ -16,7 +16,7 @@ MESSAGE_LIMIT = 2000  # characters of a server's message that are kept, because 
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FieldCause:
     """One reason of a refusal. `field` is a path such as `spec.replicas`; empty if the server named none."""
 
     reason: str
@@ -52,7 +52,7 @@ class KubeError(OperatorError):
         operation: Operation | None = None,
         status: int = 0,
         reason: str = "",
-        causes: tuple[Cause, ...] = (),
+        causes: tuple[FieldCause, ...] = (),
         retry_after: float | None = None,
     ) -> None:
         self.message = message[:MESSAGE_LIMIT]
@@ -163,7 +163,7 @@ def from_status(
         "operation": operation,
         "status": number,
         "reason": reason,
-        "causes": tuple(Cause(c.reason, c.message, c.field) for c in details.causes or ()),
+        "causes": tuple(FieldCause(c.reason, c.message, c.field) for c in details.causes or ()),
         "retry_after": retry_after,
     }
     return _class_of(number, reason)(status.message or "the server gave no reason", **fields)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from everstep_operator.endpoint.callers import Caller, Callers
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.documents import JobRef, RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.worker_pods import has_ended, stop_was_requested
 
 BACKEND = "everstep"  # the value of spec.rendezvous, and its default
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The caller: a pod of a job. `stop_requested`: its processes may end because of that, and not by themselves."""
+
+    job: JobRef
+    worker: Worker
+    stop_requested: bool = False
 
 
 def rendezvous_backend(job: Unstructured) -> str:
@@ -23,12 +34,13 @@ def job_ref(job: Unstructured) -> JobRef:
     return JobRef(job.metadata.namespace, job.metadata.name, job.metadata.uid)
 
 
-def view_of(rounds: RoundStore, job: Unstructured, *, is_new: bool) -> RoundView | None:
-    """The job's round; None if its rounds are not kept here, or are not known yet. `is_new`: see `RoundStore.view`."""
+def view_of(rounds: RoundRegistry, job: Unstructured, *, is_new: bool) -> RoundView | None:
+    """The job's round; None if its rounds are not kept here, or are not known yet. `is_new`: see
+    `RoundRegistry.view`."""
     return rounds.view(job_ref(job), is_new=is_new) if rendezvous_backend(job) == BACKEND else None
 
 
-def answers(rounds: RoundStore, job: Unstructured, pod_uid: str) -> bool:
+def answers(rounds: RoundRegistry, job: Unstructured, pod_uid: str) -> bool:
     """Whether an agent of this pod renews its presence here."""
     return rendezvous_backend(job) == BACKEND and rounds.answers(job_ref(job), pod_uid)
 

@@ -220,7 +220,8 @@ class JobRounds:
         return self.presences.answers(pod_uid, self._now())
 
     def view(self, *, is_new: bool = False) -> RoundView | None:
-        """See `RoundStore.view`. If a new job has a document all the same, the next write or agent's call finds it."""
+        """See `RoundRegistry.view`. If a new job has a document all the same, the next write or agent's call finds
+        it."""
         if is_new and self._stored is None and not self.was_read and not self._lock.locked():
             self._stored = StoredDocument()
         if self._stored is None and not self._lock.locked():

@@ -31,10 +31,11 @@ from everstep.contract.rounds import (
 from everstep_operator.endpoint.auth import Answer, RequestAuth, later
 from everstep_operator.endpoint.callers import Caller, CallerRefused, CallerUnknown
 from everstep_operator.endpoint.tenant_limits import Shares
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.documents import RoundsRefused, RoundsUnavailable
 from everstep_operator.rounds.job_rounds import VersionedDocument
 from everstep_operator.rounds.presence import PresenceFull, PresenceRefused
-from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.errors import NotLeading
 from everstep_operator.telemetry.metrics import Metrics, ReportResult
 
@@ -54,7 +55,7 @@ class RoundRoutes:
 
     def __init__(
         self,
-        rounds: RoundStore,
+        rounds: RoundRegistry,
         auth: RequestAuth,
         *,
         agent: Callable[[Caller], Awaitable[Agent]],

@@ -13,30 +13,30 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Generic[T]):
+class Returned(Generic[T]):
     value: T
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Raised:
     error: Exception
 
 
-Outcome: TypeAlias = Done[T] | Failed
+CallOutcome: TypeAlias = Returned[T] | Raised
 
 
-async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[Outcome[T]]:
+async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[CallOutcome[T]]:
     """The outcome of every call. Cancelling this cancels the running calls and starts no others."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     gate = asyncio.Semaphore(limit)
 
-    async def run_call(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
+    async def run_call(call: Callable[[], Awaitable[T]]) -> CallOutcome[T]:
         async with gate:
             try:
-                return Done(await call())
+                return Returned(await call())
             except Exception as error:
-                return Failed(error)
+                return Raised(error)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run_call(call)) for call in calls]

@@ -18,14 +18,14 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 from everstep_operator.runtime.fair_queueing import Flow, RoundRobin
-from everstep_operator.runtime.parallel import Done, Failed, Outcome
+from everstep_operator.runtime.parallel import CallOutcome, Raised, Returned
 
 T = TypeVar("T")
 
 RECHECK = 0.25  # seconds: how soon a pass that waits for a slot learns that its writes are not wanted any more
 
 
-class Lane(Enum):
+class WriteLane(Enum):
     """What waits for what."""
 
     CHANGE = "statuses, deletions"
@@ -37,8 +37,12 @@ class Lane(Enum):
 class WriteSlots:
     """`of_all`: writes under way in each lane; `of_job`: of one job."""
 
-    of_all: Mapping[Lane, int] = field(default_factory=lambda: {Lane.CHANGE: 24, Lane.CREATE: 48, Lane.EVENT: 8})
-    of_job: Mapping[Lane, int] = field(default_factory=lambda: {Lane.CHANGE: 16, Lane.CREATE: 24, Lane.EVENT: 1})
+    of_all: Mapping[WriteLane, int] = field(
+        default_factory=lambda: {WriteLane.CHANGE: 24, WriteLane.CREATE: 48, WriteLane.EVENT: 8}
+    )
+    of_job: Mapping[WriteLane, int] = field(
+        default_factory=lambda: {WriteLane.CHANGE: 16, WriteLane.CREATE: 24, WriteLane.EVENT: 1}
+    )
 
     @property
     def total(self) -> int:
@@ -50,7 +54,7 @@ class NotBegun:
     """The call was given up before it began."""
 
 
-LimitedOutcome: TypeAlias = Outcome[T] | NotBegun
+LimitedCallOutcome: TypeAlias = CallOutcome[T] | NotBegun
 
 
 class WriteLimit:
@@ -59,10 +63,10 @@ class WriteLimit:
     def __init__(self, slots: WriteSlots | None = None) -> None:
         self._slots = slots or WriteSlots()
         self._free = dict(self._slots.of_all)
-        self._waiting: dict[Lane, RoundRobin[asyncio.Future[None]]] = {lane: RoundRobin() for lane in Lane}
+        self._waiting: dict[WriteLane, RoundRobin[asyncio.Future[None]]] = {lane: RoundRobin() for lane in WriteLane}
 
     @asynccontextmanager
-    async def slot(self, lane: Lane, flow: Flow) -> AsyncIterator[None]:
+    async def slot(self, lane: WriteLane, flow: Flow) -> AsyncIterator[None]:
         """One write, as soon as there is room for it."""
         await self._acquire(lane, flow, lambda: False)
         try:
@@ -71,18 +75,18 @@ class WriteLimit:
             self._release(lane)
 
     async def run(
-        self, lane: Lane, flow: Flow, calls: Sequence[Callable[[], Awaitable[T]]], *, stop: Callable[[], bool]
-    ) -> list[LimitedOutcome[T]]:
+        self, lane: WriteLane, flow: Flow, calls: Sequence[Callable[[], Awaitable[T]]], *, stop: Callable[[], bool]
+    ) -> list[LimitedCallOutcome[T]]:
         """The outcome of each call, in their order. A failed call stops no other one. Once `stop()` is true, no further
         call begins. Cancelling this cancels the running calls."""
-        outcomes: list[LimitedOutcome[T]] = [NotBegun()] * len(calls)
+        outcomes: list[LimitedCallOutcome[T]] = [NotBegun()] * len(calls)
         own = asyncio.Semaphore(self._slots.of_job[lane])
 
         async def run_call(number: int) -> None:
             try:
-                outcomes[number] = Done(await calls[number]())
+                outcomes[number] = Returned(await calls[number]())
             except Exception as error:
-                outcomes[number] = Failed(error)
+                outcomes[number] = Raised(error)
 
         def ended(_: asyncio.Task[None]) -> None:  # of a task that was cancelled before its first step, too
             own.release()
@@ -96,7 +100,7 @@ class WriteLimit:
                 group.create_task(run_call(number)).add_done_callback(ended)
         return outcomes
 
-    async def _acquire(self, lane: Lane, flow: Flow, stop: Callable[[], bool]) -> bool:
+    async def _acquire(self, lane: WriteLane, flow: Flow, stop: Callable[[], bool]) -> bool:
         """Whether a slot was taken; False once `stop()` is true."""
         if stop():
             return False
@@ -116,14 +120,14 @@ class WriteLimit:
         self._abandon(lane, turn)
         return False
 
-    def _abandon(self, lane: Lane, turn: asyncio.Future[None]) -> None:
+    def _abandon(self, lane: WriteLane, turn: asyncio.Future[None]) -> None:
         """A waiter that gave up leaves the queue at its turn. A slot that it has already goes to the next one."""
         if turn.done():
             self._release(lane)
         else:
             turn.cancel()
 
-    def _release(self, lane: Lane) -> None:
+    def _release(self, lane: WriteLane) -> None:
         self._free[lane] += 1
         waiting = self._waiting[lane]
         while self._free[lane] and waiting:

@@ -13,9 +13,10 @@ from everstep.membership.commands import Command, Form, Join, Waited
 from everstep.membership.machine import Rejected, apply
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.main import JOBS
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.clock import SystemClock
 from support.apiserver.operators import Place, wait_until_collected
 from support.apiserver.waiting import eventually
@@ -33,11 +34,11 @@ class Life:
         self.agents = [Agent(self.ref, Worker(f"uid-{i}", i, 0)) for i in range(2)]
         self.epochs = 0
 
-    def operator(self) -> RoundStore:
+    def operator(self) -> RoundRegistry:
         self.epochs += 1
         epoch = self.epochs
         documents = RoundDocuments(self.place.client, JOBS, require_leading=lambda: epoch)
-        return RoundStore(documents, clock=SystemClock(), epoch=lambda: epoch)
+        return RoundRegistry(documents, clock=SystemClock(), epoch=lambda: epoch)
 
     async def kept(self) -> Document:
         found = await self.place.client.get(CONFIGMAPS, self.place.namespace, f"{self.ref.name}-rounds")
@@ -47,14 +48,14 @@ class Life:
         return int((await self.place.status()).get("world", {}).get("round", 0))
 
 
-async def change(rounds: RoundStore, agent: Agent, event: Command) -> bool:
+async def change(rounds: RoundRegistry, agent: Agent, event: Command) -> bool:
     sight = await rounds.of(agent.job).read(0)
     after = apply(Document(SIZES) if sight.document is None else decode(sight.document.encode()), event)
     assert not isinstance(after, Rejected), after
     return await rounds.of(agent.job).swap(sight.version, encode(after)) is not None
 
 
-async def formed(life: Life, rounds: RoundStore) -> None:
+async def formed(life: Life, rounds: RoundRegistry) -> None:
     for i in range(2):
         assert await change(rounds, life.agents[i], Join(Member(i, f"agent-{i}"), SIZES))
     assert await change(rounds, life.agents[0], Form("agent-0", 0, Waited.NOTHING))

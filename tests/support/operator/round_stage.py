@@ -12,9 +12,10 @@ from everstep_operator.kube.errors import ConnectionFailed
 from everstep_operator.kube.resources import CONFIGMAPS
 from everstep_operator.kube.wire import Unstructured
 from everstep_operator.main import JOBS
+from everstep_operator.rounds.agent_lookup import Agent
 from everstep_operator.rounds.documents import JobRef, RoundDocuments
 from everstep_operator.rounds.presence import Worker
-from everstep_operator.rounds.store import Agent, RoundStore
+from everstep_operator.rounds.registry import RoundRegistry
 from everstep_operator.runtime.errors import NotLeading
 from support.clocks.manual import ManualClock
 
@@ -82,13 +83,15 @@ class Stage:
         self.job = JobRef(NS, "digits", job.metadata.uid)
         self.agents = [Agent(self.job, Worker(f"uid-{i}", i, 0)) for i in range(2)]
 
-    def operator(self, client: Any | None = None, term: Callable[[], int] | None = None, **kwargs: Any) -> RoundStore:
+    def operator(
+        self, client: Any | None = None, term: Callable[[], int] | None = None, **kwargs: Any
+    ) -> RoundRegistry:
         """One that leads, in a term of its own if it is not told in which."""
         if term is None:
             self.epochs += 1
             term = functools.partial(int, self.epochs)
         documents = RoundDocuments(client or self.client, JOBS, require_leading=term)
-        return RoundStore(documents, clock=self.clock, epoch=term, **kwargs)
+        return RoundRegistry(documents, clock=self.clock, epoch=term, **kwargs)
 
     async def stored(self) -> Document | None:
         found = (await self.client.list(CONFIGMAPS, NS)).items

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 
 from everstep_operator.round_view import RoundView
 from everstep_operator.rounds.document_reader import DocumentReader
@@ -24,16 +23,7 @@ from everstep_operator.runtime.errors import NotLeading
 log = logging.getLogger("everstep.rounds")
 
 
-@dataclass(frozen=True, slots=True)
-class Agent:
-    """The caller: a pod of a job. `stop_requested`: its processes may end because of that, and not by themselves."""
-
-    job: JobRef
-    worker: Worker
-    stop_requested: bool = False
-
-
-class RoundStore:
+class RoundRegistry:
     """The store of one replica, in one event loop. `epoch` gives the epoch of its leadership; raises without one."""
 
     def __init__(
