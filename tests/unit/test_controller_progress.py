@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.status import Status
 from everstep_operator.controller.progress import JobProgress
-from everstep_operator.plan.snapshot import PeakMemory, Progress
+from everstep_operator.plan.snapshot import ReportedPeak, ReportedProgress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -192,7 +192,7 @@ def test_peak_memory_is_that_of_the_rank_that_held_the_most_and_is_forgotten_wit
     progress.accept(report(Phase.TRAIN, 0, step=1, peak_memory=500), at(1))
     progress.accept(report(Phase.TRAIN, 1, step=1, peak_memory=700, peak_device_memory=0), at(1))
     progress.accept(report(Phase.TRAIN, 0, step=2, peak_memory=600, peak_device_memory=90), at(2))
-    assert progress.snapshot().memory == PeakMemory(host=700, rank=1, device=90, device_rank=0)
+    assert progress.snapshot().memory == ReportedPeak(host=700, rank=1, device=90, device_rank=0)
     assert progress.peak_memory == progress.snapshot().memory
     progress.accept(report(Phase.START, round=2), at(3))
     assert progress.snapshot().memory is None
@@ -220,7 +220,7 @@ def test_any_sequence_of_reports_keeps_rounds_and_steps_growing(events: list[Rep
         else:
             progress.accept(event, at(second))
         seen = progress.snapshot()
-        assert isinstance(seen, Progress)
+        assert isinstance(seen, ReportedProgress)
         assert seen.round >= before.round
         assert (seen.step or 0) >= (before.step or 0)
         assert seen.productive_seconds >= before.productive_seconds

@@ -13,8 +13,8 @@ from everstep_operator.endpoint.token_reviews import (
     MAX_OF_POD,
     IdentityCache,
     IdentityLimits,
-    Refusal,
     ReviewLane,
+    TokenRefusal,
     TooManyChecks,
     authenticator,
 )
@@ -38,7 +38,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def refused(cache: IdentityCache, token: str) -> str:
     answer = await cache.identify(token)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, TokenRefusal)
     return answer.reason
 
 
@@ -47,7 +47,7 @@ async def outcome(cache: IdentityCache, token: str) -> str:
         answer = await cache.identify(token)
     except TooManyChecks:
         return "later"
-    return "refused" if isinstance(answer, Refusal) else "good"
+    return "refused" if isinstance(answer, TokenRefusal) else "good"
 
 
 # --- answers and how long they hold

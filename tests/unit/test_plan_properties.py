@@ -24,7 +24,16 @@ from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.explain import explain
 from everstep_operator.plan.outcome import Plan
 from everstep_operator.plan.planner import plan
-from everstep_operator.plan.snapshot import Exit, JobView, NodeHealth, NodeView, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import (
+    Exit,
+    JobView,
+    NodeHealth,
+    NodeView,
+    PodPhase,
+    ReportedProgress,
+    Snapshot,
+    WorkerPod,
+)
 from everstep_operator.round_view import RoundView
 from support.operator.pod_faults import PodFaults
 from support.operator.programs import all_of_the_present_spec, no_two_programs
@@ -361,7 +370,7 @@ def test_snapshot_of_odd_values_has_a_plan_that_can_be_stored(
         tuple(seen.values()),
         "uid-s",
         {name: NodeView(name, health, start) for name, health in nodes.items()},
-        Progress(**progress, **times),
+        ReportedProgress(**progress, **times),
         (),
         refused,
         world=view,

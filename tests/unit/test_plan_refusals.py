@@ -14,8 +14,8 @@ from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget
-from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
-from everstep_operator.plan.state.losses import MAX_ERROR, MAX_LOCATION, Loss, Refusal, losses_among
+from everstep_operator.plan.snapshot import Exit, PodPhase, ReportedProgress, Snapshot, WorkerPod
+from everstep_operator.plan.state.losses import MAX_ERROR, MAX_LOCATION, Loss, ScriptRefusal, losses_among
 
 SAID = "LoopError: `ema` moves and is not tracked: write run.track(ema=ema) before the loop"
 
@@ -80,7 +80,7 @@ def test_refusal_whose_words_are_those_of_a_lost_peer_is_one(world: Any, steps: 
     loss = loss_of(
         world, record(refused_after=steps, error="LoopError: Connection reset by peer is caught: re-raise it")
     )
-    assert (loss.cause, loss.refusal) == (Cause.ERROR, Refusal("train.py:31"))
+    assert (loss.cause, loss.refusal) == (Cause.ERROR, ScriptRefusal("train.py:31"))
 
 
 def test_line_of_a_record_is_cut_and_shows_no_secret(world: Any) -> None:
@@ -91,7 +91,7 @@ def test_line_of_a_record_is_cut_and_shows_no_secret(world: Any) -> None:
         ("password=hunter2hunter2", "password=[redacted]"),
         ("\ud800.py:1", "?.py:1"),
     ):
-        assert loss_of(world, record(line=line)).refusal == Refusal(shown)
+        assert loss_of(world, record(line=line)).refusal == ScriptRefusal(shown)
     assert len(loss_of(world, record(error="w" * 5000)).detail) == MAX_ERROR
 
 
@@ -112,22 +112,22 @@ def test_other_end_of_a_process_that_was_refused_is_judged_by_itself(
 
 def reports_step(step: int) -> Callable[[Any], None]:
     def story(world: Any) -> None:
-        world.progress = Progress(step=step, updated_at=world.now)
+        world.progress = ReportedProgress(step=step, updated_at=world.now)
 
     return story
 
 
 def has_committed(world: Any) -> None:
-    world.progress = Progress(committed_step=1000, updated_at=world.now)
+    world.progress = ReportedProgress(committed_step=1000, updated_at=world.now)
 
 
 def starts_from_a_commit(world: Any) -> None:
-    world.progress = Progress(restored_step=1000, updated_at=world.now)
+    world.progress = ReportedProgress(restored_step=1000, updated_at=world.now)
 
 
 def only_starts(world: Any) -> None:
     world.do_advance("1801")  # to load a large model takes long, and the process says that it is there
-    world.progress = Progress(updated_at=world.now)
+    world.progress = ReportedProgress(updated_at=world.now)
 
 
 def says_nothing(world: Any) -> None:
@@ -162,9 +162,9 @@ def test_job_that_may_have_trained_is_not_ended_by_a_refusal(
 def test_operator_that_was_restarted_knows_from_the_status_that_the_job_has_trained(world: Any) -> None:
     for line in ("settle", "ready 0 1", "reconcile"):
         world.run(line)
-    world.progress = Progress(step=1000, updated_at=world.now)
+    world.progress = ReportedProgress(step=1000, updated_at=world.now)
     world.do_reconcile()
-    world.progress = Progress()
+    world.progress = ReportedProgress()
     assert isinstance(judged(world, loss_of(world, record())), restart_budget.Restart)
 
 
@@ -177,7 +177,9 @@ def test_refusal_ends_the_job_however_soon_after_another_loss(world: Any) -> Non
     snapshot: Snapshot = world.snapshot()
     counted = Restarts(infrastructure=1, incident_at=snapshot.now)
     status = snapshot.job.status.model_copy(update={"restarts": counted})
-    snapshot = replace(snapshot, job=replace(snapshot.job, status=status), progress=Progress(updated_at=snapshot.now))
+    snapshot = replace(
+        snapshot, job=replace(snapshot.job, status=status), progress=ReportedProgress(updated_at=snapshot.now)
+    )
     assert isinstance(restart_budget.judge(snapshot, loss_of(world, record()), follows=True), restart_budget.Fail)
 
 

@@ -14,7 +14,7 @@ from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import restart_budget, start_failures
-from everstep_operator.plan.snapshot import Exit, PodPhase, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, PodPhase, ReportedProgress, Snapshot, WorkerPod
 from everstep_operator.plan.state.losses import Loss, losses_among
 
 NO_SCRIPT = (Path(__file__).parent / "transcripts/torchrun/no_script.txt").read_text()
@@ -126,7 +126,7 @@ def test_smaller_budget_of_restarts_goes_before(world: Any) -> None:
 
 
 def reports(world: Any) -> None:
-    world.progress = Progress(updated_at=world.now)
+    world.progress = ReportedProgress(updated_at=world.now)
 
 
 def was_lost_for_another_reason(world: Any) -> None:

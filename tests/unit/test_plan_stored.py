@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.parse import parse_status
-from everstep_operator.plan.snapshot import DisruptionBudgetView, Progress, WorkerPod
+from everstep_operator.plan.snapshot import DisruptionBudgetView, ReportedProgress, WorkerPod
 from everstep_operator.round_view import RoundView
 
 STORED = [json.loads(line) for line in Path(__file__).with_name("stored_jobs.jsonl").read_text().splitlines()]
@@ -37,7 +37,7 @@ def restored(job: dict[str, Any]) -> Any:
     world.pods = {pod.name: pod for pod in pods}
     world.uids = len(pods) * 100
     world.service = job["service"]
-    world.progress = TypeAdapter(Progress).validate_python(job["progress"])
+    world.progress = TypeAdapter(ReportedProgress).validate_python(job["progress"])
     world.view = TypeAdapter(RoundView).validate_python(job["round"]) if "round" in job else None
     if "disruption_budget" in job:
         world.disruption_budget = DisruptionBudgetView(**job["disruption_budget"])

@@ -13,7 +13,7 @@ from everstep.contract import env, termination
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import Cause
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
-from everstep_operator.plan.state.losses import Loss, Refusal, losses_among
+from everstep_operator.plan.state.losses import Loss, ScriptRefusal, losses_among
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -138,7 +138,7 @@ def test_refusal_reaches_the_operator_with_the_line_of_the_script(
     dies(log, f"import runpy; runpy.run_path({str(script)!r})")
     assert json.loads(log.read_text())["refused_after"] == 2
     loss = judged(log.read_text())
-    assert (loss.detail, loss.refusal) == ("LoopError: write this", Refusal("train.py:7"))
+    assert (loss.detail, loss.refusal) == ("LoopError: write this", ScriptRefusal("train.py:7"))
 
 
 def test_other_error_is_no_refusal(log: Path, judged: Callable[[str], Loss]) -> None:

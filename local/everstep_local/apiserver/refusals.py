@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep_operator.kube.errors import FieldCause, KubeError, Operation, Status, from_status
+from everstep_operator.kube.errors import FieldCause, KubeError, Operation, StatusBody, from_status
 
 OPTIMISTIC_LOCK = "the object has been modified; please apply your changes to the latest version and try again"
 
@@ -85,7 +85,7 @@ class Refusal(Exception):
         self.causes, self.retry_after = tuple(causes), retry_after
 
     def error(self, operation: Operation) -> KubeError:
-        made = from_status(Status(self.message, self.reason, self.code), operation, retry_after=self.retry_after)
+        made = from_status(StatusBody(self.message, self.reason, self.code), operation, retry_after=self.retry_after)
         made.causes = tuple(FieldCause(cause.reason, cause.message, cause.field) for cause in self.causes)
         return made
 

@@ -198,7 +198,7 @@ class Applier:
         try:
             created = await self._create(PODS, job, action.name, action.body, refusals)
         except KubeError:
-            # The pod may exist all the same if the response was lost: the next create of this name will show it.
+            # The pod may exist nevertheless, if the response was lost: the next create of this name shows it.
             self._expectations.cancel_creation(key, action.name)
             raise
         if not created:

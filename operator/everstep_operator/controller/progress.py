@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.status import Status
-from everstep_operator.plan.snapshot import PeakMemory, Progress
+from everstep_operator.plan.snapshot import ReportedPeak, ReportedProgress
 
 MAX_RANKS = 65_536
 # If only one pod has reported a round, then after this time another pod that still reports an older one is believed.
@@ -59,7 +59,7 @@ class JobProgress:
         self._trained_at: datetime | None = None
         self._straggler: str | None = None
         self._first_step_at: datetime | None = None
-        self._peak: PeakMemory | None = None
+        self._peak: ReportedPeak | None = None
 
     def published(self, round_: int, now: datetime) -> None:
         """This operator has just published `round_`."""
@@ -176,7 +176,7 @@ class JobProgress:
         """Keep the greatest of the ranks' peaks; of one process it never falls."""
         if report.peak_memory is None:
             return
-        peak = self._peak or PeakMemory(report.peak_memory, report.rank)
+        peak = self._peak or ReportedPeak(report.peak_memory, report.rank)
         if report.peak_memory > peak.host:
             peak = replace(peak, host=report.peak_memory, rank=report.rank)
         if report.peak_device_memory is not None and report.peak_device_memory > (peak.device or -1):
@@ -195,13 +195,13 @@ class JobProgress:
         return healed
 
     @property
-    def peak_memory(self) -> PeakMemory | None:
+    def peak_memory(self) -> ReportedPeak | None:
         """The greatest peak that a rank of the present round has reported."""
         return self._peak
 
-    def snapshot(self) -> Progress:
+    def snapshot(self) -> ReportedProgress:
         last = self._last
-        return Progress(
+        return ReportedProgress(
             round=self._round,
             step=self._step,
             total_steps=last.total_steps if last is not None else None,

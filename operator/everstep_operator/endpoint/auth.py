@@ -21,7 +21,7 @@ from everstep_operator.endpoint.callers import Caller
 from everstep_operator.endpoint.connections import connection_of
 from everstep_operator.endpoint.tenant_limits import Rates, Shares
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, TooManyChecks
+from everstep_operator.endpoint.token_reviews import IdentityCache, TokenRefusal, TooManyChecks
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.runtime.fair_queueing import FairQueue, Flow
 from everstep_operator.telemetry.metrics import ReportResult
@@ -181,7 +181,7 @@ class RequestAuth:
             if self._is_news(e):
                 log.exception("the check of a worker's token failed in the operator")
             return Answer(500, "the operator failed on this token; see its log", ReportResult.UNAVAILABLE)
-        if isinstance(identity, Refusal):
+        if isinstance(identity, TokenRefusal):
             return unauthorized(identity.reason)
         self._unchecked = None
         return identity

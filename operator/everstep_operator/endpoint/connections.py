@@ -5,7 +5,7 @@ sender is admitted (`auth` knows the sender), a connection lives `head_seconds` 
 arrive, and the oldest waiting one is closed for a new one. So slow senders lose only their own connections. An admitted
 one may be idle for longer, but a pod has few idle ones, and beyond a bound of all an idle one of the namespace with
 most of them is closed. A connection is read in small pieces, each in a fair turn (`fair_queueing`), and no further than
-what its request has declared. This module knows nothing of HTTP: its user says when a request begins and ends.
+what its request has declared. This module knows nothing of HTTP: its user reports when a request begins and ends.
 Invariants: a connection that waits has a timer; each bound is kept by ending the oldest connection, never by refusing
 the newest while another could be ended.
 """

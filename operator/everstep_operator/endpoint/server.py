@@ -1,7 +1,7 @@
 """The operator's HTTP servers: one for the routes of its callers, and one for probes and metrics.
 
-They have a port each, so that whatever is sent to one leaves the other alone: the kubelet must not take an operator for
-dead because others send it too much. A follower is Ready too, so that the Service reaches every replica; `auth`
+Each has a port of its own, so that requests to one do not delay the other: the kubelet must not take an operator for
+dead because workers send too much. A follower is Ready too, so that the Service reaches every replica; `auth`
 redirects workers to the leader. Invariants: requests are bounded in size, time and number; no request of a worker can
 stop the server.
 """
@@ -28,8 +28,9 @@ _http = logging.getLogger("everstep.endpoint.http")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Anybody can send what is no HTTP, and each time aiohttp logs an error with a trace: it is the sender's, and
-    answered. The error and the frames of its trace refer to each other; without the trace they are freed at once."""
+    """Anybody can send bytes that are no HTTP. Each time aiohttp logs an error with a trace, though the mistake is the
+    sender's, and is answered. The error and the frames of its trace refer to each other; without the trace they are
+    freed at once."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError):
         return record.levelno > logging.DEBUG

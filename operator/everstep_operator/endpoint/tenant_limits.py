@@ -1,6 +1,6 @@
 """Limits how much of the operator a pod, its job and its namespace may use. Pure.
 
-There are two rules. *Shares* limit what a tenant holds at the same time: at most a part of what is still free. So there
+There are two rules. *Shares* limit what a tenant uses at the same time: at most a part of the free amount. So there
 is always some free for the next tenant, and a single tenant may hold much (dynamic thresholds: Choudhury and Hahne,
 IEEE/ACM Transactions on Networking 6(2), 1998). *Rates* are token buckets. A job's part is twice its pod's, and a
 namespace's twice its job's. So a pod at its limit leaves room for the other pods of its job, and a job for the other

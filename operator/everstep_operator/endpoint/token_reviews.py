@@ -34,7 +34,7 @@ MAX_OF_POD = 4  # accepted tokens of one pod: the kubelet renews a token before 
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class TokenRefusal:
     """The token identifies no pod; `reason` is sent to the sender."""
 
     reason: str
@@ -110,7 +110,7 @@ class IdentityCache:
         self._slots = {lane: asyncio.Semaphore(self._limits.parallel[lane]) for lane in ReviewLane}
         self._queued = {lane: Shares(self._limits.waiting[lane]) for lane in ReviewLane}
 
-    async def identify(self, token: str) -> PodIdentity | Refusal:
+    async def identify(self, token: str) -> PodIdentity | TokenRefusal:
         """The pod behind `token`. Raises TooManyChecks, and the errors of `authenticate`."""
         key = hashlib.sha256(token.encode(errors="replace")).digest()
         now = self._monotonic()
@@ -120,16 +120,16 @@ class IdentityCache:
                 self._begin(key, token, good.identity, ReviewLane.KNOWN)
             return good.identity
         if now < self._refused.get(key, now):
-            return Refusal(NOT_VALID)
+            return TokenRefusal(NOT_VALID)
         task = self._pending.get(key)
         if task is None:
             try:
                 claims = read_claims(token, self._audience)
             except ClaimsRefused as e:
-                return Refusal(str(e))
+                return TokenRefusal(str(e))
             match await self._keys.prove(token, claims):
                 case Proof.FORGED:
-                    return Refusal("the cluster has not signed this token")
+                    return TokenRefusal("the cluster has not signed this token")
                 case Proof.SIGNED:
                     lane = ReviewLane.SIGNED
                 case Proof.UNKNOWN:
@@ -140,7 +140,7 @@ class IdentityCache:
             if task is None:
                 raise TooManyChecks(f"too many tokens wait for their check; of this one is known: {lane.value}")
         # Concurrent reports of one pod share a single check, which goes on if one of them gives up.
-        return await asyncio.shield(task) or Refusal(NOT_VALID)
+        return await asyncio.shield(task) or TokenRefusal(NOT_VALID)
 
     def forget(self) -> None:
         """Drop every answer, as a new leader does."""

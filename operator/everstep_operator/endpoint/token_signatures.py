@@ -4,8 +4,8 @@ A good signature is not enough: a TokenReview follows, because only that shows t
 unknown key is neither accepted nor refused here, and possibly outdated keys refuse no token: the API server may sign
 with a key that this replica has not read yet, even under the id of an older one. So if a signature is bad and the keys
 are older than `RETRY`, the token waits until they are read again, and is judged by the new ones. Invariants: the keys
-are read at most once in `RETRY` seconds, whatever is sent; no key is used with another algorithm than its own; a token
-costs at most `MAX_OF_ID` checks of a signature each time it is judged.
+are read at most once in `RETRY` seconds, whatever tokens arrive; no key is used with another algorithm than its own; a
+token costs at most `MAX_OF_ID` checks of a signature each time it is judged.
 """
 
 from __future__ import annotations

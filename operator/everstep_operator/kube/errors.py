@@ -128,7 +128,7 @@ class _StatusDetails(msgspec.Struct, rename="camel"):
     retry_after_seconds: int | None = None
 
 
-class Status(msgspec.Struct):
+class StatusBody(msgspec.Struct):
     """The part of a `v1.Status` body that is read."""
 
     message: str | None = ""
@@ -137,7 +137,7 @@ class Status(msgspec.Struct):
     details: _StatusDetails | None = None
 
 
-_status_decoder = msgspec.json.Decoder(Status)
+_status_decoder = msgspec.json.Decoder(StatusBody)
 
 
 def from_response(status: int, headers: Mapping[str, str], body: bytes, operation: Operation) -> KubeError:
@@ -146,12 +146,12 @@ def from_response(status: int, headers: Mapping[str, str], body: bytes, operatio
         parsed = _status_decoder.decode(body)
     except msgspec.DecodeError:
         text = body[:MESSAGE_LIMIT].decode("utf-8", "replace").strip()
-        parsed = Status(message=text or "the server gave no reason", code=status)
+        parsed = StatusBody(message=text or "the server gave no reason", code=status)
     return from_status(parsed, operation, code=status, retry_after=_seconds(headers.get("Retry-After")))
 
 
 def from_status(
-    status: Status, operation: Operation, *, code: int | None = None, retry_after: float | None = None
+    status: StatusBody, operation: Operation, *, code: int | None = None, retry_after: float | None = None
 ) -> KubeError:
     """The error for a decoded Status: an answer's body, or the object of an ERROR event in a watch."""
     number = code or status.code or 0

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from everstep_operator.kube.client import Bookmark, Changed, EventType, WatchEvent
-from everstep_operator.kube.errors import Operation, ServerError, Status, StreamBroken, from_status
+from everstep_operator.kube.errors import Operation, ServerError, StatusBody, StreamBroken, from_status
 from everstep_operator.kube.wire import KubeObject
 
 T = TypeVar("T", bound=KubeObject)
@@ -45,7 +45,7 @@ class _Frame(msgspec.Struct):
 
 
 _frames = msgspec.json.Decoder(_Frame)
-_statuses = msgspec.json.Decoder(Status)
+_statuses = msgspec.json.Decoder(StatusBody)
 _bookmarks = msgspec.json.Decoder(KubeObject)
 
 

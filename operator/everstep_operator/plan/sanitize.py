@@ -17,7 +17,7 @@ from everstep.contract import redact
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
-from everstep_operator.plan.snapshot import Exit, InitFailure, PeakMemory, Progress, Snapshot, WorkerPod
+from everstep_operator.plan.snapshot import Exit, InitFailure, ReportedPeak, ReportedProgress, Snapshot, WorkerPod
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
 MAX_SECONDS = 1e9
@@ -112,7 +112,7 @@ def _init(failed: InitFailure | None, secrets: tuple[str, ...]) -> InitFailure |
     return replace(failed, container=name, reason=reason, message=_text(failed.message, secrets))
 
 
-def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
+def _progress(seen: ReportedProgress, secrets: tuple[str, ...]) -> ReportedProgress:
     names = sorted(name for name in seen.metrics if 0 < len(encodable(name)) <= MAX_METRIC_NAME)
     return replace(
         seen,
@@ -135,11 +135,11 @@ def _progress(seen: Progress, secrets: tuple[str, ...]) -> Progress:
     )
 
 
-def _memory(peak: PeakMemory | None) -> PeakMemory | None:
+def _memory(peak: ReportedPeak | None) -> ReportedPeak | None:
     if peak is None:
         return None
     host, rank = min(max(peak.host, 0), SAFE_INT_MAX), min(max(peak.rank, 0), SAFE_INT_MAX)
-    return PeakMemory(host, rank, _bounded(peak.device, SAFE_INT_MAX), _bounded(peak.device_rank, SAFE_INT_MAX))
+    return ReportedPeak(host, rank, _bounded(peak.device, SAFE_INT_MAX), _bounded(peak.device_rank, SAFE_INT_MAX))
 
 
 def _bounded(value: Number | None, limit: Number) -> Number | None:

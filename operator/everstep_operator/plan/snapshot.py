@@ -161,7 +161,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class PeakMemory:
+class ReportedPeak:
     """The greatest memory in bytes of a process of the current round, and its rank. `device`: of an accelerator's
     memory."""
 
@@ -172,7 +172,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReportedProgress:
     """What the workers of the current round have reported. In memory only: an operator restart starts it empty."""
 
     round: int = 0
@@ -187,7 +187,7 @@ class Progress:
     skipped_saves: int = 0  # since the job began
     checkpoint_error: str | None = None  # why the last attempt to commit failed
     straggler: str | None = None  # which rank the others wait for, while they do
-    memory: PeakMemory | None = None
+    memory: ReportedPeak | None = None
     checkpoint_damaged: str | None = None  # which commit was stepped over at the last restore, and why
     productive_seconds: float = 0.0
     # The current round's recovery, in the operator's clock:
@@ -252,7 +252,7 @@ class Snapshot:
     pods: tuple[WorkerPod, ...] = ()
     service_uid: str | None = None  # of the headless service, if it is there and ours
     nodes: dict[str, NodeView] = field(default_factory=dict)
-    progress: Progress = Progress()
+    progress: ReportedProgress = ReportedProgress()
     name_collisions: tuple[str, ...] = ()  # each as `object_names.name_collision` describes it
     create_refused: str | None = None  # the API server's last refusal of a pod create (quota, admission)
     object_refused: str | None = None  # the same of another object that the job needs, with its kind and name

@@ -168,7 +168,7 @@ class JobRounds:
             raise DocumentInvalid(f"presence.member.agent: {join_request.member.agent} is not {name}")
         if not MIN_TTL <= ttl <= MAX_TTL:
             raise DocumentInvalid(f"a lease of {ttl:g} s: {MIN_TTL:g} to {MAX_TTL:g} are expected")
-        value.decode()  # JSON may be UTF-16, what is handed on is text
+        value.decode()  # JSON may be UTF-16; other agents get text
         self.presences.announce(join_request, value, ttl, worker, self._now())
         self.after_presence()
 
@@ -178,7 +178,7 @@ class JobRounds:
         Returns the seconds after which the agent should write it by itself; 0: at once.
         """
         if self._document is not None and self._document.closed is not None:
-            return 0.0  # the agent finds by itself why it cannot join
+            return 0.0  # the agent reads in the document why it cannot join
         self.presences.wait_for_round(name)
         self.schedule_batch()
         return WRITE_GRACE_SECONDS + len(self.presences) * WRITE_GRACE_SECONDS_PER_AGENT
@@ -220,7 +220,7 @@ class JobRounds:
         return self.presences.answers(pod_uid, self._now())
 
     def view(self, *, is_new: bool = False) -> RoundView | None:
-        """See `RoundRegistry.view`. If a new job has a document all the same, the next write or agent's call finds
+        """See `RoundRegistry.view`. If a new job has a document nevertheless, the next write or agent's call reads
         it."""
         if is_new and self._stored is None and not self.was_read and not self._lock.locked():
             self._stored = StoredDocument()
@@ -235,7 +235,7 @@ class JobRounds:
         async with self._lock:
             if self._stored is None:
                 await self._load()
-            for _ in range(2):  # what is known may be old: the write finds that out, and reads again
+            for _ in range(2):  # the known document may be old: then the write fails, and reads it again
                 assert self._stored is not None
                 changed = with_sizes(self._stored.document, self._document, sizes)
                 if changed is None or await self._put(self._stored.version, *changed) is not None:
@@ -254,7 +254,7 @@ class JobRounds:
         """Return when a document is known that is neither older than `known` nor than `max_age` seconds."""
 
         def is_old() -> bool:
-            stored = self._stored if self.was_read else None  # what is only supposed of a new job is not known
+            stored = self._stored if self.was_read else None  # the empty document of a new job was only assumed
             return stored is None or stored.version < known or self._now() - self._read_at >= max_age
 
         if is_old():
@@ -302,8 +302,8 @@ class JobRounds:
             async with asyncio.timeout(API_TIMEOUT):
                 stored, written = await self._write(expected, text, document)
         except WriteRefused as e:
-            # It was not written, so what is known stays. To read it again would announce a change, and the next pass
-            # would follow at once and ask again.
+            # It was not written, so the known document stays. To read it again would announce a change: the next pass
+            # would follow at once and write again.
             self._set_write_failure(replace(self.write_failure, refused=str(e)))
             raise
         except BaseException as e:

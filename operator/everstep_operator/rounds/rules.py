@@ -39,7 +39,7 @@ def require_no_success(before: Document | None, after: Document) -> None:
 
 
 def with_pinned_sizes(document: Document, sizes: Sizes) -> Document:
-    """The document of a job that may have only these sizes from now on, whatever its agents ask for.
+    """The document of a job that may have only these sizes from now on, whatever sizes its agents request.
 
     It does not end the running round: members in excess leave, missing ones join.
     """
@@ -97,7 +97,7 @@ def with_join_requests(
     cleared, _ = without_expired(above(begun, wanted), "", join_requests)
     joined, let_in = join_all(cleared, (Join(join_request.member, join_request.sizes) for join_request in wanted))
     if not let_in:
-        return None  # each agent gets the reason when it tries by itself
+        return None  # each agent gets the reason when it writes its own request
     # Survivors themselves decide how long they wait for replacements.
     patient = any(join_request.patient for join_request in join_requests.values())
     formed = apply(joined, Form(let_in[0], joined.round, Waited.NOTHING, shrink=not patient))

@@ -31,8 +31,8 @@ TURNS_BETWEEN_PASSES = 10  # of the event loop: a renewal of the Lease takes abo
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a pass ended: in how many seconds to come back (None: only on an event), and what it waits for. `gone`: the
-    key's object is gone, and the key is forgotten.
+    """How a pass ended: in how many seconds the next one follows (None: only after an event), and what it waits for.
+    `gone`: the key's object is gone, and the key is forgotten.
     """
 
     reason: str

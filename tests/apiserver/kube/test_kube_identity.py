@@ -8,7 +8,7 @@ import pytest
 
 from everstep.contract.labels import TOKEN_AUDIENCE
 from everstep_operator.endpoint.token_claims import PodIdentity
-from everstep_operator.endpoint.token_reviews import IdentityCache, Refusal, authenticator
+from everstep_operator.endpoint.token_reviews import IdentityCache, TokenRefusal, authenticator
 from everstep_operator.endpoint.token_signatures import SigningKeys
 from everstep_operator.kube.credentials import KubeConfig
 from everstep_operator.kube.resources import PODS
@@ -49,7 +49,7 @@ async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_n
         head, body, signature = token.split(".")
         forged = [f"{head}.{body}.{signature[:i]}{'AB'[signature[i] == 'A']}{signature[i + 1 :]}" for i in range(9)]
         for text in (*forged, f"{head}.{body}.", other, "no.such.token"):
-            assert isinstance(await cache.identify(text), Refusal)
+            assert isinstance(await cache.identify(text), TokenRefusal)
         assert asked.count("tokenreviews") == 1
         assert asked.count("jwks") == 1
 
@@ -57,6 +57,6 @@ async def test_pod_is_known_by_its_token_until_it_is_deleted_and_forgeries_are_n
 
         async def refused() -> bool:
             clock.now += 16
-            return isinstance(await cache.identify(token), Refusal)
+            return isinstance(await cache.identify(token), TokenRefusal)
 
         await eventually("the token died with its pod", refused)

@@ -8,7 +8,7 @@ from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.cluster import TEMPLATE, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
-from everstep_operator.plan.snapshot import Progress
+from everstep_operator.plan.snapshot import ReportedProgress
 from everstep_operator.plan.state import roster, sizing
 from everstep_operator.round_view import RoundView
 
@@ -104,7 +104,7 @@ class ElasticWorld(World):
 
     def do_operator_restart(self) -> None:
         """A new operator starts: it has no reports, and has not read the round yet."""
-        self.progress, self.unread, self.view = Progress(), self.view, None
+        self.progress, self.unread, self.view = ReportedProgress(), self.view, None
 
     def do_round_read(self) -> None:
         self.view = self.unread

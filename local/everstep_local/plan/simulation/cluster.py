@@ -42,7 +42,7 @@ from everstep_operator.plan.snapshot import (
     NodeHealth,
     NodeView,
     PodPhase,
-    Progress,
+    ReportedProgress,
     Settings,
     Snapshot,
     WorkerPod,
@@ -84,7 +84,7 @@ class World:
         self.pods: dict[str, WorkerPod] = {}
         self.nodes = {f"n{i}": NodeView(f"n{i}", NodeHealth.READY, START) for i in (1, 2)}
         self.service: str | None = None
-        self.progress = Progress()
+        self.progress = ReportedProgress()
         self.deleting = False
         self.refused: str | None = None
         self.object_refused: str | None = None
@@ -224,7 +224,7 @@ class World:
                 n: getattr(self.progress, n)
                 for n in ("step", "updated_at", "committed_step", "committed_at", "lost_at")
             }
-            self.progress = Progress(round=status.world.round, **keep)
+            self.progress = ReportedProgress(round=status.world.round, **keep)
         self.status = status
 
     def current(self, index: int) -> str:

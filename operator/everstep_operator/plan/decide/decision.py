@@ -31,7 +31,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class RecoveryStart:
     """A recovery begins. If `follows` and one is open already, that one goes on. `rung`: how it is expected to end."""
 
     loss: Loss
@@ -48,7 +48,7 @@ class Publish:
     reason: ReadyReason | None = None
     event: Event | None = None
     restarts: Restarts | None = None
-    recovery: Recovery | None = None
+    recovery: RecoveryStart | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, R
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import rejections, restart_budget, start_failures
-from everstep_operator.plan.decide.decision import Failed, Publish, Recovery, Wait
+from everstep_operator.plan.decide.decision import Failed, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.state import roster
@@ -91,7 +91,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
         ReadyReason.RECOVERING if hit else None,
         Event(EventReason.WORKER_LOST, f"{message}; {reaction}{start_failures.tried(facts.snapshot, restarts)}"),
         restarts,
-        Recovery(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
+        RecoveryStart(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
     )
 
 

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rung
 from everstep_operator.api.status import RecoveryRecord, Status
-from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, Recovery, Wait
+from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Plan, Requeue
 from everstep_operator.plan.render import (
     converge,
@@ -132,7 +132,7 @@ def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> b
     )
 
 
-def _opened(facts: Facts, begun: Recovery, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
+def _opened(facts: Facts, begun: RecoveryStart, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
     if begun.follows and recovery_record.is_open(records):
         return records
     return recovery_record.opened(facts.snapshot.now, begun.loss, records, begun.rung)

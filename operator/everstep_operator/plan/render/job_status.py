@@ -26,8 +26,7 @@ from everstep_operator.api.status import (
     World,
 )
 from everstep_operator.api.types import RendezvousBackend
-from everstep_operator.plan.snapshot import PeakMemory as Seen
-from everstep_operator.plan.snapshot import Snapshot
+from everstep_operator.plan.snapshot import ReportedPeak, Snapshot
 
 MAX_MESSAGE = 1024
 # Reasons of CheckpointHealthy, by the worker library's error with which a report begins.
@@ -129,7 +128,7 @@ def _progress(snapshot: Snapshot) -> Progress:
     )
 
 
-def _memory(seen: Seen | None) -> PeakMemory | None:
+def _memory(seen: ReportedPeak | None) -> PeakMemory | None:
     if seen is None:
         return None
     return PeakMemory(bytes=seen.host, rank=seen.rank, device_bytes=seen.device, device_rank=seen.device_rank)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from everstep_operator.api.conditions import Rung
 from everstep_operator.api.status import MAX_RECOVERIES, RecoveryRecord
-from everstep_operator.plan.snapshot import Progress
+from everstep_operator.plan.snapshot import ReportedProgress
 from everstep_operator.plan.state.losses import Loss
 
 
@@ -28,7 +28,7 @@ def is_open(records: tuple[RecoveryRecord, ...]) -> bool:
 
 
 def completed(
-    records: tuple[RecoveryRecord, ...], progress: Progress, step_before: int | None, rung: Rung
+    records: tuple[RecoveryRecord, ...], progress: ReportedProgress, step_before: int | None, rung: Rung
 ) -> tuple[RecoveryRecord, ...]:
     """Complete the newest record once every rank has taken a step since the loss; until then it stays as it is. `rung`
     is the one that brought the training back."""
@@ -52,7 +52,9 @@ def completed(
     return (done, *records[1:])
 
 
-def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
+def regrown(
+    now: datetime, progress: ReportedProgress, records: tuple[RecoveryRecord, ...]
+) -> tuple[RecoveryRecord, ...]:
     """The records, with a new one if the world has its full size again after the newest recovery had shrunk it."""
     if not records or records[0].rung != Rung.SHRINK or is_open(records):
         return records
@@ -69,7 +71,7 @@ def regrown(now: datetime, progress: Progress, records: tuple[RecoveryRecord, ..
     return (grown, *records)[:MAX_RECOVERIES]
 
 
-def _repeated(progress: Progress, step_before: int | None) -> int | None:
+def _repeated(progress: ReportedProgress, step_before: int | None) -> int | None:
     """The steps that had been completed and were taken again; None if no process reported where the training resumed.
     They are counted from the first step that the processes took, not from the step that they restored. Members that
     kept their memory restored nothing and lost nothing, and a script may keep its state by other means.

@@ -95,7 +95,7 @@ CHARGES: dict[Cause, Charge] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ScriptRefusal:
     """The session refused the script in one of its first steps, or before them. `line`: `train.py:12`, or empty."""
 
     line: str
@@ -114,7 +114,9 @@ class Loss:
     at: datetime | None = None  # when it happened, if known
     log_lines: tuple[str, ...] = ()
     cannot_start: bool = False  # a restart would fail in the same way: see `decide.start_failures`
-    refusal: Refusal | None = None  # a restart would be refused too, until the script is changed: see `decide.refusals`
+    refusal: ScriptRefusal | None = (
+        None  # a restart would be refused too, until the script is changed: see `decide.refusals`
+    )
     unstarted: bool = False  # its container never began to run, so the loss shows nothing about the program
 
     @property
@@ -266,7 +268,7 @@ class _Record:
     text: str
     peer_lost: bool
     lines: tuple[str, ...]
-    refusal: Refusal | None
+    refusal: ScriptRefusal | None
 
 
 def _record(message: str | None) -> _Record | None:
@@ -297,11 +299,11 @@ def _record_of(line: str) -> _Record | None:
         return None
 
 
-def _refusal(body: Mapping[str, object]) -> Refusal | None:
+def _refusal(body: Mapping[str, object]) -> ScriptRefusal | None:
     """Workers that are older than this field do not write it."""
     if not termination.is_early(body.get("refused_after")):
         return None
-    return Refusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_LOCATION))
+    return ScriptRefusal(_shown(" ".join(str(body.get("line", ""))[:MAX_LINE].split()), MAX_LOCATION))
 
 
 def _process_exit_code(exit_: Exit) -> int:
