@@ -22,6 +22,7 @@ from everstep.cli.printing import SafeConsole, cell, say, say_error
 from everstep.contract.stamp import Stamp
 from everstep.rehearse import findings as compare
 from everstep.rehearse import stamp as stamps
+from everstep.rehearse.beginning import fetch
 from everstep.rehearse.findings import Finding
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
@@ -46,6 +47,12 @@ def rehearse(
     json_: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
     strict: Annotated[bool, typer.Option(help="A warning fails the rehearsal too.")] = False,
     keep: Annotated[bool, typer.Option(help="Keep the folder of the runs, with their logs.")] = False,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="URL@STEP", help="Begin from this commit of a run; without @STEP from its newest."
+        ),
+    ] = None,
     stamp: Annotated[
         str | None,
         typer.Option(
@@ -72,14 +79,16 @@ def rehearse(
     began = time.monotonic()
     kept = keep
     try:
-        player = Player(folder, [str(script.absolute()), *(arguments or [])], min(EVERY, steps // 2 - 1), limit)
+        beginning = fetch(from_, folder / "beginning") if from_ is not None else None
+        command = [str(script.absolute()), *(arguments or [])]
+        player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
         runs = _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills))
         found = compare.find(runs)
         kept = keep or any(f.certain for f in found)
         proves = not kills and set(kinds) >= stamps.PROVEN
         left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, found=bool(found))
         report = _report(script, arguments or [], ranks, steps, runs, found, time.monotonic() - began)
-        report["stamp"] = left
+        report |= {"stamp": left, "from": beginning.step if beginning is not None else None}
         if json_ is not None:
             json_.write_text(json.dumps(report, indent=1) + "\n")
         _show(script, runs, found, time.monotonic() - began)
@@ -87,6 +96,9 @@ def rehearse(
             say(f"stamp: {left}")
         if kept:
             say(f"\nlogs of each run: {folder}/*/log")
+    except PlanError as e:
+        say_error(f"everstep: {e}")
+        raise typer.Exit(USAGE) from e
     finally:
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)

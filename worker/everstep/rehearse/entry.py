@@ -31,7 +31,7 @@ def main() -> None:
     if not settings["last"] and any(folder.glob(KILLS)):
         (folder / GONE).touch()
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
-    watch = Watch(folder, kills, settings["steps"], settings["every"])
+    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"])
     watch.install()
     LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()

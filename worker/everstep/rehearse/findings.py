@@ -31,6 +31,7 @@ KEEP = (
     "Keep what steps change as a number, a text, a list or a dictionary in an attribute of the callback or the module: "
     "an object of a class of your own in it is not kept"
 )
+ANOTHER = "If the commit of --from is of another model: name one that this script has saved, with these arguments"
 BATCH = "`run.loader(dataset, global_batch=N)`"
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
@@ -120,7 +121,8 @@ def _ended(run: Played) -> Finding | None:
         )
         return Finding(Kind.SIZE, title, text)
     if run.refused:
-        return Finding(Kind.REFUSED, title, run.refused, run.last)
+        beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
+        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}", run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
@@ -137,7 +139,9 @@ def _ended(run: Played) -> Finding | None:
         points = ", ".join(kill.name for kill in run.scenario.kills)
         return Finding(Kind.ENDED, title, f"nobody was killed: the script never came to {points}", run.last)
     if run.last == 0:
-        return Finding(Kind.ENDED, title, "ended before its first step, so there is nothing to compare", 0)
+        complete = f". The commit of --from has {run.begins} steps: the script may take no more" if run.begins else ""
+        text = f"ended before its first step, so there is nothing to compare{complete}"
+        return Finding(Kind.ENDED, title, text, 0)
     return None
 
 

@@ -63,7 +63,7 @@ class LibraryLoop:
         def began(callback: Any, state: Any) -> None:
             begins(callback, state)
             watch.samples = []
-            watch.enters(state.global_step, rank())
+            watch.enters(state.global_step - watch.base, rank())
 
         def ended(callback: Any, *arguments: Any, **more: Any) -> None:
             watch.reach("tail")
@@ -71,13 +71,14 @@ class LibraryLoop:
 
         def working(trainer: Any, *arguments: Any, **more: Any) -> Any:
             # It is called once more at an epoch's end, and where a peer was lost in it.
-            if watch.step is not None and trainer.state.global_step > watch.step:
-                if trainer.state.global_step >= watch.limit:
+            done = trainer.state.global_step - watch.base
+            if watch.step is not None and done > watch.step:
+                if done >= watch.limit:
                     trainer.control.should_training_stop = True
                 optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
                 watch.tracked = {"model": trainer.model, "optimizer": optimizer, "scheduler": trainer.lr_scheduler}
                 objects = [trainer, *trainer.callback_handler.callbacks, *trainer.model.modules()]
-                self._note(trainer.state.global_step, objects, sys._getframe(1))
+                self._note(done, objects, sys._getframe(1))
             return work(trainer, *arguments, **more)
 
         replace_all(
@@ -101,23 +102,24 @@ class LibraryLoop:
             begins(callback, trainer, module, batch, number)
             if not goes_on:
                 watch.samples = []
-                watch.enters(trainer.global_step, rank())
+                watch.enters(trainer.global_step - watch.base, rank())
             watch.samples += samples(batch)
 
         def ended(callback: Any, trainer: Any, module: Any, *more: Any) -> None:
-            whole = watch.step is not None and trainer.global_step > watch.step
+            done = trainer.global_step - watch.base
+            whole = watch.step is not None and done > watch.step
             if whole:
                 watch.reach("tail")
             ends(callback, trainer, module, *more)
             if not whole:
                 return
-            if trainer.global_step >= watch.limit:
+            if done >= watch.limit:
                 trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
             watch.tracked = {"model": module}
             watch.tracked |= {f"optimizer_{i}": one for i, one in enumerate(trainer.optimizers)}
             watch.tracked |= {f"scheduler_{i}": one.scheduler for i, one in enumerate(trainer.lr_scheduler_configs)}
             objects = [trainer, *trainer.callbacks, trainer.datamodule, *module.modules()]
-            self._note(trainer.global_step, objects, sys._getframe(1))
+            self._note(done, objects, sys._getframe(1))
 
         replace_all(
             (callback_class, "on_fit_start", started), (callback_class, "on_train_batch_start", began),

@@ -45,6 +45,8 @@ class OwnLoop:
             if self._is_alone:
                 self._watch.tracked |= dict(state)
                 self._done = self._seen(found)
+                if found is None and self._watch.begins is not None:
+                    self._watch.did_not_begin()
             return found
 
         def saved(checkpointer: Checkpointer, step: int, state: Any, **options: Any) -> Any:

@@ -15,7 +15,9 @@ KINDS = ("rank", "all", "size")
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
 EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
-SETTINGS = "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every and last
+SETTINGS = (
+    "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every, last and begins
+)
 _KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
 
 

@@ -19,6 +19,7 @@ from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
 from everstep.rehearse import record
+from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import SETTINGS, Scenario
 
 ENTRY = Path(__file__).with_name("entry.py")
@@ -44,6 +45,7 @@ class Played:
     in_library: bool = False  # the steps are Trainer's or Lightning's
     own_loop: bool = False  # the script saves by a Checkpointer of its own
     files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
+    begins: int | None = None  # the step of the commit from which it began
 
     @property
     def last(self) -> int:
@@ -56,9 +58,13 @@ class Stopped(Exception):
 
 
 class Player:
-    """Plays `command`, a script with its arguments, in folders below `folder`."""
+    """Plays `command`, a script with its arguments, in folders below `folder`; from a commit, if there is a
+    `beginning`."""
 
-    def __init__(self, folder: Path, command: list[str], every: int, limit: float) -> None:
+    def __init__(
+        self, folder: Path, command: list[str], every: int, limit: float, beginning: Beginning | None = None
+    ) -> None:
+        self._beginning = beginning
         self._folder, self._command, self._every, self._limit = folder, command, every, limit
         self._stopped = threading.Event()
 
@@ -71,6 +77,10 @@ class Player:
         times a second."""
         place = self._folder / scenario.name
         place.mkdir(parents=True)
+        begins = None
+        if self._beginning is not None:
+            begins = self._beginning.step
+            self._beginning.copy_to(place / "commits")
         where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _sizes(where) if where is not None else {}
         began, code, hung = time.monotonic(), 0, False
@@ -79,7 +89,7 @@ class Player:
                 last = i == len(scenario.sizes) - 1
                 settings = {
                     "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
-                    "every": self._every, "last": last,
+                    "every": self._every, "last": last, "begins": begins,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
                 code, hung = self._run(ranks, restarts, settings, where, out, place, progress)
@@ -91,7 +101,7 @@ class Player:
             scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
             hung, refusal_in(log) if code else "", not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
-            {n: s for n, s in after.items() if before.get(n) != s},
+            {n: s for n, s in after.items() if before.get(n) != s}, begins,
         )  # fmt: skip
 
     def _run(

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,13 @@ _ROOT = re.compile(r"[^.\[]*")
 
 
 class Watch:
-    """Of one process. `every`: steps between two saves, where the script's own number is too large to be rehearsed."""
+    """Of one process. `every`: steps between two saves, where the script's own number is too large to be rehearsed.
+    `begins`: the step of the commit from which the run begins; steps are counted from there."""
 
-    def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int) -> None:
+    def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None = None) -> None:
         self.folder, self.limit, self._every = folder, limit, every
+        self.begins, self.base = begins, begins or 0
+        self._url: str | None = None  # the first that the script names
         # Of several ranks that die at once, a launcher may end some before they come to their own death.
         self._kills = [kill for kill in kills if not any(folder.glob(f"killed-{kill.name}-*"))]
         self.tracked: dict[str, Any] = {}
@@ -90,20 +93,20 @@ class Watch:
         ) -> Iterator[steps.Step]:
             watch.run = run
             if until is not None:
-                until = min(until, watch.limit)
+                until = min(until, watch.base + watch.limit)
             for step in loop(run, loader, until=until, epochs=epochs):
                 yield step
                 if step.phase is steps.Phase.DONE:
                     watch.tracked = {name: value for name, value in run._state.items() if name not in RESERVED}
-                    watch.note(run.step, run._rank, sys._getframe(1))
-                if run.step >= watch.limit and until is None:
+                    watch.note(run.step - watch.base, run._rank, sys._getframe(1))
+                if run.step >= watch.base + watch.limit and until is None:
                     return
 
         def over_epochs(run: session.Run, loader: Any, epochs: int) -> Iterator[int]:
             watch.run = run
             for epoch in loop_over_epochs(run, loader, epochs):
                 yield epoch
-                if run.step >= watch.limit:
+                if run.step >= watch.base + watch.limit:
                     return
 
         # The session reads the text of the loop that asks for a step: the script's, and not this one.
@@ -124,7 +127,7 @@ class Watch:
         def entered(step: steps.Step) -> Any:
             watch.samples = []
             batch = enter(step)
-            watch.enters(step.number, watch.run._rank if watch.run is not None else 0)
+            watch.enters(step.number - watch.base, watch.run._rank if watch.run is not None else 0)
             return batch
 
         def left(step: steps.Step, *error: Any) -> bool:
@@ -166,13 +169,24 @@ class Watch:
         """The folder of the rehearsal that stands for a checkpoint URL of the script."""
         if url is None or str(url).startswith(str(self.folder)):
             return str(url or self.folder / "commits")
+        self._url = self._url or str(url)
+        if self.begins is not None and str(url) == self._url:
+            return str(self.folder / "commits")  # where the commit is from which the run begins
         return str(self.folder / f"commits-{hashlib.blake2b(str(url).encode(), digest_size=4).hexdigest()}")
 
     def enters(self, step: int, rank: int) -> None:
-        """The step after so many begins."""
+        """The step after so many begins. Raises `SystemExit` if the run did not begin from its commit."""
+        if step < 0:
+            self.did_not_begin()
         self.step, self._rank = step, rank
         self._points.clear()
         self.reach("begin")
+
+    def did_not_begin(self) -> NoReturn:
+        raise SystemExit(
+            f"everstep rehearse: the script did not restore the commit of step {self.begins}, which --from names. It "
+            "has to save by everstep.start or an everstep.Checkpointer, and the commit counts for its first URL"
+        )
 
     def leaves(self) -> None:
         """The step has been counted."""
@@ -236,7 +250,8 @@ class Watch:
         is_due = self.run is not None or self.in_library  # else the script decides what it saves, and when
         while True:
             folders = [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]
-            saved = any(Catalog(open_store(str(place))).latest() is not None for place in folders)
+            newest = [Catalog(open_store(str(place))).latest() for place in folders]
+            saved = any(one is not None and (self.begins is None or one.step > self.begins) for one in newest)
             noted = not compared or any(any(place.glob(f"data/*/{NEXT}.bin")) for place in folders)
             if (saved and noted) or not (folders or is_due) or time.monotonic() > deadline:
                 return
