@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,14 @@ def test_message_that_looks_like_markup_is_shown_as_it_is(message: str) -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(render(view(message)))
     assert console.export_text().count(message) == 2
+
+
+def test_head_of_a_run_says_that_its_program_was_rehearsed() -> None:
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(render(view("")))
+    assert "rehearsed" not in console.export_text()
+    console.print(render(replace(view(""), rehearsed="2026-11-29, 3 ranks, 40 steps")))
+    assert "goodput –  rehearsed (2026-11-29, 3 ranks, 40 steps)" in console.export_text()
 
 
 def test_plain_lines_tell_why_a_job_waits_and_only_when_that_changes() -> None:

@@ -37,6 +37,7 @@ NO_NUMBERS = [float("inf"), float("-inf"), float("nan")]
 FULL = Report(
     Phase.TRAIN, rank=0, world_size=2, at=100.0, round=1, step=5, total_steps=9, epoch=1, step_seconds=0.5,
     restored_step=1, restore_seconds=0.1, committed_step=4, committed_at=99.0, checkpoint_error="no", straggler="r1",
+    rehearsed="2026-11-29",
     peak_memory=1, peak_device_memory=1, metrics={"loss": 0.5},
 )  # fmt: skip
 NUMBERS = sorted(f.name for f in fields(Report) if type(getattr(FULL, f.name)) in (int, float))

@@ -187,6 +187,16 @@ def test_a_slow_rank_is_acted_on_at_once_and_is_forgotten_with_its_round() -> No
     assert progress.snapshot().straggler is None
 
 
+def test_rehearsal_of_the_program_that_rank_0_reports_is_that_of_the_round() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, 1, step=1, rehearsed="another"), at(1))
+    assert progress.snapshot().rehearsed is None
+    progress.accept(report(Phase.TRAIN, step=1, rehearsed="2026-11-29, 3 ranks, 40 steps"), at(1))
+    assert progress.snapshot().rehearsed == "2026-11-29, 3 ranks, 40 steps"
+    progress.accept(report(Phase.START, round=2), at(2))
+    assert progress.snapshot().rehearsed is None
+
+
 def test_peak_memory_is_that_of_the_rank_that_held_the_most_and_is_forgotten_with_its_round() -> None:
     progress = fresh()
     progress.accept(report(Phase.TRAIN, 0, step=1, peak_memory=500), at(1))
@@ -205,7 +215,8 @@ reports = st.builds(
     Report, phase=phases, rank=st.integers(0, 2**63 - 1), world_size=st.integers(0, 4), at=st.floats(0, 1e308),
     round=st.integers(0, 4), step=whole, total_steps=whole, epoch=whole, step_seconds=real, restored_step=whole,
     restore_seconds=real, committed_step=whole, committed_at=real, checkpoint_error=st.one_of(st.none(), st.text()),
-    straggler=st.one_of(st.none(), st.text()), metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
+    straggler=st.one_of(st.none(), st.text()), rehearsed=st.one_of(st.none(), st.text()),
+    metrics=st.dictionaries(st.text(max_size=5), st.floats(), max_size=3),
     peak_memory=whole, peak_device_memory=whole,
 )  # fmt: skip
 

@@ -284,7 +284,7 @@ odd_progress = st.builds(
     dict,
     round=st.integers(0, 6), step=numbers, total_steps=numbers, epoch=numbers, step_seconds=reals,
     metrics=st.dictionaries(st.one_of(st.text(max_size=60), st.just("\ud800")), st.floats(), max_size=9),
-    committed_step=numbers, checkpoint_error=texts, straggler=texts, productive_seconds=st.floats(0),
+    committed_step=numbers, checkpoint_error=texts, straggler=texts, rehearsed=texts, productive_seconds=st.floats(0),
     restored_step=numbers, restore_seconds=reals,
 )  # fmt: skip
 

@@ -255,7 +255,10 @@ def test_head_of_the_status_is_not_behind_the_workers_below_it() -> None:
     job = msgspec.convert(
         {
             "metadata": {"name": "digits", "uid": "u"},
-            "status": {"conditions": [{"type": "Ready", "reason": "Running"}], "progress": {"step": 40}},
+            "status": {
+                "conditions": [{"type": "Ready", "reason": "Running"}],
+                "progress": {"step": 40, "rehearsed": "r"},
+            },
         },
         Unstructured,
     )
@@ -273,6 +276,7 @@ def test_head_of_the_status_is_not_behind_the_workers_below_it() -> None:
     seen = StepSeen(1.0, "digits-w0-0", worker=0, rank=0, world_size=1, step=57)
     assert made_view(job, [pod], {"digits-w0-0": seen}, {}, [], {}).step == 57
     assert made_view(job, [pod], {}, {}, [], {}).step == 40
+    assert made_view(job, [pod], {}, {}, [], {}).rehearsed == "r"
 
 
 # Faults.

@@ -24,6 +24,8 @@ def render(view: View) -> Group:
         f"step {_shown(view.step)}/{_shown(view.total_steps)}  committed {_shown(view.committed)}  "
         f"world {view.size}  round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
     )
+    if view.rehearsed:
+        head.append(f"  rehearsed ({view.rehearsed})")
     table = Table(box=None, pad_edge=False, header_style="dim")
     device = any(row.device_memory is not None for row in view.workers)
     figures = ("RANK", "STEP", "RESTARTS", "PEAK RAM", *(("PEAK DEVICE",) if device else ()))

@@ -53,6 +53,7 @@ class View:
     workers: tuple[WorkerRow, ...]
     events: tuple[EventRow, ...]
     raw_status: Mapping[str, Any]
+    rehearsed: str = ""  # the rehearsal of its program
     notice: str = ""  # why nothing happens to the job at the moment
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ def view(
         workers=tuple(sorted(rows, key=lambda r: (r.worker, r.restarts))),
         events=tuple(events)[-EVENTS:],
         raw_status=dict(status),
+        rehearsed=str(progress.get("rehearsed") or ""),
         notice=notice,
     )
 

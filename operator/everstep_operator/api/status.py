@@ -106,6 +106,11 @@ class Progress(StatusModel):
     straggler: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
         default=None, description="The rank that the others wait for in each step, with its time. It is only reported."
     )
+    rehearsed: Annotated[str, StringConstraints(max_length=1024)] | None = Field(
+        default=None,
+        description="When the program that runs was rehearsed, with how many ranks and steps, if `everstep rehearse` "
+        "has left a stamp of it. It is only reported.",
+    )
     memory: PeakMemory | None = Field(
         default=None, description="The greatest peak of memory of a training process in this round."
     )

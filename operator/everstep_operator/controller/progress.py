@@ -58,6 +58,7 @@ class JobProgress:
         self._restore_seconds: float | None = None
         self._trained_at: datetime | None = None
         self._straggler: str | None = None
+        self._rehearsed: str | None = None
         self._first_step_at: datetime | None = None
         self._peak: ReportedPeak | None = None
 
@@ -160,6 +161,7 @@ class JobProgress:
         if report.rank == 0:
             self._progress(report)
             slow, self._straggler = report.straggler != self._straggler, report.straggler
+            self._rehearsed = report.rehearsed
         return first or complete or slow or report.phase is Phase.DONE
 
     def _progress(self, report: Report) -> None:
@@ -215,6 +217,7 @@ class JobProgress:
             checkpoint_error=self._error,
             checkpoint_damaged=self._damaged,
             straggler=self._straggler,
+            rehearsed=self._rehearsed,
             memory=self._peak,
             productive_seconds=self._productive,
             lost_at=self._lost_at,

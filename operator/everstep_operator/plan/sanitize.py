@@ -125,6 +125,7 @@ def _progress(seen: ReportedProgress, secrets: tuple[str, ...]) -> ReportedProgr
         committed_step=_bounded(seen.committed_step, SAFE_INT_MAX),
         checkpoint_error=_shown(seen.checkpoint_error, secrets),
         straggler=_shown(seen.straggler, secrets),
+        rehearsed=_shown(seen.rehearsed, secrets),
         memory=_memory(seen.memory),
         checkpoint_damaged=_shown(seen.checkpoint_damaged, secrets),
         productive_seconds=min(seen.productive_seconds, MAX_SECONDS),

@@ -59,6 +59,7 @@ class Report:
     committed_at: float | None = None
     checkpoint_error: str | None = None
     straggler: str | None = None  # the rank that the others wait for, in words
+    rehearsed: str | None = None  # the rehearsal of this very program, in words
     peak_memory: int | None = None  # most bytes of RAM that the process has held at once
     peak_device_memory: int | None = None  # and of its accelerator's memory, in tensors
     metrics: dict[str, float] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class Report:
             committed_at=_float(body, "committed_at"),
             checkpoint_error=_text(body, "checkpoint_error"),
             straggler=_text(body, "straggler"),
+            rehearsed=_text(body, "rehearsed"),
             peak_memory=_int(body, "peak_memory", below=MAX_NUMBER),
             peak_device_memory=_int(body, "peak_device_memory", below=MAX_NUMBER),
             metrics=_metrics(body.get("metrics", {})),

@@ -134,6 +134,11 @@ class Reporter:
         with self._wake:
             self._known = replace(self._known, straggler=redact.short(what, MAX_ERROR) if what else None)
 
+    def rehearsed(self, what: str) -> None:
+        """The program was rehearsed, and how. It is reported with the next steps."""
+        with self._wake:
+            self._known = replace(self._known, rehearsed=redact.short(what, MAX_ERROR))
+
     def committed(self, step: int, at: float | None = None) -> None:
         """The commit of `step` exists since `at`, in seconds since the epoch (default: now)."""
         self._offer(Phase.SAVE, committed_step=step, committed_at=at if at is not None else self._now())

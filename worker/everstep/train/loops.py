@@ -315,6 +315,8 @@ class Loops:
         self._random.start()
         self._switches.start()
         self._stamp = rehearsed.look_up(self._coordinator.schedule)
+        if self._stamp is not None:
+            self._coordinator.rehearsed(str(self._stamp))
         if self._comparable and self._coordinator.saves:
             self._check = RestartCheck(
                 self._state, self._coordinator, self._script.may_differ, hears=self._recovery is not None

@@ -123,6 +123,7 @@ def _progress(snapshot: Snapshot) -> Progress:
         eta_seconds=eta,
         metrics={name: f"{value:.6g}" for name, value in sorted(seen.metrics.items())} or old.metrics,
         straggler=seen.straggler and seen.straggler[:MAX_MESSAGE],
+        rehearsed=seen.rehearsed and seen.rehearsed[:MAX_MESSAGE],
         memory=_memory(seen.memory) or old.memory,
         updated_at=seen.updated_at,
     )

@@ -219,6 +219,10 @@ class StepCoordinator:
         self._counted, self._step_seconds = now, now - self._counted
         self._reporter.step(step, total_steps=total, epoch=epoch, metrics=self._metrics.ready())
 
+    def rehearsed(self, what: str) -> None:
+        """The rehearsal of this program to report."""
+        self._reporter.rehearsed(what)
+
     def slow(self, what: str | None) -> None:
         """The rank to report as a straggler; None if there is none any more."""
         self._reporter.slow(what)
