@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,8 +93,10 @@ def test_container_is_carried_if_its_methods_change_it_and_a_step_reads_it(body:
 
 
 SCRIPT = """
+import dataclasses
 import functools
 import torch
+from carried_options import Shared
 
 count = 0
 seen = []
@@ -127,12 +130,91 @@ class Meter:
     def __call__(self):
         self.n += 1
 
+class Skip(Exception):
+    n, seen = 0, []
+
+    def __init__(self):
+        type(self).n += 1
+        super().__init__("skipped")
+
+class Named(Skip):
+    def __init__(self):
+        self.seen.append(1)
+
+class Below(Skip):
+    def __init__(self):
+        super().__init__()
+
+class Counted:
+    n = 0
+
+    def __new__(cls):
+        Counted.n += 1
+        return super().__new__(cls)
+
+    @classmethod
+    def count(cls):
+        cls.n += 1
+
+    def by_class(self):
+        self.__class__.n += 1
+
+    def __enter__(self):
+        self.by_class()
+
+    def __exit__(self, *error):
+        pass
+
+class Other(Counted):
+    def __new__(cls):
+        return object.__new__(cls)
+
+@dataclasses.dataclass
+class Part:
+    of: int = 0
+    made = []
+
+    def __post_init__(self):
+        self.made.append(self.of)
+
+class Meta(type):
+    n = 0
+
+    def __call__(cls):
+        Meta.n += 1
+
+class Made(metaclass=Meta):
+    pass
+
+class OfNet(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+
 class Net(torch.nn.Module):
     def forward(self, x):
         self.calls = self.calls + 1
         return x
 
 meter = Meter()
+def by_globals():
+    globals()["count"] += 1
+
+def by_setattr(of):
+    setattr(of, "n", 1)
+
+def by_vars(of):
+    vars(of)["n"] += 1
+    of.__dict__["total"] += 1
+
+def of_function():
+    of_function.n += 1
+
+def skip():
+    raise Below
+
+of_net, counted, other = OfNet(), Counted(), Other()
 net, parts = Net(), torch.nn.Sequential(torch.nn.ReLU(), Net())
 net.calls = 0
 callbacks = [meter.update, Meter()]
@@ -140,9 +222,27 @@ bound = functools.partial(work, meter)
 """
 
 
+# The file of options of another name has a function with the name of a method.
+OPTIONS = """
+class Shared:
+    n = 0
+
+    @classmethod
+    def count(cls):
+        cls.n += 1
+
+def count():
+    global n
+    n += 1
+"""
+
+
 @pytest.fixture
-def script(tmp_path: Path) -> dict[str, Any]:
-    """The variables of a script that has a file."""
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The variables of a script that has a file, and imports another one."""
+    (tmp_path / "carried_options.py").write_text(OPTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "carried_options", raising=False)
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -165,6 +265,30 @@ def script(tmp_path: Path) -> dict[str, Any]:
         ("parts(step)", ["parts[1].calls"]),
         ("for callback in callbacks:\n    callback()", ["callbacks[1].n", "meter.total"]),
         ("net.train()", []),
+        ("raise Skip", ["Skip.n"]),
+        ("try:\n    raise Skip()\nexcept Skip:\n    pass", ["Skip.n"]),
+        ("f(lambda: Skip())", ["Skip.n"]),
+        ("error = Named()\nprint(error.seen)", ["Named.seen"]),
+        ("skip()", ["Below.n"]),
+        ("Counted()", ["Counted.n"]),
+        ("Counted.count()", ["Counted.n"]),
+        ("other.count()", ["Other.n"]),
+        ("counted.by_class()", ["Counted.n"]),
+        ("fresh = Other()\nfresh.count()", ["Other.n"]),
+        ("Other().count()", ["Other.n"]),
+        ("with counted:\n    pass", ["Counted.n"]),
+        ("with Other() as one:\n    pass", ["Other.n"]),
+        ("part = Part(1)", ["Part.made"]),
+        ("Made()", ["Meta.n"]),
+        ("of_net(step)", ["OfNet.calls"]),
+        ("Shared.count()", ["Shared.n"]),
+        ("Other()", []),
+        ("by_globals()", ["count"]),
+        ("globals()['count'] = 1\nprint(count)", []),
+        ("by_setattr(meter)", ["meter.n"]),
+        ("by_setattr(Skip)", ["Skip.n"]),
+        ("by_vars(meter)", ["meter.n", "meter.total"]),
+        ("of_function()", ["of_function.n"]),
     ],
 )
 def test_what_the_scripts_functions_carry_is_found(body: str, names: list[str], script: dict[str, Any]) -> None:

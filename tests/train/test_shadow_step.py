@@ -6,6 +6,7 @@ Whole runs with a process killed are rows of `tests/ordinary`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import runpy
 import sys
@@ -493,6 +494,29 @@ def test_values_that_differ_are_named_the_nearest_first() -> None:
     assert "config['alpha'] (0.5 there, 1.0 in the new process)" in found
     assert "config['seen'].kinds (2 elements there, 0 elements in the new process)" in found
     assert not [name for name in found if name.startswith("options")]
+
+
+class Registry:
+    only: Registry | None = None
+
+    def __init__(self) -> None:
+        self.taken = 3
+
+
+def test_attributes_of_classes_are_compared_wherever_the_class_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another file, behind an object alone, and what one object of the class has that the class keeps."""
+    text = "class Skip(Exception):\n    n = 4\n\ndef made():\n    class Hidden:\n        n = 5\n    return Hidden()\n"
+    (tmp_path / "shadow_options.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Registry, "only", Registry())
+    options: Any = importlib.import_module("shadow_options")
+    hidden, registry = options.made(), Registry
+    found = plain_values(sys._getframe())
+    assert hidden
+    assert registry is Registry
+    assert {found["options.Skip.n"], found["Hidden.n"], found["registry.only.taken"]} == {"4", "5", "3"}
 
 
 def test_class_attributes_and_functions_are_told() -> None:

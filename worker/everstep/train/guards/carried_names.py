@@ -3,7 +3,8 @@
 The reader walks through the text of the loop's body, and of the script's functions that it calls, as one step would
 run them. It notes which names are bound, and which are read before each way through the step has bound them anew. What
 is both is carried. It does not judge whether a value matters. An attribute of an object that outlives the step counts
-as read at the step's end, because other code may read it there.
+as read at the step's end, because other code may read it there. An attribute of a class is named by the class, also
+where a method binds it by `type(self)` or `cls`.
 
 Where it cannot follow (a library's function, a registry of callbacks, `exec`), it sees neither; `comparison` and
 `everstep rehearse` see the values. Invariants: none of the script's code is called, at most `MOST` parts of the text
@@ -18,7 +19,7 @@ import inspect
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +62,9 @@ class _Scope:
     names: Mapping[str, Name] = field(default_factory=dict)
     outer: _Scope | None = None
     functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
+    module: Name = ()  # of its global variables; empty: the loop's
+    owner: Name | None = None  # of a method: the object or class that it is called of
+    kind: type | None = None  # of a method that calls `super()`: the class in whose text it stands
     ends: list[set[Name]] = field(default_factory=list)  # what is bound where the function returns
 
 
@@ -71,6 +75,7 @@ class Reader:
         self._values = values
         self._scope = self._root = _Scope(file)
         self._bound: dict[Name, Carried] = {}
+        self._kinds = dict[Name, Name]()  # the classes of objects that are made in the step
         self._reads = set[tuple[Name, frozenset[Name]]]()  # each with what was bound of it before
         self._done: set[Name] | None = set()  # bound on each way to the present place; None: no way leads here
         self._ends: list[set[Name]] = []
@@ -126,6 +131,7 @@ class Reader:
     def _bind(self, name: Name | None, node: ast.AST, *, rebound: bool = True, lasts: bool = True) -> None:
         """Note that the name gets another object, or, without `rebound`, changes in place. `lasts`: until the step's
         end."""
+        name = self._shared(name, rebound) if name else None
         if not name or not name[0] or self._done is None:
             return
         if name not in self._bound or (rebound and not self._bound[name].rebound):
@@ -133,17 +139,56 @@ class Reader:
         if rebound and lasts:
             self._done.add(name)
 
+    def _shared(self, name: Name, rebound: bool) -> Name:
+        """The name under which all objects of a class have what changes, where an object made in the step has it of
+        its class."""
+        for i in range(len(name) - 1 - rebound, 0, -1):
+            kind = self._kinds.get(name[:i])
+            if kind is not None and value_of(self._values, (*kind, name[i])) is not MISSING:
+                return (*kind, *name[i:])
+        return name
+
     def _name(self, e: ast.AST) -> Name | None:
         match e:
             case ast.Name():
                 return self._scope.names.get(e.id, (e.id,))
+            case ast.Attribute(attr="__class__"):
+                return self._class_of(self._name(e.value))
             case ast.Attribute():
                 owner = self._name(e.value)
-                return None if owner is None else (*owner, f".{e.attr}") if owner[0] else _LOCAL
+                return None if owner is None else (*owner, f".{e.attr}")
             case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
+                if (owner := self._attributes_of(e.value)) is not None:
+                    return (*owner, f".{key}") if owner else (str(key),)
                 owner = self._name(e.value)
-                return None if owner is None else (*owner, f"[{key!r}]") if owner[0] else _LOCAL
+                return None if owner is None else (*owner, f"[{key!r}]")
+            case ast.Call(func=ast.Name(id="type"), args=[one], keywords=[]):
+                return self._class_of(self._name(one))
+            case ast.Call():
+                kind = self._name(e.func)
+                if kind is not None and isinstance(self._value(kind), type) and is_own(self._value(kind)):
+                    self._kinds[made := ("", *kind)] = kind
+                    return made
         return None
+
+    def _attributes_of(self, e: ast.AST) -> Name | None:
+        """Of `globals()`, `vars(x)` and `x.__dict__`: the name of what has the attributes; empty: the loop's file."""
+        match e:
+            case ast.Call(func=ast.Name(id="globals"), args=[]):
+                return self._scope.module
+            case ast.Call(func=ast.Name(id="vars"), args=[one]) | ast.Attribute(value=one, attr="__dict__"):
+                return self._name(one)
+        return None
+
+    def _class_of(self, name: Name | None) -> Name | None:
+        """The name of the class of what stands under the name, if it is the script's."""
+        if name is not None and name in self._kinds:
+            return self._kinds[name]
+        kind = type(value) if (value := self._value(name)) is not MISSING else object
+        if not is_own(kind):
+            return None
+        own: Iterator[Name] = ((one,) for one, known in self._values.items() if known is kind)
+        return next(own, (kind.__module__, *(f".{part}" for part in kind.__qualname__.split("."))))
 
     def _target(self, target: ast.AST | None) -> None:
         match target:
@@ -194,13 +239,8 @@ class Reader:
                 with self._perhaps(loop=True):
                     self._block(n.body)
                 self._block(n.orelse)
-            case ast.Try() | ast.TryStar():
-                before = set(self._done)
-                self._branches([*n.body, *n.orelse], *(handler.body for handler in n.handlers))
-                leaves = self._done is None  # the last block runs all the same
-                self._done = before if self._done is None else self._done
-                self._block(n.finalbody)
-                self._done = None if leaves else self._done
+            case ast.With() | ast.AsyncWith() | ast.Try() | ast.TryStar():
+                self._around(n)
             case ast.Continue() | ast.Break() | ast.Return() | ast.Raise():
                 self._leave(n)
             case ast.Expr(value=ast.Call() as call):
@@ -212,15 +252,30 @@ class Reader:
             case _:
                 self._define(n)
 
+    def _around(self, n: ast.With | ast.AsyncWith | ast.Try | ast.TryStar) -> None:
+        if isinstance(n, ast.With | ast.AsyncWith):
+            self._block([*n.items, *n.body])
+            for item in reversed(n.items):
+                self._enter_method(self._name(item.context_expr), "__exit__", "__aexit__")
+            return
+        before = set(self._done or ())
+        self._branches([*n.body, *n.orelse], *(handler.body for handler in n.handlers))
+        leaves = self._done is None  # the last block runs all the same
+        self._done = before if self._done is None else self._done
+        self._block(n.finalbody)
+        self._done = None if leaves else self._done
+
     def _define(self, n: ast.AST) -> None:
         match n:
             case ast.withitem():
                 self._visit(n.context_expr)
+                self._enter_method(self._name(n.context_expr), "__enter__", "__aenter__")
                 self._target(n.optional_vars)
             case ast.Assign() | ast.AnnAssign() | ast.NamedExpr():
                 self._block([n.value] if n.value is not None else [])
                 for target in n.targets if isinstance(n, ast.Assign) else [n.target if n.value is not None else None]:
                     self._target(target)
+                    self._note_kind(target, n.value)
             case ast.AugAssign():
                 self._visit(n.value)
                 self._load(n.target)
@@ -273,6 +328,9 @@ class Reader:
 
     def _leave(self, n: ast.Continue | ast.Break | ast.Return | ast.Raise) -> None:
         self._block(list(ast.iter_child_nodes(n)))
+        name = self._name(n.exc) if isinstance(n, ast.Raise) and n.exc is not None else None
+        if name is not None and isinstance(kind := self._value(name), type):  # `raise Skip` makes one
+            self._enter_class(kind, name, None)
         if isinstance(n, ast.Return):
             self._scope.ends.append(self._done or set())
         elif isinstance(n, ast.Continue) and not self._loops and not self._running:
@@ -295,6 +353,7 @@ class Reader:
         if name is None:
             self._block([one for one in ast.iter_child_nodes(n) if not isinstance(one, ast.expr_context)])
             return
+        self._visit_base(n)
         self._read(name)
         value, inner = self._value(name), self._inner(n)
         if inner is not None or isinstance(value, types.FunctionType):  # given to others, who may call it
@@ -303,8 +362,32 @@ class Reader:
         elif isinstance(value, property):
             self._enter_value(value.fget, name, None, name[:-1])
 
+    def _visit_base(self, n: ast.AST) -> None:
+        """Walk through the call whose result has the attribute: of `Skip().n` the call."""
+        while isinstance(n, ast.Attribute | ast.Subscript):
+            n = n.value
+        if isinstance(n, ast.Call):
+            self._visit(n)
+
+    def _note_kind(self, target: ast.AST | None, value: ast.AST | None) -> None:
+        """A variable gets an object that is made of a class of the script."""
+        made = self._name(value) if isinstance(value, ast.Call) and isinstance(target, ast.Name) else None
+        if made not in self._kinds or made is None or not isinstance(target, ast.Name):
+            return
+        if self._name(target) == _LOCAL:
+            self._scope.names = {**self._scope.names, target.id: made}
+        else:
+            self._kinds[(target.id,)] = self._kinds[made]
+
     def _call(self, n: ast.Call, *, used: bool) -> None:
         self._block([*n.args, *n.keywords])
+        match n:
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=method)):
+                self._enter_super(method, n)
+                return
+            case ast.Call(func=ast.Name(id="setattr"), args=[owned, ast.Constant(value=str() as key), _]):
+                self._target(ast.copy_location(ast.Attribute(owned, key, ast.Store()), n))
+                return
         if (inner := self._inner(n.func)) is not None:
             self._enter(*inner, self._given(inner[0], n, None))
             return
@@ -312,6 +395,7 @@ class Reader:
         if name is None:
             self._visit(n.func)
             return
+        self._visit_base(n.func)
         value = self._value(name)
         if not isinstance(n.func, ast.Attribute):
             self._read(name)
@@ -320,7 +404,8 @@ class Reader:
             self._enter_value(value, name, n)
             return
         owner, attribute = self._value(name[:-1]), n.func.attr
-        inside = attribute in getattr(owner, "__dict__", {}) or attribute in tables_of(owner)[0]
+        inside = isinstance(owner, type) or attribute in getattr(owner, "__dict__", {})
+        inside = inside or attribute in tables_of(owner)[0]
         if changes := is_changed_by(owner, attribute):
             self._bind(name[:-1], n, rebound=False)
         if used or not changes:  # of the script's own objects only the attributes are read
@@ -330,7 +415,12 @@ class Reader:
     # The functions.
 
     def _value(self, name: Name | None) -> Any:
-        return value_of(self._values, name) if name and name[0] else MISSING
+        if not name:
+            return MISSING
+        if name[0] and (value := value_of(self._values, name)) is not MISSING:
+            return value
+        kinds = ((*self._kinds[name[:i]], *name[i:]) for i in range(1, len(name)) if name[:i] in self._kinds)
+        return next((value_of(self._values, one) for one in kinds), MISSING)
 
     def _inner(self, n: ast.AST) -> tuple[Function, _Scope] | None:
         """A function that is defined in the loop, or in a function that it calls."""
@@ -348,24 +438,62 @@ class Reader:
         if isinstance(value, torch.nn.Module):
             self._enter_module(value, name, call)
             return
+        if isinstance(value, type):
+            self._enter_class(value, name, call)
+            return
         if isinstance(value, types.MethodType):
             own = (one for one, held in self._values.items() if held is value.__self__)
             value, owner = value.__func__, (next(own, ""),)
         elif value is not MISSING and not isinstance(value, types.FunctionType | type) and is_own(type(value)):
             value, owner = inspect.getattr_static(type(value), "__call__", None), name
-        if isinstance(value, staticmethod):
-            value, owner = value.__func__, None
+        if isinstance(value, staticmethod | classmethod):
+            owner = (owner or name[:-1]) if isinstance(value, classmethod) else None
+            owner = owner if isinstance(self._value(owner), type) else self._class_of(owner)
+            value = value.__func__
         code = code_of(value) if isinstance(value, types.FunctionType) else None
         tree = tree_of(code.co_filename) if code is not None else None
         node = definition(tree, code) if tree is not None and code is not None else None
         if code is None or node is None:
             return
-        names, known = dict[str, Name](), inspect.unwrap(value).__globals__
+        function = inspect.unwrap(value)
+        scope, known = _Scope(code.co_filename, {}, self._root, owner=owner), function.__globals__
         if known.get("__name__") != self._values.get("__name__", "__main__"):  # another file's
+            scope.module = (str(known["__name__"]),)
             used = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} & known.keys()
-            names = {one: (str(known["__name__"]), f".{one}") for one in used}
-        scope = _Scope(code.co_filename, names, self._root)
+            scope.names = {one: (*scope.module, f".{one}") for one in used}
+        if "__class__" in code.co_freevars:
+            scope.kind = function.__closure__[code.co_freevars.index("__class__")].cell_contents
         self._enter(node, scope, self._given(node, call, owner))
+
+    def _enter_class(self, kind: type, name: Name, call: ast.Call | None) -> None:
+        """Walk through what runs where an object of the class is made."""
+        self._kinds[made := ("", *name)] = name
+        owners = ((type(kind), "__call__", name), (kind, "__new__", name), (kind, "__init__", made))
+        for of, method, owner in (*owners, (kind, "__post_init__", made)):
+            function = inspect.getattr_static(of, method, None)
+            function = function.__func__ if isinstance(function, staticmethod) else function
+            if isinstance(function, types.FunctionType):
+                given = call if method != "__post_init__" else None
+                self._enter_value(function, (*name, f".{method}"), given, owner)
+
+    def _enter_method(self, name: Name | None, *methods: str) -> None:
+        """Walk through the methods of an object that Python calls by themselves."""
+        kind = self._value(self._class_of(name))
+        for method in methods if isinstance(kind, type) else ():
+            function = inspect.getattr_static(kind, method, None)
+            if isinstance(function, types.FunctionType):
+                self._enter_value(function, (f".{method}",), None, name)
+
+    def _enter_super(self, method: str, call: ast.Call) -> None:
+        """Walk through a method of the next class after the one in whose text the running method stands."""
+        owner, here = self._scope.owner, self._scope.kind
+        kind = self._value(owner)
+        kind = kind if isinstance(kind, type) else self._value(self._class_of(owner))
+        classes = kind.__mro__ if isinstance(kind, type) else ()
+        for one in classes[classes.index(here) + 1 :] if here in classes else ():
+            if method in vars(one):
+                self._enter_value(vars(one)[method], (f".{method}",), call, owner)
+                return
 
     def _enter_module(self, module: torch.nn.Module, name: Name, call: ast.Call | None) -> None:
         inner = bare(module)
@@ -390,7 +518,7 @@ class Reader:
             return
         here, loops = self._scope, self._loops
         names = {**outer.names, **dict.fromkeys(own_names(node), _LOCAL), **given}
-        self._scope, self._loops = _Scope(outer.file, names, outer), 0
+        self._scope, self._loops = replace(outer, names=names, outer=outer, functions={}, ends=[]), 0
         self._running.append(node)
         self._block(node.body if isinstance(node.body, list) else [node.body])
         self._running.pop()

@@ -51,17 +51,25 @@ def _values(frame: types.FrameType | None, own: Iterable[tuple[str, object]], cl
     found: Values = {}
     for name, value in roots:
         _add(found, name, value)
-        if isinstance(value, type) and is_own(value):
-            for key, part in list(vars(value).items()):
-                _add(found, f"{name}.{key}", part)
-    for held in islice(walk(roots, closed), VISITS):
+    parts = [part for name, value in roots for part in _of_class(name, value)]
+    for part in parts:
+        _add(found, part.name, part.value)
+    more = [(part.name, part.value) for part in parts if not callable(part.value)]
+    for held in islice(walk([*roots, *more], closed), VISITS):
         if isinstance(held.value, torch.nn.Module) and type(held.value).__module__.startswith("torch."):
             continue
-        for child in (*children(held), *_elements(held)):
+        inner = [*children(held), *_elements(held), *_of_class(type(held.value).__name__, type(held.value))]
+        for child in (*inner, *(part for one in inner for part in _of_class(one.name, one.value))):
             _add(found, child.name, child.value)
         if len(found) > MOST:
             break
     return found
+
+
+def _of_class(name: str, value: object) -> list[Held]:
+    """The attributes of a class of the script's."""
+    own = isinstance(value, type) and is_own(value)
+    return [Held(f"{name}.{key}", part, name) for key, part in list(vars(value).items())] if own else []
 
 
 def _elements(held: Held) -> list[Held]:

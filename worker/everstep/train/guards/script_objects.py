@@ -91,7 +91,8 @@ def value_of(values: Mapping[str, Any], name: Name) -> Any:
             tables = [value if type(value) in (dict, list, tuple) else {str(k): v for k, v in tables[1].items()}]
             key = key if tables[0] is value else str(key)
         else:
-            tables += [vars(kind) for kind in type(value).__mro__ if value is not MISSING]
+            kinds = [*value.__mro__] if isinstance(value, type) else []
+            tables += [vars(kind) for kind in (*kinds, *type(value).__mro__) if value is not MISSING]
         for table in tables:
             try:
                 value = table[key]

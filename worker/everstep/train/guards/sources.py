@@ -76,7 +76,8 @@ def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None
         found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
         return _named(found[0]) if len(found) == 1 else None
     lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
-    return next((n for n in _definitions(tree).get(code.co_name, ()) if n.lineno in lines), None)
+    named = (n for n in _definitions(tree).get(code.co_name, ()) if n.lineno in lines)
+    return min(named, key=lambda n: n.lineno, default=None)
 
 
 @functools.lru_cache(maxsize=64)

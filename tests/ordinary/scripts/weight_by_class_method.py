@@ -1,0 +1,37 @@
+"""A class counts the steps, by a method of its own; the weight of the loss is halved after eight of them."""
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(96, 8)
+dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+class Weight:
+    steps = 0
+
+    @classmethod
+    def after(cls):
+        cls.steps += 1
+
+    @classmethod
+    def now(cls):
+        return 1.0 if cls.steps < 8 else 0.5
+
+
+with everstep.start("commits", every_steps=4) as run:
+    model = DDP(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=12):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(Weight.now() * mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step.completed:
+            Weight.after()
