@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import everstep
 from everstep.checkpoint import Catalog
-from everstep.recovery.rollback import undo_copy
+from everstep.recovery.rollback import rollback
 from everstep.storage import open_store
 
 STEPS = 40
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     logging.basicConfig(level=logging.INFO)
     if (out / "full").exists():
-        undo_copy.free_memory = lambda device: 0
+        rollback.free_memory = lambda device: 0
     with everstep.start(url or None, every_steps=5 if url else None) as run:
         generator = DistributedDataParallel(torch.nn.Linear(8, 8))
         critic = DistributedDataParallel(torch.nn.Linear(8, 1))

@@ -12,8 +12,7 @@ import pytest
 
 from everstep.agent.decide import events as e
 from everstep.agent.decide.events import Fault, Purpose
-from everstep.agent.decide.failures import MOST_OUTSIDE
-from everstep.agent.decide.machine import LINGER_SECONDS, MOST_STALLS
+from everstep.agent.decide.machine import LINGER_SECONDS, MOST_OUTSIDE, MOST_STALLS
 from everstep.agent.decide.state import SlotPhase, State
 from everstep.contract import exit_codes
 from everstep.contract.document import FINISHED, Setback

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from everstep.recovery.forming import gloo_sockets
+from everstep.recovery.forming import forming
 
 
-def connected() -> tuple[socket.socket, socket.socket, gloo_sockets.Address]:
+def connected() -> tuple[socket.socket, socket.socket, forming.Address]:
     """The two ends of a TCP connection, and the address that one of them listened at."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
@@ -28,7 +28,7 @@ def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
     (near, far, address), (other, other_far, _) = connected(), connected()
     closer = threading.Thread(target=lambda: (near.recv(1), near.close(), far.close()))
     closer.start()
-    assert gloo_sockets.shut({address}, never, 10.0)
+    assert forming.shut({address}, never, 10.0)
     closer.join(10)
     other.sendall(b"x")
     assert other_far.recv(1) == b"x"
@@ -38,8 +38,8 @@ def test_connections_of_the_addresses_are_shut_and_others_go_on() -> None:
 
 def test_connection_that_its_owner_keeps_is_told() -> None:
     near, far, address = connected()
-    assert gloo_sockets.shut({address}, never, 0.05) is False
-    assert gloo_sockets.shut({address}, lambda: True, 60.0) is True
+    assert forming.shut({address}, never, 0.05) is False
+    assert forming.shut({address}, lambda: True, 60.0) is True
     assert near.recv(1) == b""
     for s in (near, far):
         s.close()
@@ -47,7 +47,7 @@ def test_connection_that_its_owner_keeps_is_told() -> None:
 
 def test_listener_at_one_of_the_addresses_goes_on_listening() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    assert gloo_sockets.shut({listener.getsockname()}, never, 1.0)
+    assert forming.shut({listener.getsockname()}, never, 1.0)
     near = socket.create_connection(listener.getsockname())
     listener.accept()[0].close()
     for s in (near, listener):
@@ -59,7 +59,7 @@ def test_ipv4_in_ipv6_is_the_same_address() -> None:
     port = listener.getsockname()[1]
     near = socket.create_connection(("127.0.0.1", port))
     far, _ = listener.accept()
-    gloo_sockets.shut({("127.0.0.1", port)}, never, 0.01)
+    forming.shut({("127.0.0.1", port)}, never, 0.01)
     assert far.recv(1) == b""
     for s in (near, far, listener):
         s.close()
@@ -74,7 +74,7 @@ def test_address_that_something_listens_at_is_found_and_two_at_once_are_tried_ag
             made.append(socket.create_server(("127.0.0.1", 0)))  # another thread's
         return made[-1]
 
-    found, address = gloo_sockets.listening(make)
+    found, address = forming.listening(make)
     assert (found, address) == (made[-1], made[-1].getsockname())
     assert len(made) == 3
     for s in made:
@@ -87,8 +87,8 @@ def test_listeners_that_keep_coming_are_an_error() -> None:
     def make() -> None:
         made.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2))
 
-    with pytest.raises(gloo_sockets.LinksUnknown, match="another thread"):
-        gloo_sockets.listening(make)
+    with pytest.raises(forming.LinksUnknown, match="another thread"):
+        forming.listening(make)
     for s in made:
         s.close()
 
@@ -105,7 +105,7 @@ def test_copy_that_is_no_socket_any_more_is_closed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(os, "dup", becomes_a_file)
     with listener:
-        list(gloo_sockets._listeners())
+        list(forming._listeners())
     assert copied
     for descriptor in copied:
         with pytest.raises(OSError, match="Bad file descriptor"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from everstep.recovery.forming import forming, gloo_sockets
+from everstep.recovery.forming import forming
 from everstep.recovery.group.in_flight import PeerLost
 from everstep.recovery.group.recoverable import RecoverableGroup
 
@@ -70,7 +70,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
     would wait for each other, and the groups for their threads."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     count = iter(range(100))
-    addresses: set[gloo_sockets.Address] = set()
+    addresses: set[forming.Address] = set()
     held: list[Any] = []
 
     def make(on_lost: Callable[[str, int], None] | None = None) -> list[RecoverableGroup]:
@@ -78,7 +78,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
         groups = [RecoverableGroup(on_lost), RecoverableGroup()]
         devices = []
         for _ in groups:
-            device, address = gloo_sockets.listening(lambda: forming.gloo_device("127.0.0.1", 1))
+            device, address = forming.listening(lambda: forming.gloo_device("127.0.0.1", 1))
             devices.append(device)
             addresses.add(address)
         made = both(lambda r: forming._gloo(store, r, 2, devices[r]))
@@ -87,9 +87,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Recover
             group.attach(made[r], r, 2)
         return groups
 
-    make.shut = lambda: gloo_sockets.shut(addresses, lambda: False, 10)  # type: ignore[attr-defined]
+    make.shut = lambda: forming.shut(addresses, lambda: False, 10)  # type: ignore[attr-defined]
     yield make
-    assert gloo_sockets.shut(addresses, lambda: False, 10)
+    assert forming.shut(addresses, lambda: False, 10)
     held.clear()
 
 

@@ -11,7 +11,6 @@ import torch
 
 from everstep.checkpoint.state.capture import capture
 from everstep.recovery.digests import content
-from everstep.recovery.rollback import undo_copy
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.validity import Validity
 
@@ -238,7 +237,7 @@ def test_step_of_a_process_that_has_not_seen_the_collective_behind_its_optimizer
 def test_state_that_has_no_room_for_a_copy_is_torn_and_the_log_names_the_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(undo_copy, "free_memory", lambda device: 64)
+    monkeypatch.setattr("everstep.recovery.rollback.rollback.free_memory", lambda device: 64)
     state = parts()
     rollback = Rollback(state, lambda: None)
     for step in range(3):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, event, example, find, given, settings
 from hypothesis import strategies as st
 
 from everstep.recovery.errors import LoopError
-from everstep.recovery.rollback import snapshots, tracked_objects, undo_copy
+from everstep.recovery.rollback import rollback, snapshots, tracked_objects
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.rollback.snapshots import TensorSnapshot
 from everstep.recovery.state.gradients import Gradients
@@ -107,21 +107,21 @@ def test_run_that_lost_peers_ends_as_an_undisturbed_one_or_says_that_it_cannot(
 
 # What the machine is to find: a judge that is broken in one way.
 def _takes_back_only_what_is_small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(undo_copy.UndoCopy, "keep", lambda self, held: None)
+    patch.setattr(rollback.UndoCopy, "keep", lambda self, held: None)
     patch.setattr(tracked_objects.Module, "moved", lambda self: None)
     patch.setattr(tracked_objects.Optimizer, "moved", lambda self: None)
 
 
 def _takes_a_copy_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    def keep(self: undo_copy.UndoCopy, held: list[TensorSnapshot]) -> None:
+    def keep(self: rollback.UndoCopy, held: list[TensorSnapshot]) -> None:
         old = [t.clone() for t in self._kept]
         whole(self, held)
         if len(old) == len(self._kept):
             for new, was in zip(self._kept, old, strict=True):
                 new.copy_(was)
 
-    whole = undo_copy.UndoCopy.keep
-    patch.setattr(undo_copy.UndoCopy, "keep", keep)
+    whole = rollback.UndoCopy.keep
+    patch.setattr(rollback.UndoCopy, "keep", keep)
 
 
 def _repeats_from_any_state(patch: pytest.MonkeyPatch) -> None:

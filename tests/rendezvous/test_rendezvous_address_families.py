@@ -16,7 +16,7 @@ from everstep.contract.addresses import host_and_port
 from everstep.contract.messages import REPORT_PATH, Phase, Report
 from everstep.membership.backends.operator_calls import OperatorCalls, base_url
 from everstep.membership.identity import own_address
-from everstep.reporting.http_post import post
+from everstep.reporting.report import post
 from everstep_operator.endpoint.auth import LeaderAt, LeaderHere, LeaderLocation, RequestAuth
 from everstep_operator.endpoint.server import HttpServer
 from everstep_operator.endpoint.token_claims import PodIdentity

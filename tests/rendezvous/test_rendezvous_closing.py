@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from everstep.contract.document import Sizes
 from everstep.membership.commands import Evict, Form, Join, Stop, Waited
-from everstep.membership.formation.ranks import assign
+from everstep.membership.formation.selection import assign
 from support.rendezvous.documents import after, agent, formed, names
 
 # --- ranks

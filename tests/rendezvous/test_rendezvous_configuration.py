@@ -12,7 +12,7 @@ import torch.distributed.elastic.rendezvous as torch_rendezvous
 
 from everstep.contract import env
 from everstep.contract.document import Document, Sizes
-from everstep.membership.backends import torch_keys
+from everstep.membership.backends import configuration
 from everstep.membership.backends.configuration import Configuration, read, read_operator
 from everstep.membership.commands import Form, Join, Leave, Waited
 from everstep.membership.proposals import Patience
@@ -30,7 +30,7 @@ def test_every_key_that_torchs_own_handlers_read_is_known() -> None:
     }
     assert {"join_timeout", "is_host", "read_timeout", "etcd_prefix"} <= found, "torch reads its keys in another way"
     ours = {"timeout", "close_timeout", "protocol"}
-    assert found - ours == set(torch_keys.KEYS)
+    assert found - ours == set(configuration.KEYS)
 
 
 def test_torchs_keys_mean_what_they_mean_in_torch() -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from everstep.contract.document import Member
-from everstep.membership.peers import far_probe, peer_monitor
+from everstep.membership.peers import peer_monitor
 from everstep.membership.peers.peer_monitor import (
     DETECTED,
     PAUSE,
@@ -224,7 +224,7 @@ def test_a_bad_network_separates_nobody(
     delay: float, loss: float, seconds: float, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members that are far apart are looked at all the time."""
-    monkeypatch.setattr(far_probe, "LATER_LAPS", 0.05)
+    monkeypatch.setattr(peer_monitor, "LATER_LAPS", 0.05)
     monkeypatch.setattr(peer_monitor, "SMALL", 5)
     with SlowNetwork(machines, "abcdefg", bad="abcdefg", delay=delay, loss=loss) as slow:
         crew = Crew(machines, "abcdefg", slow.addresses)

@@ -44,8 +44,7 @@ from everstep.membership.commands import (
     Withdraw,
 )
 from everstep.membership.errors import DocumentInvalid
-from everstep.membership.formation.reachability import EXACT, largest_set
-from everstep.membership.formation.selection import growth
+from everstep.membership.formation.selection import EXACT, growth, largest_set
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply
 from everstep.membership.world_state import Broken, Finishing, Growing, Left, Stopping, Whole, world_state
 from everstep_operator.rounds.rules import with_pinned_sizes

@@ -10,8 +10,7 @@ import pytest
 
 from everstep.contract.document import MAX_BYTES
 from everstep.contract.rounds import DOCUMENT_PATH, EXPIRATIONS_HEADER
-from everstep.membership.backends.connections import open_connection
-from everstep.membership.backends.operator_calls import Limits, OperatorCalls
+from everstep.membership.backends.operator_calls import Limits, OperatorCalls, open_connection
 from everstep.membership.errors import StoreUnavailable
 from support.network.netspaces import Machines
 from support.network.silent_machines import LOST, SilentNode

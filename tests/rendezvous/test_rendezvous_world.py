@@ -20,7 +20,7 @@ from everstep.contract.document import FINISHED, Document, Member, Sizes
 from everstep.membership import draining, machine, proposals
 from everstep.membership.commands import Stop, Waited
 from everstep.membership.formation import selection
-from everstep.membership.index_assignment import IndexAssignment
+from everstep.membership.machine import IndexAssignment
 from support.rendezvous.walks import SIZES, events, walk
 from support.rendezvous.world import Agent, Violation, World
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everstep.instruments.trace import summarize
+from everstep.instruments.live_profile import summarize
 from everstep.storage import open_store
 from support.local.local_job import LocalJob
 from support.scenarios.player import wait_for

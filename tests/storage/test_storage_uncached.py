@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.storage.backends.local import LocalStore
-from everstep.storage.backends.uncached import BLOCK, LEAST, UncachedWriter
+from everstep.storage.backends.local import BLOCK, LEAST, LocalStore, UncachedWriter
 from support.processes.descriptors import opened
 
 NAME = "data/x"

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import everstep
 from everstep.checkpoint import Checkpointer, RngState
 from everstep.recovery.errors import LoopError
-from everstep.recovery.state.mersenne_twister import PythonTwister
 from everstep.recovery.state.randomness import (
     AHEAD,
     GOLDEN,
     WORD,
+    PythonTwister,
     Randomness,
     Rng,
     Source,

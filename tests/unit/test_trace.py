@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.instruments.trace import INPUT, MOVED, STEP, NoSteps, common, summarize, union
+from everstep.instruments.live_profile import INPUT, MOVED, STEP, NoSteps, common, summarize, union
 
 
 def event(name: str, begin: float, end: float, cat: str = "user_annotation", tid: int = 1) -> dict[str, Any]:

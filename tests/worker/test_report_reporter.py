@@ -19,7 +19,7 @@ import torch
 
 from everstep.checkpoint import Occupied
 from everstep.contract.messages import MAX_METRICS, REPORT_PATH, Phase, Report
-from everstep.reporting import memory
+from everstep.reporting import report
 from everstep.reporting import report as module
 from everstep.reporting.report import MAX_PENDING, Reporter
 
@@ -167,7 +167,7 @@ def test_other_ranks_tell_only_start_restore_first_step_failures_and_end(operato
 def test_another_rank_tells_of_memory_that_grows_and_not_of_every_step(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(report, "LOOK_SECONDS", 0.0)
     held = [100]
     reporter = Reporter(operator.url, rank=1, world_size=2)
     reporter.memory.device = lambda: held[0]

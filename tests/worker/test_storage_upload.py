@@ -20,8 +20,7 @@ from everstep.storage import (
 )
 from everstep.storage.base import PART_SIZE, part_size_for
 from everstep.storage.faults import Die, DieAfter, Fail, Fault, FaultStore, LoseResponse, Tear
-from everstep.storage.spool import SpooledUpload
-from everstep.storage.upload import Upload
+from everstep.storage.upload import SpooledUpload, Upload
 
 SIZES = [0, 1, PART_SIZE - 1, PART_SIZE, PART_SIZE + 1, 2 * PART_SIZE, 2 * PART_SIZE + 7]
 

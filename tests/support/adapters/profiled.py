@@ -14,8 +14,7 @@ import pytest
 
 from everstep.cli.agents import Where, ask
 from everstep.contract.agent_requests import PROFILE
-from everstep.instruments.live_profile import FOLDER, LiveProfile
-from everstep.instruments.trace import summarize
+from everstep.instruments.live_profile import FOLDER, LiveProfile, summarize
 
 NAME, STEPS, SECONDS = "first", 4, 120.0
 _asked: list[threading.Thread] = []

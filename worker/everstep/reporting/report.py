@@ -13,19 +13,157 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import http.client
 import logging
 import os
+import resource
+import ssl
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from everstep.contract import env, redact, termination
-from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report
-from everstep.reporting.http_post import PostError, Refused, post
-from everstep.reporting.memory import PeakMemory
+from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS, Phase, Report, is_refusal, words
+
+# --- http post
+# Makes one bounded HTTP POST, which follows the operator's redirect to its leader. It uses `http.client`, because
+# `urllib.request` refuses to repeat a POST after a 307. It does not know what it sends. Every wait has a bound. The
+# token is sent only to a redirect with the same scheme and path, as with the rendezvous. So a proxy that answers in the
+# operator's place, and redirects to a page of its own, does not get it. Only the operator's own answers are final:
+# another server answers in its place only for a while.
+
+TIMEOUT = 2.0  # seconds, of connecting and of each read
+MAX_REDIRECTS = 3
+MAX_ANSWER = 16 * 1024
+
+
+class PostError(Exception):
+    """The message did not arrive. To repeat it later may help."""
+
+
+class Refused(PostError):
+    """The server refused the message. To repeat the same message cannot help."""
+
+
+def post(url: str, token: str | None, body: bytes) -> None:
+    """Deliver `body` as JSON. Raises Refused if the operator cannot accept it, and PostError for every other answer
+    except its 204."""
+    try:
+        target = _parse(url)
+    except ValueError as e:
+        raise Refused(str(e)) from e
+    for _ in range(MAX_REDIRECTS + 1):
+        status, location, answer = _once(target, token, body)
+        if status == 204:
+            return
+        if status in (307, 308) and location:
+            target = _onward(target, location)
+            continue
+        reason = words(answer) or answer[:300].decode(errors="replace").strip() or "no reason given"
+        text = f"{target.geturl()} answered {status}: {reason}"
+        # 401 and 403 may pass soon: the token is being replaced, or the operator has not seen the pod yet.
+        if is_refusal(status, answer) and status not in (401, 403):
+            raise Refused(text)
+        raise PostError(text)
+    raise PostError(f"{url} redirects more than {MAX_REDIRECTS} times: the operator has no settled leader")
+
+
+def _onward(target: SplitResult, location: str) -> SplitResult:
+    try:
+        onward = _parse(urljoin(target.geturl(), location))
+    except ValueError as e:
+        raise PostError(f"{target.geturl()} redirects to {location[:200]!r}: {e}") from e
+    if (onward.scheme, onward.path, onward.query) != (target.scheme, target.path, target.query):
+        raise PostError(
+            f"{target.geturl()} redirects to {location[:200]!r}: only the same scheme and path at another host:port are"
+            " followed, because the pod's token goes with it"
+        )
+    return onward
+
+
+def _parse(url: str) -> SplitResult:
+    """Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r} is not an http or https URL")
+    return parts
+
+
+def _once(target: SplitResult, token: str | None, body: bytes) -> tuple[int, str | None, bytes]:
+    assert target.hostname is not None
+    connection: http.client.HTTPConnection
+    if target.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(target.hostname, target.port, timeout=TIMEOUT, context=context)
+    else:
+        connection = http.client.HTTPConnection(target.hostname, target.port, timeout=TIMEOUT)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    path = (target.path or "/") + (f"?{target.query}" if target.query else "")
+    try:
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.getheader("Location"), response.read(MAX_ANSWER)
+    except http.client.HTTPException as e:
+        raise PostError(f"{target.geturl()} broke off: {type(e).__name__} {e}") from e
+    finally:
+        connection.close()
+
+
+# --- memory
+# Measures the peak memory of this process. It uses the standard library only; the caller gives the device's figure. The
+# figure does not contain the worker processes of a data loader. It contains the pages that a forked process shares with
+# its fork server, as does every figure of resident memory.
+
+LOOK_SECONDS = 10.0  # between two checks whether the peak has grown
+GROWTH = 1.05  # a peak that grew by this factor is reported again
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Peaks in bytes. `device`: that of the accelerator; None without one, or if it is unknown."""
+
+    host: int = 0
+    device: int | None = None
+
+
+class PeakMemory:
+    """The peak, and the last reported one. `device` returns that of the accelerator, in any thread."""
+
+    def __init__(self) -> None:
+        self.device: Callable[[], int] | None = None
+        self._told: Peak | None = None
+        self._looked = 0.0  # when it was last reported or checked
+
+    def read(self) -> Peak:
+        """The peak so far, which counts as reported then. An error in `device` counts as an unknown figure."""
+        self._looked = time.monotonic()
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        host = found if sys.platform == "darwin" else found * 1024
+        try:
+            peak = Peak(host, self.device() if self.device is not None else None)
+        except Exception:  # a figure for people must not end the thread that reports
+            peak = Peak(host)
+        self._told = peak
+        return peak
+
+    def grew(self, now: float) -> bool:
+        """Whether the peak has grown enough to be reported again. This checks at most every `LOOK_SECONDS`; `now` is
+        monotonic."""
+        told = self._told
+        if told is None or now - self._looked < LOOK_SECONDS:
+            return False
+        peak = self.read()
+        return peak.host > told.host * GROWTH or (peak.device or 0) > (told.device or 0) * GROWTH
+
+
+# --- report
 
 log = logging.getLogger("everstep.report")
 

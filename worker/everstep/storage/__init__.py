@@ -20,8 +20,7 @@ from everstep.storage.errors import (
 from everstep.storage.opening import open_store
 from everstep.storage.probe import probe
 from everstep.storage.retry import RetryingStore, RetryPolicy
-from everstep.storage.upload import Data, Upload
-from everstep.storage.writer import ObjectWriter
+from everstep.storage.upload import Data, ObjectWriter, Upload
 
 __all__ = [
     "AlreadyExists",

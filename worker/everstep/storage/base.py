@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from everstep.storage.errors import InvalidName, Truncated
-from everstep.storage.spool import SpooledUpload
-from everstep.storage.upload import Data, Upload
-from everstep.storage.writer import ObjectWriter
+from everstep.storage.upload import Data, ObjectWriter, SpooledUpload, Upload
 
 MAX_NAME = 512
 MAX_PARTS = 10_000  # S3's bound

@@ -16,7 +16,7 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent.decide import failures, forming, stopping
+from everstep.agent.decide import stopping
 from everstep.agent.decide.events import (
     Announce,
     Asked,
@@ -34,6 +34,7 @@ from everstep.agent.decide.events import (
     Hello,
     Hung,
     Hurt,
+    Instruction,
     JoinNext,
     Mismatched,
     NotFormed,
@@ -57,8 +58,135 @@ from everstep.agent.decide.state import (
     with_slots,
 )
 from everstep.contract import exit_codes
-from everstep.membership.commands import Break, Charge, Done, KeepProcesses, Withdraw
+from everstep.contract.document import LEFT
+from everstep.membership.commands import Break, Charge, CloseJob, Done, KeepProcesses, Withdraw
 from everstep.membership.world_state import Broken, Closed, Finishing, Growing, Left, Round, Stopping, Whole
+
+# --- failures
+# Decides what a failure of a process costs, and when the job ends by it. Invariants: each failure is charged at most
+# once; kills from outside are charged only where there are too many.
+
+MOST_OUTSIDE = 20  # kills from outside per process without progress; more count as the program's fault
+FIRST_ROUND = 1
+
+
+def is_first(state: State) -> bool:
+    """Whether the job is known to train its first steps in this round. A process that comes later may be refused before
+    it has a step, however far the others are: they go on without it, and it may be started again."""
+    round_ = state.round
+    if round_ is None or state.over or state.reached > 0:
+        return False
+    return round_.number <= FIRST_ROUND or (state.trained is not None and state.trained.number == round_.number)
+
+
+def failed(state: State, failure: Failure, fault: Fault) -> Step:
+    told: list[Instruction] = []
+    if state.round is not None and not state.over and not state.joining:
+        # If processes keep their memory, the others go on without this agent. Otherwise all begin again together.
+        leave = Withdraw if state.keeps else Break
+        told.append(leave(state.config.agent, state.round.number, failure.why))
+    state = replace(state, over=True)
+    if fault is Fault.OUTSIDE:
+        state = replace(state, struck=failure.round)
+        if state.suspect is not None and state.suspect.round == failure.round:
+            state = replace(state, suspect=None)
+    # Some failures of the program look like lost peers: two agents may each say that they lost the other, or a process
+    # may have no peers yet. So where the job's progress is known, uncharged failures count, and too many are charged.
+    if fault is Fault.OUTSIDE or (state.keeps and fault not in (Fault.PROGRAM, Fault.REFUSED)):
+        state = replace(state, outside=state.outside + 1)
+        if state.outside > MOST_OUTSIDE * len(state.slots):
+            fault = Fault.PROGRAM
+    match fault:
+        case Fault.PROGRAM | Fault.REFUSED:
+            state = replace(state, failure=failure)
+            if failure.earlier == state.failures:  # otherwise a process that was forked with it has failed before it
+                told.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
+                state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
+        case Fault.PEER:
+            # The lost peer may be a process of this agent. Then no member will be missing in the next round, although a
+            # peer was lost.
+            state = replace(state, failure=failure, suspect=failure if state.struck != failure.round else None)
+        case Fault.OUTSIDE | Fault.LEAVER:
+            pass
+        case _:
+            assert_never(fault)
+    return state, tuple(told)
+
+
+def charged(state: State, restarts: int | None) -> Step:
+    count = state.charges if restarts is None else restarts
+    if count <= state.config.max_restarts or state.failure is None:
+        return state, ()
+    failure = state.failure
+    code = failure.code if failure.code > 0 else 128 - failure.code
+    return end_job(state, code, failure.why + _used_up(state.config.max_restarts))
+
+
+def end_job(state: State, code: int, why: str) -> Step:
+    """End the job at this agent, and also at the others if nothing else restarts the job."""
+    state, told = end(state, Ending(code, why), signal.SIGKILL)
+    return state, ((CloseJob(state.config.agent, why), *told) if state.config.alone else told)
+
+
+def _used_up(restarts: int) -> str:
+    """The end of a message about a used-up restart budget. Empty if the agent makes no restarts: then the limit is set
+    elsewhere."""
+    if restarts == 0:
+        return ""
+    return f"; {'its one restart is' if restarts == 1 else f'all {restarts} restarts are'} used up (--max-restarts)"
+
+
+# --- forming
+# The agent's reaction to a newly formed round. A part of `machine`, and pure like it.
+
+
+def formed(state: State, event: Formed) -> Step:
+    """The state in the new round, and the instructions: perhaps a charge for the end of the last round, and an
+    announcement of the new one to processes that keep their memory."""
+    keeps = state.keeps or event.keeps
+    state, charge = _settle(state, event.round)
+    state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
+    # From here on every failure counts for this round, whichever process fails.
+    state = replace(state, failures=0, slots=tuple(replace(slot, earlier=0) for slot in state.slots))
+    # Processes that had finished in the last round must repeat the steps that the others lost.
+    state = with_slots(state, which(state, SlotPhase.SUCCEEDED), Slot())
+    everyone = tuple(range(len(state.slots)))
+    # An agent that is asked to stop but does not leave is in the new round too: all its members save together.
+    if not keeps or not all_ready(state):
+        return state, charge
+    whole = _is_whole(state, event)
+    announce = Announce(everyone, event.round, whole)
+    if whole:
+        return state, (*charge, announce)
+    return state, (*charge, announce, Timer(state.config.recovery_seconds, Purpose.COME, event.round.number))
+
+
+def _settle(state: State, new: Round) -> Step:
+    """Charge this agent for a process that said it had lost a peer, if no peer was lost.
+
+    That shows in the next round, however long it takes until a machine counts as lost: if every old member is in it,
+    and no other agent reports the fault, it was here."""
+    failure, old = state.suspect, state.round
+    state = replace(state, suspect=None)
+    if failure is None or (old is not None and not {m.agent for m in old.members} <= {m.agent for m in new.members}):
+        return state, ()
+    charge = Charge(state.config.agent, failure.round, failure.why, unless_others=True, earlier=failure.earlier)
+    return replace(state, charges=state.charges + 1), (charge,)
+
+
+def _is_whole(state: State, new: Formed) -> bool:
+    """Whether the members of the round in which our processes train still work together: members of the new round, and
+    members that leave at the end of a step."""
+    old = state.trained
+    if old is None or any(slot.trains != old.number for slot in state.slots):
+        return False
+    if any(setback.round >= old.number and setback.why != LEFT for setback in new.history):
+        return False
+    here = {member.agent for member in new.round.members} | set(new.stopping)
+    return all(member.agent in here for member in old.members)
+
+
+# --- machine
 
 HURT_SECONDS = 1.0  # after a failed collective; if a member died, the round is over within this time
 LINGER_SECONDS = 300.0  # for which a done agent waits for the others, as torchrun does
@@ -81,7 +209,7 @@ def _take(state: State, event: Event) -> Step:
         case Began(keeps):
             return replace(state, keeps=keeps, told=keeps), ()
         case Formed():
-            return forming.formed(state, event)
+            return formed(state, event)
         case NotFormed(why, finished):
             code = exit_codes.OK if finished else exit_codes.PREEMPTED if state.notice is not None else 1
             return end(replace(state, joining=False), Ending(code, why), signal.SIGKILL)
@@ -96,7 +224,7 @@ def _take(state: State, event: Event) -> Step:
         case Stuck() | Mismatched():
             return _waiting(state, event)
         case Charged(restarts):
-            return failures.charged(state, restarts)
+            return charged(state, restarts)
         case Asked():
             return stopping.asked(state, event)
         case Elapsed(timer):
@@ -150,11 +278,11 @@ def _exited(state: State, event: Exited) -> Step:
         return state, ()
     if event.code in FINAL and event.fault is not Fault.LEAVER:
         return end(state, Ending(event.code, event.why), signal.SIGTERM)
-    if event.fault is Fault.REFUSED and failures.is_first(state):
+    if event.fault is Fault.REFUSED and is_first(state):
         # A restart could save no training, and the same script would be refused again.
-        return failures.end_job(state, event.code, f"{event.why} (the script is refused, and not restarted)")
+        return end_job(state, event.code, f"{event.why} (the script is refused, and not restarted)")
     number = state.round.number if state.round is not None else 0
-    return failures.failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
+    return failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
 
 
 def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) -> Step:
@@ -190,7 +318,7 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             number = state.round.number if state.round is not None else 0
             state = _stalled(state, step)
             fault = Fault.PROGRAM if state.stalls[1] >= MOST_STALLS else Fault.OUTSIDE
-            state, then = failures.failed(state, Failure(number, -signal.SIGKILL, why, slot.earlier), fault)
+            state, then = failed(state, Failure(number, -signal.SIGKILL, why, slot.earlier), fault)
             return state, (*told, *then)
         case _:
             assert_never(event)
@@ -210,7 +338,7 @@ def _waiting(state: State, event: Stuck | Mismatched) -> Step:
         why = f"{why}; {MOST_STALLS} times in a row"
     state = replace(state, failure=Failure(number, 1, why), charges=state.charges + 1)
     charge = Charge(state.config.agent, number, why, earlier=state.failures)
-    state, told = failures.end_job(state, 1, why)
+    state, told = end_job(state, 1, why)
     return state, (charge, *told)
 
 

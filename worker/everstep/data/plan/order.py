@@ -14,9 +14,134 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.data.errors import DataError
-from everstep.data.plan import blocks, permutation
-from everstep.data.plan.blocks import BlockOrder, EqualBlocks, ListedBlocks
-from everstep.data.plan.permutation import Indices, Permutation
+from everstep.data.plan import permutation
+from everstep.data.plan.permutation import MAX_N, Indices, Permutation
+
+# --- blocks
+# Block shuffle: a random order that reads storage in runs. A dataset is cut into blocks. Blocks are shuffled, then the
+# samples of each `window` of successive blocks are shuffled among themselves: at any time samples come from `window`
+# blocks only. It exists for datasets whose storage is slow at random access (shards, object stores, disks); what it
+# costs is that samples of one block stay near one another. Invariant: like every order, a bijection on [0, n) and a
+# stable format (`VERSION`). Blocks of one size need O(1) memory; shards of listed lengths need O(shards).
+
+VERSION: Final = 1
+
+
+class Layout(Protocol):
+    """How blocks lie in the dataset and, once they are shuffled, in the epoch. Slots are shuffled block numbers."""
+
+    n: int
+    blocks: int
+
+    def window_of(self, position: int) -> int:
+        """The window that holds an epoch position."""
+        ...
+
+    def span(self, window: int) -> tuple[int, int]:
+        """The epoch positions of a window: first, and one past the last."""
+        ...
+
+    def items(self, window: int, offsets: Indices) -> Indices:
+        """The dataset items at `offsets` into the window's blocks, laid end to end."""
+        ...
+
+
+class EqualBlocks:
+    """Blocks of `size` samples, the last may be shorter. It stands in slot `p` after the shuffle; all else is division.
+
+    Behind the short block everything comes `missing` samples earlier than it would with full blocks.
+    """
+
+    def __init__(self, n: int, size: int, window: int, key: bytes) -> None:
+        self.n = n
+        self.blocks = -(-n // size)
+        self._size, self._full = size, window * size
+        self._order = Permutation(self.blocks, key + b"blocks")
+        self._missing = self.blocks * size - n
+        self._short = self._order.position_of(self.blocks - 1)
+        self._short_window = self._short // window
+
+    def window_of(self, position: int) -> int:
+        behind = position >= (self._short_window + 1) * self._full - self._missing
+        return (position + (self._missing if behind else 0)) // self._full
+
+    def span(self, window: int) -> tuple[int, int]:
+        first = window * self._full - (self._missing if window > self._short_window else 0)
+        last = (window + 1) * self._full - (self._missing if window >= self._short_window else 0)
+        return first, min(last, self.n)
+
+    def items(self, window: int, offsets: Indices) -> Indices:
+        place = offsets + window * self._full
+        if window == self._short_window:
+            place = np.where(place >= (self._short + 1) * self._size - self._missing, place + self._missing, place)
+        slot, within = np.divmod(place, self._size)
+        return self._order.take(slot) * self._size + within
+
+
+class ListedBlocks:
+    """Blocks whose lengths are given one by one: the shards of a dataset."""
+
+    def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], window: int, key: bytes) -> None:
+        sizes = np.asarray(lengths, dtype=np.int64)
+        self.n = int(sizes.sum())
+        self.blocks = len(sizes)
+        self._window = window
+        order = Permutation(self.blocks, key + b"blocks").take(np.arange(self.blocks))
+        self._starts = (np.cumsum(sizes) - sizes)[order]  # by slot: where the block begins in the dataset
+        self._ends = np.cumsum(sizes[order])  # by slot: one past its last epoch position
+
+    def window_of(self, position: int) -> int:
+        return int(np.searchsorted(self._ends, position, side="right")) // self._window
+
+    def span(self, window: int) -> tuple[int, int]:
+        first, last = window * self._window, min((window + 1) * self._window, self.blocks)
+        return int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
+
+    def items(self, window: int, offsets: Indices) -> Indices:
+        places = offsets + self.span(window)[0]
+        slots = np.searchsorted(self._ends, places, side="right")
+        begins = np.where(slots > 0, self._ends[slots - 1], 0)
+        return np.asarray(self._starts[slots] + (places - begins), dtype=np.int64)
+
+
+class BlockOrder:
+    """The block-shuffled order of [0, n) that `key` names."""
+
+    def __init__(self, layout: Layout, key: bytes) -> None:
+        if layout.n > MAX_N:
+            raise DataError(f"a block shuffle of {layout.n} items: at most {MAX_N} are supported")
+        self.n = layout.n
+        self._layout = layout
+        self._key = key
+        self._held: tuple[int, Permutation] | None = None  # the window in use: orders are read from front to back
+
+    def take(self, positions: npt.ArrayLike) -> Indices:
+        """The items at one-dimensional `positions`, as int64. Raises IndexError if one is outside [0, n)."""
+        asked = np.asarray(positions, dtype=np.int64)
+        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
+            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
+        out = np.empty_like(asked)
+        todo = np.arange(len(asked))
+        while todo.size:
+            window = self._layout.window_of(int(asked[todo[0]]))
+            first, end = self._layout.span(window)
+            inside = (asked[todo] >= first) & (asked[todo] < end)
+            here = todo[inside]
+            out[here] = self._layout.items(window, self._within(window, end - first).take(asked[here] - first))
+            todo = todo[~inside]
+        return out
+
+    def at(self, position: int) -> int:
+        """The item at `position`."""
+        return int(self.take([position])[0])
+
+    def _within(self, window: int, size: int) -> Permutation:
+        if self._held is None or self._held[0] != window:
+            self._held = window, Permutation(size, self._key + b"window" + window.to_bytes(8, "little"))
+        return self._held[1]
+
+
+# --- order
 
 MAX_SEED: Final = 2**64
 
@@ -47,7 +172,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A shuffle that keeps reads local: see `everstep.data.plan.blocks`.
+    """A shuffle that keeps reads local: see `everstep.data.plan.order`.
 
     `size`: samples a block; None takes the shards of a `ShardedDataset` as the blocks. `window`: how many blocks are
     mixed with one another; the larger, the more random, and the more must be held open at a time.
@@ -107,7 +232,7 @@ def label(shuffle: Shuffle) -> str:
         case Shuffled():
             return f"permutation-{permutation.VERSION}"
         case Blocks(size, window):
-            kind = f"permutation-{permutation.VERSION}/blocks-{blocks.VERSION}"
+            kind = f"permutation-{permutation.VERSION}/blocks-{VERSION}"
             return f"{kind}/size={'shards' if size is None else size}/window={window}"
         case Drawn(name):
             return f"drawn-1/{name}"

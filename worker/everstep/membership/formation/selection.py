@@ -9,13 +9,111 @@ Invariants: only agents that ask for the round are in it; its size is allowed; n
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 
-from everstep.contract.document import MAX_MEMBERS, Document, Member
+from everstep.contract.document import MAX_MEMBERS, Document, Member, Report
 from everstep.membership.commands import Waited
-from everstep.membership.formation.ranks import assign
-from everstep.membership.formation.reachability import largest_set
+
+# --- ranks
+# Assigns ranks to the members of a new round. Invariants: ranks are dense, and a survivor keeps its rank unless the
+# world is now too small for it. A new rank means another shard and other neighbours, so few ranks should change.
+# Survivors keep their order, too, with one exception. If a group of agents holds a replica of the model together, a
+# survivor that must move takes the same place in another group, if one is free, because it then keeps its part of the
+# model.
+
+
+def assign(previous: Sequence[Member], chosen: Iterable[Member], group: int = 1) -> tuple[Member, ...]:
+    """The chosen members in rank order. `previous`: the members of the round before, in rank order. Each `group`
+    members in a row, from rank 0 on, hold one replica of the model."""
+    pool = {member.agent: member for member in chosen}
+    survivors = [(rank, pool[old.agent]) for rank, old in enumerate(previous) if old.agent in pool]
+    places = _in_order(survivors, len(pool)) if group == 1 else _in_parts(survivors, len(pool), group)
+    placed = {member.agent for member in places if member is not None}
+    others = [member for member in pool.values() if member.agent not in placed]
+    others.sort(key=lambda m: (m.index, m.agent))
+    return tuple(_fill(places, others, previous))
+
+
+def _in_order(survivors: Sequence[tuple[int, Member]], size: int) -> list[Member | None]:
+    places: list[Member | None] = [None] * size
+    for position, (rank, member) in enumerate(survivors):
+        # At most the highest rank that leaves room for the survivors behind. Both terms grow strictly, so no two
+        # survivors get one rank.
+        places[min(rank, size - len(survivors) + position)] = member
+    return places
+
+
+def _in_parts(survivors: Sequence[tuple[int, Member]], size: int, group: int) -> list[Member | None]:
+    """The places of the survivors. A survivor that must move has none if no rank with its place in a group is free."""
+    places: list[Member | None] = [None] * size
+    for rank, member in survivors:
+        if rank < size:
+            places[rank] = member
+    free = [deque(rank for rank in range(part, size, group) if places[rank] is None) for part in range(group)]
+    for rank, member in survivors:
+        if rank >= size and free[rank % group]:
+            places[free[rank % group].popleft()] = member
+    return places
+
+
+def _fill(places: list[Member | None], joiners: list[Member], previous: Sequence[Member]) -> list[Member]:
+    """Give each joiner the rank that its index had, if that is free, and the others the lowest free ranks."""
+    had = {member.index: rank for rank, member in enumerate(previous)}
+    rest = []
+    for joiner in joiners:
+        rank = had.get(joiner.index, len(places))
+        if rank < len(places) and places[rank] is None:
+            places[rank] = joiner
+        else:
+            rest.append(joiner)
+    waiting = iter(rest)
+    return [next(waiting) if member is None else member for member in places]
+
+
+# --- reachability
+# Selects the members that stay when some pairs of them do not reach each other. Invariant: no two members that stay are
+# a reported pair. The largest such set stays; among equal ones, the set with the lowest indices. The result is exact
+# for up to `EXACT` members with a report, and greedy beyond (the exact problem is NP-hard).
+
+EXACT = 12
+
+
+def largest_set(members: Sequence[Member], reports: Iterable[Report]) -> tuple[Member, ...]:
+    """The members that stay, in the order given."""
+    here = {member.agent for member in members}
+    pairs = {(r.low, r.high) for r in reports if r.active and r.low in here and r.high in here}
+    if not pairs:
+        return tuple(members)
+    suspects = sorted(member for member in members if any(member.agent in pair for pair in pairs))
+    out = _fewest(suspects, pairs) if len(suspects) <= EXACT else _greedy(suspects, pairs)
+    return tuple(member for member in members if member.agent not in out)
+
+
+def _fewest(suspects: list[Member], pairs: set[tuple[str, str]]) -> set[str]:
+    """The smallest set whose removal leaves no pair; among equal ones, the set that leaves the lowest indices."""
+    agents = [member.agent for member in suspects]
+    for count in range(1, len(agents) + 1):
+        # From the highest indices down, so that the first set found leaves the lowest indices.
+        for out in combinations(reversed(agents), count):
+            if all(low in out or high in out for low, high in pairs):
+                return set(out)
+    return set(agents)
+
+
+def _greedy(suspects: list[Member], pairs: set[tuple[str, str]]) -> set[str]:
+    out: set[str] = set()
+    left = set(pairs)
+    while left:
+        counts = [(sum(m.agent in pair for pair in left), m.index, m.agent) for m in suspects]
+        worst = max(counts)[2]
+        out.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return out
+
+
+# --- selection
 
 
 def next_members(document: Document, waited: Waited, *, shrink: bool) -> tuple[Member, ...] | str:

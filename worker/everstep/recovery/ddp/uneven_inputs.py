@@ -30,7 +30,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from everstep.recovery.ddp.averaged import lists_for_reducer, parameters_of, requiring_gradients
+from everstep.recovery.ddp.reducers import lists_for_reducer, parameters_of, requiring_gradients
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import script_call_site
 from everstep.torch_private import joins, reducers, tensors

@@ -7,11 +7,14 @@ tensors.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
+import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -24,8 +27,105 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
-from everstep.recovery.forming import gloo_sockets, same_calls
+from everstep.recovery.forming import same_calls
 from everstep.torch_private import groups
+
+# --- gloo sockets
+# Finds and shuts down the TCP connections of one round's gloo groups. An abandoned group must not write into the
+# program's tensors when the step is repeated. gloo writes only data that a connection brings. So its connections are
+# shut down here, and then gloo closes them itself. They are found by address: one end of each is a listener of the
+# round, and the members have told each other their listeners' addresses. Linux only (/proc). Invariant: a socket is
+# touched only if its address belongs to the round.
+
+Address = tuple[str, int]
+
+POLL_SECONDS = 0.0005
+
+
+class LinksUnknown(RuntimeError):
+    """The connections of the round cannot be identified."""
+
+
+def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]:
+    """The result of `make`, and the address at which it listens. Raises `LinksUnknown` if another thread of this
+    process keeps opening listening sockets."""
+    for _ in range(attempts):
+        before = set(_listeners())
+        made = make()
+        new = {address for address in _listeners() if address not in before}
+        if len(new) == 1:
+            return made, new.pop()
+    raise LinksUnknown("another thread opens listening sockets, so gloo's cannot be told from them")
+
+
+def shut(addresses: Collection[Address], enough: Callable[[], bool], seconds: float) -> bool:
+    """Shut down this process's connections that begin or end at one of the addresses. Returns whether gloo closed them
+    all within `seconds`, or `enough` held."""
+    held: list[tuple[int, int]] = []
+    for descriptor, inode, copy in _connections():
+        with copy:
+            try:
+                ends = {_plain(copy.getpeername()), _plain(copy.getsockname())}  # a listener has no peer: it stays
+                if ends & set(addresses):
+                    copy.shutdown(socket.SHUT_RDWR)
+                    held.append((descriptor, inode))
+            except OSError:
+                continue  # not connected, or no longer
+    until = time.monotonic() + seconds
+    while any(_inode(descriptor) == inode for descriptor, inode in held) and not enough():
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _listeners() -> Iterator[Address]:
+    for _, _, copy in _connections():
+        with copy, contextlib.suppress(OSError):
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield _plain(copy.getsockname())
+
+
+def _connections() -> Iterator[tuple[int, int, socket.socket]]:
+    """The TCP sockets of this process: descriptor, inode, and a copy to be closed."""
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        inode = _inode(descriptor)
+        if inode is None:
+            continue
+        try:
+            copied = os.dup(descriptor)
+        except OSError:
+            continue
+        try:
+            copy = socket.socket(fileno=copied)
+        except OSError:
+            os.close(copied)
+            continue
+        if copy.type == socket.SOCK_STREAM and copy.family in {socket.AF_INET, socket.AF_INET6}:
+            yield descriptor, inode, copy
+        else:
+            copy.close()
+
+
+def _inode(descriptor: int) -> int | None:
+    """The inode of the socket behind a descriptor; None if it is no socket."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+
+
+def _plain(address: Any) -> Address:
+    """The address, with IPv4-mapped IPv6 as IPv4."""
+    host, port = address[0].partition("%")[0], address[1]
+    ip = ipaddress.ip_address(host)
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return str(mapped or ip), port
+
+
+# --- forming
 
 # torch's default, and how long a rank may lag behind the others. None of our waits depends on it. But if gloo lost a
 # transfer, its thread lives for this long.
@@ -48,7 +148,7 @@ class FormedRound:
     round: AnnouncedRound
     main: Any
     control: Any
-    addresses: frozenset[gloo_sockets.Address]
+    addresses: frozenset[Address]
     store: Any
     abort: Callable[[], None] | None = None
     # A mesh's groups, each with its `abort`, in the order of `form`'s `parts`.
@@ -113,20 +213,20 @@ def close(formed: FormedRound, works: list[Any], on_device: list[Any]) -> None:
         # gloo releases the tensors with the work, even if it leaves a connection open whose receiver is gone.
         return all(work.is_completed() for work in works)
 
-    if not gloo_sockets.shut(formed.addresses, over, CLOSE_SECONDS):
+    if not shut(formed.addresses, over, CLOSE_SECONDS):
         raise FormingFailed(f"round {formed.round.number}: gloo did not close its connections in {CLOSE_SECONDS:g} s")
     # A gloo thread may still be reducing data that had arrived. A thread that lost a transfer never ends, but it writes
     # nothing.
     until = time.monotonic() + COMPUTE_SECONDS
     while not over() and time.monotonic() < until:
-        time.sleep(gloo_sockets.POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     until = time.monotonic() + ABORT_SECONDS
     while not all(work.is_completed() for work in on_device):
         if time.monotonic() > until:
             raise FormingFailed(
                 f"round {formed.round.number}: the device did not end its collectives in {ABORT_SECONDS:g} s"
             )
-        time.sleep(gloo_sockets.POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     # Destroying a group waits for its threads, and a thread that lost a transfer ends only with gloo's own timeout.
     threading.Thread(target=_drop, args=(formed,), name="everstep-drop", daemon=True).start()
 
@@ -144,7 +244,7 @@ def _form(round_: AnnouncedRound, seconds: float, parts: Sequence[Subgroup], mad
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
     )
     store = PrefixStore(f"round-{round_.number}", client)
-    device, address = gloo_sockets.listening(partial(gloo_device, host, port))
+    device, address = listening(partial(gloo_device, host, port))
     store.set(f"link/{round_.rank}", f"{address[0]} {address[1]}")
     _check_made(store, round_, made)
     gloo = _gloo(PrefixStore("main", store), round_.rank, round_.world_size, device)

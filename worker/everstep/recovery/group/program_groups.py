@@ -8,7 +8,9 @@ some ranks has the same meaning in each round (`meanings`); a group without such
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +18,49 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from everstep.contract import rank_label
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming import forming
-from everstep.recovery.group import before_steps, meanings, torch_functions
+from everstep.recovery.group import meanings, torch_functions
 from everstep.recovery.group.in_flight import WaitingTime
 from everstep.recovery.group.meanings import AcrossReplicas, AllRanks, GroupMeaning, WithinReplica
 from everstep.recovery.group.recoverable import BACKEND, RecoverableGroup
 from everstep.recovery.group.script_location import NO_SUBGROUPS, ScriptLocation, ScriptPhase, script_call_site
 from everstep.recovery.state.shape import MODEL
 from everstep.torch_private.groups import set_ranks
+
+# --- before steps
+# Refuses to train before `steps`: until then a process is alone, so DDP would not average its gradients. A forward or
+# backward pass is allowed before (to compile, to measure memory). A step of an optimizer is allowed too if its module
+# is not in DDP, because each process computes the same by itself.
+
+
+def refuse_training(alone: Callable[[], bool]) -> None:
+    """Refuse to train while `alone()` holds. Called once in a process."""
+    free: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of no module in DDP
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        if not alone() or optimizer in free:
+            return
+        wrapped = {id(p) for ddp in gc.get_objects() if type(ddp) is DistributedDataParallel for p in ddp.parameters()}
+        if not any(id(p) in wrapped for group in optimizer.param_groups for p in group["params"]):
+            free.add(optimizer)
+            return
+        asked = script_call_site(sys._getframe(1))
+        raise LoopError(
+            f"optimizer.step(){asked.at if asked is not None else ''} of a model in DistributedDataParallel, before "
+            "run.steps(): this process is alone until then, and its gradients are not averaged. Let the loop "
+            "be `for step in run.steps(loader, until=STEPS):` and do its work inside `with step as batch:` "
+            "(docs/how-to-convert.md)"
+        )
+
+    register_optimizer_step_pre_hook(hook)
+
+
+# --- program groups
 
 MOST = 16  # each has connections of its own in each round
 
@@ -72,7 +106,7 @@ class ProgramGroups:
         sys.excepthook = rank_label.labelled(hook)
         self.main.attach(forming.alone(), 0, 1)
         torch_functions.put_up(most, lambda: self._asked is not None, self._new)
-        before_steps.refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
+        refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
 
     def divide(self, kind: str, places: int, rank: int) -> None:
         """Take over the mesh's shape. If the script itself divides its model, over `places` neighbours in rank, this

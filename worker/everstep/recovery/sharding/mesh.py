@@ -14,6 +14,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -23,10 +24,96 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import Subgroup
 from everstep.recovery.group.recoverable import RecoverableGroup
 from everstep.recovery.group.script_location import script_call_site
-from everstep.recovery.sharding import tensor_parallel, unmoved
+from everstep.recovery.sharding import tensor_parallel
 from everstep.recovery.state.shape import MODEL, REPLICATE, SHARD, TENSOR
 from everstep.torch_private import meshes
 from everstep.torch_private.groups import set_ranks
+
+# --- unmoved
+# A mesh before its first round, when neither the number of replicas nor this process's replica is known. Torch's own
+# mesh would answer for a world of one replica. So a script that asks is refused, as it is when it asks a group. Torch
+# itself gets an answer, because it builds modules over the mesh. Invariant: after `end` the mesh is torch's own again.
+
+
+def begin(mesh: Any, inside: RecoverableGroup, kind: str) -> None:
+    """Refuse the script's questions to the mesh. `inside`: the group of a replica's ranks, in the dimension called
+    `kind`."""
+    mesh._everstep = (inside, kind)
+    mesh.__class__ = _asking()
+
+
+def end(mesh: Any) -> None:
+    """Stop, because the mesh has its place in a round."""
+    if isinstance(mesh, _asking()):
+        del mesh._everstep
+        mesh.__class__ = _torchs()
+
+
+def _torchs() -> Any:
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
+
+    return DeviceMesh
+
+
+@cache
+def _asking() -> Any:
+    class Unmoved(_torchs()):  # type: ignore[misc]
+        _everstep: tuple[RecoverableGroup, str]
+
+        def _ask(self, what: str) -> None:
+            inside, _ = self._everstep
+            inside.ask_ranks(f"mesh.{what}")
+
+        def _is_inside(self, mesh_dim: int | str | None) -> bool:
+            """Whether the dimension, or the whole mesh, contains only ranks of one replica."""
+            _, kind = self._everstep
+            names = self.mesh_dim_names or ()
+            if isinstance(mesh_dim, int) and -len(names) <= mesh_dim < len(names):
+                return bool(names[mesh_dim] == kind)
+            return mesh_dim == kind or (mesh_dim is None and names == (kind,))
+
+        def _knows(self, mesh_dim: int | str | None) -> bool:
+            """Whether this process's rank in the group is final."""
+            inside, _ = self._everstep
+            return inside.knows_place and self._is_inside(mesh_dim)
+
+        def __repr__(self) -> str:
+            # torch's own text would show one replica. Printing a mesh is no reason to refuse a script.
+            _, kind = self._everstep
+            sizes = zip(self.mesh_dim_names or (), meshes.sizes_of(self), strict=False)
+            shown = ", ".join(f"{name}={size if name == kind else '?'}" for name, size in sizes)
+            return f"DeviceMesh(({shown}), '{self.device_type}', its ranks are known from run.steps() on)"
+
+        def size(self, mesh_dim: Any = None) -> Any:
+            if not self._is_inside(mesh_dim):
+                self._ask("size()")
+            return super().size(mesh_dim)
+
+        @property
+        def shape(self) -> Any:
+            if not self._is_inside(None):
+                self._ask("shape")
+            return super().shape
+
+        @property
+        def mesh(self) -> Any:
+            self._ask("mesh")
+            return super().mesh
+
+        def get_local_rank(self, mesh_dim: Any = None) -> Any:
+            if not self._knows(mesh_dim):
+                self._ask("get_local_rank()")
+            return super().get_local_rank(mesh_dim)
+
+        def get_coordinate(self) -> Any:
+            if not self._knows(None):
+                self._ask("get_coordinate()")
+            return super().get_coordinate()
+
+    return Unmoved
+
+
+# --- mesh
 
 log = logging.getLogger("everstep.train")
 
@@ -66,7 +153,7 @@ class RecoverableMesh:
         self._parts: list[weakref.ref[Any]] = []  # no set: they are equal to each other, and their hash changes
         self._moved = False
         meshes.on_slice(self.device_mesh, self._sliced)
-        unmoved.begin(self.device_mesh, self.shard_group, kind)
+        begin(self.device_mesh, self.shard_group, kind)
         # The mesh over which parameters are sharded. FSDP2 knows of the replicas; tensor parallelism does not.
         self.over: Any = self.device_mesh[TENSOR] if kind == TENSOR else self.device_mesh
         if kind == TENSOR:
@@ -75,7 +162,7 @@ class RecoverableMesh:
     def _sliced(self, part: Any) -> None:
         self._parts.append(weakref.ref(part))
         if not self._moved:
-            unmoved.begin(part, self.shard_group, self.kind)
+            begin(part, self.shard_group, self.kind)
 
     @property
     def groups(self) -> tuple[RecoverableGroup, RecoverableGroup]:
@@ -130,7 +217,7 @@ class RecoverableMesh:
         self._parts = [reference for reference in self._parts if reference() is not None]
         parts = [part for reference in self._parts if (part := reference()) is not None]
         for mesh in (self.device_mesh, *parts):
-            unmoved.end(mesh)
+            end(mesh)
         meshes.relayout(self.device_mesh, ranks, rank)
         for part in parts:
             meshes.relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)

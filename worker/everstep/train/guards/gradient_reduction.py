@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from everstep.checkpoint.state.modules import bare
-from everstep.recovery.ddp.averaged import parameters_of
-from everstep.recovery.ddp.reducers import Reducers, parallel
+from everstep.recovery.ddp.reducers import Reducers, parallel, parameters_of
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.optimizers import before_step
 from everstep.torch_private import reducers
