@@ -58,7 +58,7 @@ _HOME = {
     "Union": "checkpoint.state.union",
     "current": "train.session",
     "load": "checkpoint.load.readonly",
-    "open_commit": "checkpoint.load.opened",
+    "open_commit": "checkpoint.load.readonly",
     "report": "reporting.report",
     "start": "train.session",
 }
