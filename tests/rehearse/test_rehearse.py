@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,37 @@ def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) ->
     code, report, _ = rehearse(folder, "--steps", "12", "--kill", "rank", before=draws, weight="(1 + noise / 1000)")
     assert code == 1
     assert next(f["kind"] for f in report["findings"] if f["certain"]) in ("chance", "refused")
+
+
+def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(folder: Path) -> None:
+    """The usual form of a hidden state: made in the first step, and used in the others."""
+    before = "torch.manual_seed(0)\nhidden = None"
+    weight = "1.0\n            hidden = torch.ones(2) if batch.step == 0 else hidden + len(hidden)"
+    code, report, shown = rehearse(
+        folder, "--ranks", "2", "--steps", "12", "--kill", "rank", before=before, weight=weight
+    )
+    (found,) = report["findings"]
+    assert (code, found["kind"]) == (1, "ended"), shown
+    assert "TypeError: object of type 'NoneType' has no len(); the next start ended with it too" in found["text"]
+    assert "nothing tracks them: hidden (train.py:" in found["text"], found["text"]
+    assert "carried by the loop and not tracked: hidden (train.py:" in shown
+
+
+def test_interrupted_rehearsal_shows_what_its_runs_have_found(folder: Path) -> None:
+    script = SCRIPT.format(
+        before="torch.manual_seed(0)", tracked=OPTIMIZER, weight="1.0", behind="pass", commits=folder / "none"
+    )
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--ranks", "2", "--steps", "12", "train.py"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if line.startswith("calm: 12 steps in "):
+                running.send_signal(signal.SIGINT)
+                break
+        shown, _ = running.communicate(timeout=60)
+    assert "interrupted, and more runs were to come" in shown
+    assert running.returncode not in (0, 1)
 
 
 def test_script_that_is_refused_calm_is_not_killed(folder: Path) -> None:

@@ -137,6 +137,12 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
             Kind.ENDED,
             "did not come to its end within --limit: its last completed step is 16",
         ),
+        (
+            replace(played(RANK), code=1, repeated="TypeError: no", carried="hidden (train.py:3)"),
+            Kind.ENDED,
+            "TypeError: no; the next start ended with it too. In a new process these begin anew, because nothing "
+            "tracks them: hidden (train.py:3)",
+        ),
         (replace(played(RANK), code=1, refused="track k"), Kind.REFUSED, "track k"),
         (played(RANK, 0), Kind.ENDED, "nobody was killed"),
         (replace(played(RANK), steps=dict(list(CALM.steps.items())[:13])), Kind.ENDED, "ended after step 13"),
@@ -145,6 +151,11 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
 def test_run_that_ends_otherwise_is_a_finding(run: Played, kind: Kind, says: str) -> None:
     finding = next(f for f in find([CALM, run]) if f.kind is kind)
     assert says in finding.text
+
+
+def test_runs_that_end_with_an_error_of_other_ranks_are_one_finding() -> None:
+    runs = (replace(played(s), code=1, log=f"rank {i}: ValueError: no\n") for i, s in enumerate((RANK, ALL)))
+    assert only([CALM, *runs]).scenarios == (RANK.title, ALL.title)
 
 
 def test_short_calm_run_asks_for_more_steps() -> None:

@@ -8,8 +8,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,16 +65,7 @@ def rehearse(
 
     Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked.
     """
-    try:
-        kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
-        kinds = tuple(filter(None, kill.split(",")))
-        check(ranks, steps, kinds, kills)
-        stamps.check(stamp, () if kills else kinds)
-        if json_ is not None and not json_.parent.is_dir():
-            raise PlanError(f"--json {json_}: there is no folder {json_.parent}")
-    except PlanError as e:
-        say_error(f"everstep: {e}")
-        raise typer.Exit(USAGE) from e
+    kinds, kills = _plan(ranks, steps, kill, at, stamp, json_)
     signal.signal(signal.SIGTERM, _terminated)
     folder = Path(tempfile.mkdtemp(prefix="everstep-rehearsal-"))
     began = time.monotonic()
@@ -82,7 +74,9 @@ def rehearse(
         beginning = fetch(from_, folder / "beginning") if from_ is not None else None
         command = [str(script.absolute()), *(arguments or [])]
         player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
-        runs = _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills))
+        runs: list[Played] = []
+        with _shown_if_interrupted(script, runs, began):
+            _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills), runs)
         found = compare.find(runs)
         kept = keep or any(f.certain for f in found)
         proves = not kills and set(kinds) >= stamps.PROVEN
@@ -110,6 +104,34 @@ def rehearse(
         raise typer.Exit(USAGE)
 
 
+def _plan(
+    ranks: int, steps: int, kill: str, at: str, stamp: str | None, json_: Path | None
+) -> tuple[tuple[str, ...], tuple[Kill, ...]]:
+    """The kinds of losses, and kills of the user's own. Ends the command if it cannot be rehearsed so."""
+    try:
+        kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
+        kinds = tuple(filter(None, kill.split(",")))
+        check(ranks, steps, kinds, kills)
+        stamps.check(stamp, () if kills else kinds)
+        if json_ is not None and not json_.parent.is_dir():
+            raise PlanError(f"--json {json_}: there is no folder {json_.parent}")
+    except PlanError as e:
+        say_error(f"everstep: {e}")
+        raise typer.Exit(USAGE) from e
+    return kinds, kills
+
+
+@contextmanager
+def _shown_if_interrupted(script: Path, runs: list[Played], began: float) -> Iterator[None]:
+    """Show what the runs that are over have found, if the others do not come."""
+    try:
+        yield
+    except BaseException:
+        if runs:
+            _show(script, runs, compare.find(runs), time.monotonic() - began, "interrupted, and more runs were to come")
+        raise
+
+
 def _stamp(
     place: str | None, script: Path, folder: Path, ranks: int, steps: int, *, proves: bool, found: bool
 ) -> tuple[str | None, str]:
@@ -132,8 +154,9 @@ def _terminated(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]) -> list[Played]:
-    """The calm run, and `rest` of as many steps as it had; side by side where there are processors for it."""
+def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]], runs: list[Played]) -> None:
+    """Append the calm run to `runs`, and those that `rest` makes of its number of steps, in this order; side by side
+    where there are processors for it."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps")
     with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
 
@@ -141,21 +164,26 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
             task = bar.add_task(scenario.title, total=scenario.steps)
             run = player.play(scenario, lambda done: bar.update(task, completed=done))
             bar.update(task, completed=run.last)
+            if not bar.console.is_terminal:
+                say_error(f"{scenario.title}: {run.last} steps in {run.seconds:.0f} s")
             return run
 
-        calm_run = play(first)
-        if compare.find([calm_run]):
-            return [calm_run]
+        runs.append(play(first))
+        if compare.find(runs):
+            return
+        further, seconds = rest(runs[0].last), runs[0].seconds
         room = max(1, (os.cpu_count() or 1) // (first.sizes[0] + 1))
+        bar.console.print(f"{len(further)} runs more, each of about {seconds:.0f} s and more", style="dim")
         with ThreadPoolExecutor(room) as pool:
             try:
-                return [calm_run, *pool.map(play, rest(calm_run.last))]
+                for run in pool.map(play, further):
+                    runs.append(run)
             except BaseException:
                 player.stop()  # else Ctrl-C would wait for the runs in progress
                 raise
 
 
-def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float) -> None:
+def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float, end: str = "") -> None:
     console = SafeConsole()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("RUN", "STEPS", "KILLED", "SECONDS", "RESULT"):
@@ -178,8 +206,13 @@ def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float
     if left_out := compare.left_out(runs):
         say(f"\nnot compared, because tensors of {MOST_BYTES >> 20} MiB in all are: {left_out}")
     certain_count = sum(f.certain for f in found)
-    end = "; no other run was made, because the calm one came to nothing" if len(runs) == 1 else ""
-    say(f"\n{script}: {certain_count} found, {len(found) - certain_count} warnings, in {seconds:.0f} s{end}")
+    if carried := next((run.carried for run in runs if run.carried), ""):
+        harmless = ", and nothing differed by it" if not certain_count and not end else ""
+        say(f"\ncarried by the loop and not tracked{harmless}: {carried}")
+    if not end and len(runs) == 1:
+        end = "no other run was made, because the calm one came to nothing"
+    counts = f"{certain_count} found, {len(found) - certain_count} warnings, in {seconds:.0f} s"
+    say(f"\n{script}: {counts}{'; ' if end else ''}{end}")
 
 
 def _report(
@@ -192,6 +225,7 @@ def _report(
         "steps": steps,
         "seconds": round(seconds, 1),
         "left_out": compare.left_out(runs),
+        "carried": next((run.carried for run in runs if run.carried), ""),
         "runs": [
             {
                 "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,

@@ -13,7 +13,7 @@ from everstep.rehearse import stamp
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
-from everstep.rehearse.record import GONE, KILLS
+from everstep.rehearse.record import GONE, KILLS, note_failure
 from everstep.rehearse.watch import Watch
 from everstep.train.guards.comparison.rehearsed import program_of_process
 
@@ -37,6 +37,9 @@ def main() -> None:
     OwnLoop(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
+    except Exception as e:
+        note_failure(folder, e)
+        raise
     finally:
         stamp.note(folder, program_of_process())
 

@@ -106,7 +106,7 @@ def _joined(found: list[Finding]) -> list[Finding]:
     """One finding for all runs that show the same: the first of them has the text."""
     joined: dict[tuple[Kind, tuple[str, ...] | str], Finding] = {}
     for one in found:
-        key = (one.kind, one.names or one.text)
+        key = (one.kind, one.names or re.sub(r"\brank \d+", "a rank", one.text))
         known = joined.get(key)
         joined[key] = one if known is None else replace(known, scenarios=(*known.scenarios, *one.scenarios))
     return list(joined.values())
@@ -133,7 +133,11 @@ def _ended(run: Played) -> Finding | None:
             f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of a "
             "whole epoch"
         )
+        if run.repeated:
+            last, behind = f"{run.repeated}; the next start ended with it too", ""
         text = f"exit code {run.code}: {last}{behind if run.last >= run.scenario.steps else ''}"
+        if run.carried and run.scenario.kills:
+            text += f". In a new process these begin anew, because nothing tracks them: {run.carried}. {_advice(run)}"
         return Finding(Kind.ENDED, title, text, run.last)
     if run.scenario.kills and run.killed == 0:
         points = ", ".join(kill.name for kill in run.scenario.kills)

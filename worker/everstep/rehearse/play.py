@@ -46,6 +46,8 @@ class Played:
     own_loop: bool = False  # the script saves by a Checkpointer of its own
     files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
     begins: int | None = None  # the step of the commit from which it began
+    repeated: str = ""  # the error that each further start ended with
+    carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
 
     @property
     def last(self) -> int:
@@ -102,6 +104,7 @@ class Player:
             hung, refusal_in(log) if code else "", not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
             {n: s for n, s in after.items() if before.get(n) != s}, begins,
+            record.repeated(place), carried_in(log),
         )  # fmt: skip
 
     def _run(
@@ -140,6 +143,8 @@ class Player:
                 if not settings["last"] and ((place / record.GONE).exists() or _killed(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False
+                if record.repeated(place):
+                    return 1, False
                 if time.monotonic() - began > self._limit:
                     return 1, True
         finally:
@@ -170,6 +175,12 @@ def refusal_in(log: str) -> str:
         log,
     )
     return str(found[-1]).strip() if found else ""
+
+
+def carried_in(log: str) -> str:
+    """The names in the warning of the first start, each with its place."""
+    found = re.search(r"carried by the loop and not tracked: (.+?)\. In a new process", log, re.S)
+    return " ".join(found[1].split()) if found else ""
 
 
 def _copied(source: Path, target: Path, own: Path) -> Path | None:

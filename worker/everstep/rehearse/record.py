@@ -6,6 +6,7 @@ Pure but for reading and writing files. Invariant: equal digests mean equal bits
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ RECORDS, KILLS = "records-*.jsonl", "killed-*"
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 DIGEST = " #"  # in `held`: between what a tensor is and its digest
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together, and of one sample: they are read behind each step
+REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
@@ -55,6 +57,22 @@ def began_again(folder: Path) -> bool:
     """Whether the first step was taken anew behind a kill of several ranks at once: nothing had been saved before."""
     kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name]
     return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in _records(folder))
+
+
+def note_failure(folder: Path, error: Exception) -> None:
+    """An error ends this process. If one of the same text has ended its rank before, and nothing was killed since, each
+    further start would end so: that is noted too."""
+    text = f"{type(error).__name__}: {error}"
+    path = folder / f"failed-{os.environ.get('RANK', '0')}-{len(list(folder.glob(KILLS)))}"
+    if path.exists() and path.read_text() == text:
+        (folder / REPEATED).write_text(text)
+    path.write_text(text)
+
+
+def repeated(folder: Path) -> str:
+    """The error that ends each further start, or ""."""
+    path = folder / REPEATED
+    return path.read_text() if path.exists() else ""
 
 
 def _records(folder: Path) -> Iterator[Record]:
