@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from everstep_local.kubelet.environment import PathMap
 from everstep_local.kubelet.sources import NotStartable, PodFacts, Sources
 
-# (namespace, service account, pod name, pod UID, audience, seconds it is good for) -> token
+# (namespace, service account, pod name, pod UID, audience, seconds of validity) -> token
 TokenIssuer: TypeAlias = Callable[[str, str, str, str, str, int], "str | Awaitable[str]"]
 
 TOKEN_SECONDS = 3600  # Kubernetes' default for a projected token

@@ -197,7 +197,7 @@ class Guard:
 
     def _drain(self, fd: int, stream: str, once: bool = False) -> bool:
         """Log the available output; False at its end."""
-        # The pipe's content bounds this: either no writer is left, or the loop comes back.
+        # The pipe's content bounds this: either no writer is left, or the loop continues.
         while True:
             try:
                 data = os.read(fd, 65536)
