@@ -10,7 +10,7 @@ import pytest
 from everstep.rehearse.findings import Finding, Kind, find
 from everstep.rehearse.plan import AUTO, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import Record
+from everstep.rehearse.record import BUFFERS, Record
 
 RANKS, STEPS = 2, 16
 _, *REST = scenarios(RANKS, STEPS, ("rank", "all", "size"))
@@ -151,6 +151,17 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
 def test_run_that_ends_otherwise_is_a_finding(run: Played, kind: Kind, says: str) -> None:
     finding = next(f for f in find([CALM, run]) if f.kind is kind)
     assert says in finding.text
+
+
+def test_running_statistics_alone_are_a_warning_and_parameters_behind_them_are_found() -> None:
+    calm_run = change(CALM, 1, tracked={"model": "m", f"{BUFFERS}model": "s"})
+    apart = change(change(played(RANK), 1, tracked={"model": "m", f"{BUFFERS}model": "s"}), 8,
+                   tracked={"model": "m", f"{BUFFERS}model": "t"})  # fmt: skip
+    finding = only([calm_run, apart])
+    assert (finding.kind, finding.step, finding.names) == (Kind.BUFFERS, 8, ("the buffers of model",))
+    assert not finding.certain
+    later = change(apart, 12, tracked={"model": "n", f"{BUFFERS}model": "t"})
+    assert (only([calm_run, later]).kind, only([calm_run, later]).step) == (Kind.TRACKED, 12)
 
 
 def test_runs_that_end_with_an_error_of_other_ranks_are_one_finding() -> None:

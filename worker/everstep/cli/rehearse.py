@@ -207,7 +207,7 @@ def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float
         say(f"\nnot compared, because tensors of {MOST_BYTES >> 20} MiB in all are: {left_out}")
     certain_count = sum(f.certain for f in found)
     if carried := next((run.carried for run in runs if run.carried), ""):
-        harmless = ", and nothing differed by it" if not certain_count and not end else ""
+        harmless = " (the parameters came out the same)" if not certain_count and not end else ""
         say(f"\ncarried by the loop and not tracked{harmless}: {carried}")
     if not end and len(runs) == 1:
         end = "no other run was made, because the calm one came to nothing"

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
-from everstep.rehearse.record import DIGEST, Record
+from everstep.rehearse.record import BUFFERS, DIGEST, Record
 
 MOST_NAMED = 6
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
@@ -48,6 +48,7 @@ class Kind(StrEnum):
     HELD = "held"  # other values of the script's own, and no other result
     UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
     SIZE = "size"  # another number of ranks is refused, by a library's loop that has one size; or makes another batch
+    BUFFERS = "buffers"  # other running statistics, and no other parameter
     CHANCE = "chance"  # two calm runs differ
 
 
@@ -162,7 +163,7 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
         if other is not None:
             names |= {f"held {n}" for n in _differing(record.held, other.held)}
             names |= {f"tracked {n}" for n in _differing(record.tracked, other.tracked)}
-    first = _first_tracked(calm, again, frozenset())
+    first = _first_tracked(calm, again, frozenset()) or _first_tracked(calm, again, frozenset(), buffers=True)
     if first is None:
         return frozenset(names), None
     step, tracked = first
@@ -196,6 +197,15 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         found.append(Finding(Kind.UNSAVED, title, text))
     held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
+    statistics = None if run.scenario.resized else _first_tracked(calm, run, chance, buffers=True)
+    if first is None and statistics is not None:
+        step, names = statistics
+        text = (
+            f"{_listed(names)} differ from the calm run's from step {step} on, and no parameter does. Each rank has "
+            "running statistics of its own batches, and where rank 0 is lost those of another rank go on: they are as "
+            "good, and not the same bits. An evaluation that decides something gets another result by them"
+        )
+        found.append(Finding(Kind.BUFFERS, title, text, step, tuple(names)))
     if samples is not None and samples.kind is Kind.SIZE:
         return found  # trained by another batch, the script's own values may be others
     if first is None:
@@ -217,12 +227,15 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     return found
 
 
-def _first_tracked(calm: Played, run: Played, chance: frozenset[str]) -> tuple[int, list[str]] | None:
-    """The first step behind which tracked objects differ, and their names."""
+def _first_tracked(
+    calm: Played, run: Played, chance: frozenset[str], *, buffers: bool = False
+) -> tuple[int, list[str]] | None:
+    """The first step behind which tracked objects differ, and their names: in more than their buffers, or in them."""
     for (rank, step), record in sorted(calm.steps.items(), key=lambda item: (item[0][1], item[0][0])):
         other = run.steps.get((rank, step))
         names = _differing(record.tracked, other.tracked) if other is not None else []
-        if names := [name for name in names if f"tracked {name}" not in chance]:
+        names = [name for name in names if name.startswith(BUFFERS) == buffers and f"tracked {name}" not in chance]
+        if names:
             return step, names
     return None
 

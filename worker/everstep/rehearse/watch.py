@@ -28,7 +28,7 @@ import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import Kill
-from everstep.rehearse.record import MOST_BYTES, Record
+from everstep.rehearse.record import BUFFERS, MOST_BYTES, Record
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
@@ -202,8 +202,7 @@ class Watch:
         values, beyond = self._held(frame, list(own), list(closed))
         record = Record(
             step, rank, world, os.getpid(), time.time(),
-            # Generators that nobody seeds and nobody draws from differ in each run; a draw shows in what it is for.
-            {name: digest(value) for name, value in self.tracked.items() if not isinstance(value, RngState)},
+            dict(one for name, value in self.tracked.items() for one in digests(name, value)),
             values, sorted(self.samples), beyond,
         )  # fmt: skip
         self._out.write(record.line())
@@ -276,6 +275,16 @@ def settings_of(tracked: Mapping[str, Any]) -> dict[str, str]:
         for i, group in enumerate(one.param_groups)
         for key, value in group.items() if type(value) in (int, float)
     }  # fmt: skip
+
+
+def digests(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Of a tracked object, by name."""
+    if isinstance(value, RngState):
+        return  # generators that nobody seeds or draws from differ in each run; a draw shows in what it is for
+    if isinstance(value, torch.nn.Module) and (buffers := dict(value.named_buffers())):
+        yield f"{BUFFERS}{name}", digest(buffers)
+        value = {key: part for key, part in value.state_dict().items() if key not in buffers}
+    yield name, digest(value)
 
 
 def digest(value: Any) -> str:
