@@ -65,6 +65,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     ),
     "host_name": ({"template.spec.hostname": "a"}, ("FieldValueInvalid", "spec.template.spec.hostname")),
     "subdomain": ({"template.spec.subdomain": "a"}, ("FieldValueInvalid", "spec.template.spec.subdomain")),
+    "fqdn": (
+        {"template.spec.setHostnameAsFQDN": True},
+        ("FieldValueInvalid", "spec.template.spec.setHostnameAsFQDN"),
+    ),
     "restart_policy": (
         {"template.spec.restartPolicy": "OnFailure"},
         ("FieldValueInvalid", "spec.template.spec.restartPolicy"),

@@ -342,6 +342,7 @@ def test_injected_settings_are_what_torchrun_itself_reads() -> None:
 OURS: dict[str, tuple[dict[str, Any], str]] = {
     "hostname": ({"spec": {"hostname": "trainer"}}, "spec.template.spec.hostname"),
     "subdomain": ({"spec": {"subdomain": "trainers"}}, "spec.template.spec.subdomain"),
+    "fqdn": ({"spec": {"setHostnameAsFQDN": True}}, "spec.template.spec.setHostnameAsFQDN"),
     "restart_policy": ({"spec": {"restartPolicy": "OnFailure"}}, "spec.template.spec.restartPolicy"),
     "restarts_itself": (
         {"spec": {"containers": [{"name": "worker", "restartPolicy": "OnFailure"}]}},

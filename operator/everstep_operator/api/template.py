@@ -90,6 +90,7 @@ TEMPLATE_SCHEMA: dict[str, Any] = {
                 ),
                 "hostname": {"type": "string", "maxLength": 253},
                 "subdomain": {"type": "string", "maxLength": 253},
+                "setHostnameAsFQDN": {"type": "boolean"},
                 "restartPolicy": {"type": "string", "maxLength": 63},
                 "terminationGracePeriodSeconds": _SECONDS,
                 "activeDeadlineSeconds": _SECONDS,
@@ -112,7 +113,7 @@ def worker_container(template: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return workers[0] if len(workers) == 1 else None
 
 
-_TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "integer": int}
+_TYPES: dict[str, Any] = {"object": Mapping, "array": list, "string": str, "integer": int, "boolean": bool}
 
 
 def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, path: str = "") -> None:
@@ -120,8 +121,11 @@ def require_bounded(value: Any, schema: Mapping[str, Any] = TEMPLATE_SCHEMA, pat
     an absent field; required fields and items must not be null.
     """
     expected = schema["type"]
-    if not isinstance(value, _TYPES[expected]) or isinstance(value, bool):
+    # In Python a bool is an int.
+    if not isinstance(value, _TYPES[expected]) or isinstance(value, bool) != (expected == "boolean"):
         raise FieldError(path, f"must be of type {expected}, not {type(value).__name__}")
+    if expected == "boolean":
+        return
     if expected == "integer":
         if not schema["minimum"] <= value <= schema["maximum"]:
             raise FieldError(path, f"must be {schema['minimum']} to {schema['maximum']}")
@@ -194,6 +198,14 @@ TEMPLATE_CHECKS: tuple[Check, ...] = (
     _set_by_us("ownerReferences", "the job owns its workers, and they go with it"),
     _ours("hostname", "each worker has its pod's name, by which the others find it"),
     _ours("subdomain", "workers are in the subdomain of the job's own Service"),
+    Check(
+        cel="!has(self.template.spec.setHostnameAsFQDN) || !self.template.spec.setHostnameAsFQDN",
+        message="spec.template.spec.setHostnameAsFQDN must be false or absent: a worker's name with the job's Service "
+        "and the namespace may be longer than the 64 characters of a host name, and then the kubelet never starts the "
+        "pod; a script that needs the full name calls socket.getfqdn()",
+        field=".template.spec.setHostnameAsFQDN",
+        holds=lambda s: not _pod_field(s.template, "setHostnameAsFQDN"),
+    ),
     _ours("restartPolicy", "the operator restarts workers", "Never"),
     Check(
         cel="self.template.spec.containers.all(c, "
