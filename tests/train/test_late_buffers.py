@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,11 +140,29 @@ def saved(model: torch.nn.Module, url: Path) -> None:
         checkpointer.save(1, {"model": model})
 
 
-def test_checkpointer_alone_refuses_a_buffer_that_is_none_here_and_says_what_to_do(tmp_path: Path) -> None:
-    """It may be None by a setting of the module, which a commit would overrule."""
+@pytest.mark.parametrize("make", [Masked, lambda: Masked().double(), OfAPart])
+@pytest.mark.parametrize("options", [{}, {"strict": False}])
+def test_checkpointer_alone_makes_a_buffer_that_is_none_until_the_first_pass(
+    make: Callable[[], torch.nn.Module], options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    giver, receiver = make(), make()
+    x = torch.randn(3, 4, dtype=next(giver.parameters()).dtype)
+    undisturbed = giver(x)
+    saved(giver, tmp_path)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore({"model": receiver}, **options)
+    # Another batch would have made another buffer.
+    assert [*receiver.state_dict()] == [*giver.state_dict()]
+    assert torch.equal(receiver(x), undisturbed)
+    assert torch.equal(receiver(2 * x), giver(2 * x))
+
+
+def test_checkpointer_alone_refuses_a_buffer_that_is_none_by_a_setting_and_says_what_to_do(tmp_path: Path) -> None:
+    """A commit would overrule the setting of torch's normalisation."""
     saved(torch.nn.BatchNorm1d(2), tmp_path)
     model = torch.nn.BatchNorm1d(2, track_running_stats=False)
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(StateMismatch, match="is None here: make it before"):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(StateMismatch, match="is None here, by a setting"):
         checkpointer.restore({"model": model})
     assert model.running_mean is None
 

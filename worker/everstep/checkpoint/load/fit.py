@@ -21,7 +21,7 @@ from everstep.checkpoint.state import named
 from everstep.checkpoint.state.capture import MALFORMED, Captured, asked_of, kind_of
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.layouts import crossed
-from everstep.checkpoint.state.modules import Answer, bare, buffer_names, is_free, migrated, unset_buffers
+from everstep.checkpoint.state.modules import Answer, bare, buffer_names, is_free, late_buffers, migrated, unset_buffers
 from everstep.checkpoint.state.tree import DTYPES, join, place, references
 from everstep.checkpoint.state.union import Union, inside
 
@@ -32,9 +32,7 @@ NAMED: Final = 5  # how many that do not fit an error names
 
 LACKING: Final = "is in the state passed and not in the commit"
 BEYOND: Final = "is in the commit and not in the state passed"
-# A commit does not say whether a buffer was None when its run began: a None may as well be a setting of the module, as
-# it is of BatchNorm with track_running_stats=False. A session knows.
-UNSET: Final = " (the buffer is None here: make it before restore(), by a forward pass, or restore in a session)"
+UNSET: Final = " (the buffer is None here, by a setting of torch's module: make it as the run did that saved it)"
 
 Body = dict[str, Any]
 
@@ -457,6 +455,8 @@ class _Fitting:
         if self._of_session:
             # These are loaded before the module gives its buffers the size that they had when they were saved.
             free += buffer_names(module)
+        else:
+            free += tuple(late_buffers(module))
         unset = unset_buffers(module)
         tree, complete = self._named(key, body["tree"], own, free, unset, cast=self._selection.cast)
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")

@@ -6,6 +6,8 @@ what it did not expect; its own word counts, because hooks may rename, make up o
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,14 @@ from everstep.checkpoint.state.sharding import placed_as
 from everstep.torch_private.modules import (
     buffers_of,
     compiled,
+    is_normalization,
     load_hooks,
     reads_as_normalization,
     reads_in_own_way,
     unsaved_of,
 )
+
+log = logging.getLogger("everstep.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ def fill(module: torch.nn.Module, tree: dict[str, Any], *, partial: bool) -> Ans
     Raises what the module's `load_state_dict` raises.
     """
     make_writable(module)
+    _make_late_buffers(module, tree)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if isinstance(value := tree.get(name), torch.Tensor) and value.shape == parameter.shape:
             tree[name] = placed_as(parameter, value)
@@ -64,14 +70,38 @@ def make_writable(module: torch.nn.Module) -> None:
                 own[name] = buffer.clone()
 
 
+def make_buffer(part: torch.nn.Module, name: str, like: torch.Tensor | None, shape: Any, dtype: torch.dtype) -> None:
+    """A buffer of zeros, for a value that is about to be loaded. `like`: it is to be on the same device."""
+    buffers_of(part)[name] = torch.zeros(shape, dtype=dtype, device=like.device if like is not None else None)
+
+
+def _make_late_buffers(module: torch.nn.Module, tree: dict[str, Any]) -> None:
+    """Make those that are None until the first forward pass, and for which there is a value."""
+    late = late_buffers(module)
+    for path, part in module.named_modules() if late else ():
+        for name in _kept(part):
+            full = f"{path}." * bool(path) + name
+            if full in late and isinstance(value := tree.get(full), torch.Tensor):
+                like = next((p for m in (part, module) for p in m.parameters()), None)
+                make_buffer(part, name, like, value.shape, value.dtype)
+                log.info("buffer %s was None, and is made as the commit has it", full)
+
+
 def buffer_names(module: torch.nn.Module) -> tuple[str, ...]:
     """The names that its buffers have in a `state_dict`, also of those that are None and so not in it."""
     return tuple(f"{path}." * bool(path) + name for path, part in module.named_modules() for name in _kept(part))
 
 
-def unset_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """The names of buffers that are None."""
-    parts = module.named_modules()
+def late_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """The names of buffers that are None, and not by a setting of one of torch's modules (`track_running_stats`)."""
+    return unset_buffers(
+        module, lambda part: not type(part).__module__.startswith("torch.") and not is_normalization(part)
+    )
+
+
+def unset_buffers(module: torch.nn.Module, of: Callable[[torch.nn.Module], bool] = lambda part: True) -> frozenset[str]:
+    """The names of buffers that are None. `of`: whose."""
+    parts = ((path, part) for path, part in module.named_modules() if of(part))
     return frozenset(
         f"{path}." * bool(path) + name for path, part in parts for name in _kept(part) if buffers_of(part)[name] is None
     )

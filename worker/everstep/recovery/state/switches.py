@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch.nn.parameter import is_lazy
 
-from everstep.checkpoint.state.modules import bare
+from everstep.checkpoint.state.modules import bare, make_buffer
 from everstep.recovery.state.gradients import zero_gradient
 from everstep.torch_private.modules import buffers_of, compiled, parameters_of, unsaved_of
 
@@ -159,8 +159,7 @@ def _make_room(module: torch.nn.Module, name: str, kind: list[Any] | None, root:
         own[name] = None
         return
     like = live if live is not None else next((p for m in (module, root) for p in m.parameters()), None)
-    device = like.device if like is not None else None
-    own[name] = torch.zeros(kind[1:], dtype=getattr(torch, kind[0]), device=device)
+    make_buffer(module, name, like, kind[1:], getattr(torch, kind[0]))
 
 
 def _align(target: Any) -> None:
