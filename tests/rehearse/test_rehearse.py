@@ -242,7 +242,7 @@ def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder
     [
         (["--steps", "5"], "--steps 5: at least 12"),
         (["--ranks", "1"], "--ranks 1: at least 2"),
-        (["--kill", "rank,store"], "--kill store: it takes rank, all, size"),
+        (["--kill", "rank,disk"], "--kill disk: it takes rank, all, size, store"),
         (["--json", "no/such/report.json"], "--json no/such/report.json: there is no folder no/such"),
         (["--at", "1@3"], "--at 1@3: write RANK@STEP:POINT"),
         (["--at", "7@3:begin"], "--at 7@3:begin: there are steps 0 to 39 and ranks 0 to 2"),

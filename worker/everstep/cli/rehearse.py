@@ -41,7 +41,7 @@ def rehearse(
     ranks: Annotated[int, typer.Option(help="Processes.")] = 3,
     steps: Annotated[int, typer.Option(help="After so many steps the run ends.")] = 40,
     kill: Annotated[
-        str, typer.Option(help="What is lost: rank, all, size; with commas between them.")
+        str, typer.Option(help="What is lost: rank, all, size, store; with commas between them.")
     ] = "rank,all,size",
     at: Annotated[str, typer.Option(help="auto, or kills of your own: 1@12:backward,0+1+2@20:begin.")] = "auto",
     limit: Annotated[float, typer.Option(min=10, help="Seconds that one run may take.")] = 300,

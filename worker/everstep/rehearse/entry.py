@@ -8,13 +8,16 @@ import os
 import signal
 from pathlib import Path
 
+from everstep.checkpoint.log import opening
 from everstep.contract.main_script import run_script
 from everstep.rehearse import stamp
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.record import GONE, KILLS, note_failure
-from everstep.rehearse.watch import Watch
+from everstep.rehearse.store_loss import StoreLoss
+from everstep.rehearse.watch import Watch, replace_all
+from everstep.storage import open_store
 from everstep.train.guards.comparison.rehearsed import program_of_process
 
 
@@ -33,6 +36,10 @@ def main() -> None:
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
     watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"])
     watch.install()
+    if settings["away"] is not None:
+        loss = StoreLoss(folder, settings["away"])
+        watch.on_enter = loss.enters
+        replace_all((opening, "open_store", loss.wrap(open_store)))
     LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()
     try:

@@ -195,6 +195,12 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
+    if run.scenario.away is not None and not run.missed:
+        text = (
+            f"no request reached a store in these steps, so it proves nothing of {run.scenario.title}. Let the script "
+            "save every few steps while it is rehearsed"
+        )
+        found.append(Finding(Kind.UNSAVED, title, text))
     held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
     statistics = None if run.scenario.resized else _first_tracked(calm, run, chance, buffers=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 #   gradients   an optimizer is about to step   optimizer   it has stepped
 #   tail        the block has ended             between     the step has been counted
 POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between")
-KINDS = ("rank", "all", "size")
+KINDS = ("rank", "all", "size", "store")
 # One of each sort: nothing has moved, something, all.
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
 EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
 SETTINGS = (
-    "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every, last and begins
+    "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every, last, begins and away
 )
 _KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
 
@@ -52,13 +52,14 @@ class Kill:
 @dataclass(frozen=True)
 class Scenario:
     """One run of `steps` steps. `sizes`: its numbers of ranks, one after the other, over the same commits; all but the
-    last end when all ranks are killed."""
+    last end when all ranks are killed. `away`: the first step without the stores, and the first that has them again."""
 
     name: str
     title: str
     sizes: tuple[int, ...]
     steps: int
     kills: tuple[Kill, ...] = ()
+    away: tuple[int, int] | None = None
 
     @property
     def resized(self) -> bool:
@@ -106,4 +107,8 @@ def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ..
         for other, what in ((ranks + 1, "one rank more"), (ranks - 1, "one rank fewer")):
             name = what.rpartition(" ")[2]
             found.append(Scenario(name, f"{what}, from the middle", (ranks, other), steps, (lost,)))
+    if "store" in kinds:
+        away = steps // 4, 3 * steps // 4  # a script that saves often enough to be killed saves in between
+        title = f"stores away from step {away[0]} to {away[1]}"
+        found.append(Scenario("store", title, (ranks,), steps, away=away))
     return found

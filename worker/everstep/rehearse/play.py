@@ -21,12 +21,14 @@ from everstep.contract import env
 from everstep.rehearse import record
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import SETTINGS, Scenario
+from everstep.rehearse.rounds_loss import RoundsLoss
 
 ENTRY = Path(__file__).with_name("entry.py")
 RESTARTS = 8  # of the agent where something is killed: more than the losses of any scenario
 COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 END_SECONDS = 10.0
+LOOK_SECONDS, AWAY_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Played:
     begins: int | None = None  # the step of the commit from which it began
     repeated: str = ""  # the error that each further start ended with
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
+    missed: bool = False  # a request has met a store that was away
 
     @property
     def last(self) -> int:
@@ -92,6 +95,7 @@ class Player:
                 settings = {
                     "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
                     "every": self._every, "last": last, "begins": begins,
+                    "away": scenario.away,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
                 code, hung = self._run(ranks, restarts, settings, where, out, place, progress)
@@ -104,7 +108,7 @@ class Player:
             hung, refusal_in(log) if code else "", not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
             {n: s for n, s in after.items() if before.get(n) != s}, begins,
-            record.repeated(place), carried_in(log),
+            record.repeated(place), carried_in(log), any(place.glob(f"{record.AWAY}*")),
         )  # fmt: skip
 
     def _run(
@@ -126,17 +130,20 @@ class Player:
             script = str(where / Path(script).relative_to(Path.cwd()))  # what it writes beside itself stays there
         argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), script, *arguments]
         began = time.monotonic()
+        pause = LOOK_SECONDS if settings["away"] is None else AWAY_LOOK_SECONDS
         if self._stopped.is_set():
             raise Stopped
         agent = subprocess.Popen(
             argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ, cwd=where,  # type: ignore[call-overload]
             start_new_session=True,
         )  # fmt: skip
+        rounds = RoundsLoss(place, agent.pid)
         try:
             while True:
                 try:
-                    return agent.wait(0.25), False
+                    return agent.wait(pause), False
                 except subprocess.TimeoutExpired:
+                    rounds.look()
                     progress(max((step for _, step in record.read(place)), default=0))
                 if self._stopped.is_set():
                     raise Stopped
@@ -148,6 +155,8 @@ class Player:
                 if time.monotonic() - began > self._limit:
                     return 1, True
         finally:
+            if agent.poll() is None:
+                rounds.end()
             _end(agent)
 
 

@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RECORDS, KILLS = "records-*.jsonl", "killed-*"
+AWAY = "away-"  # and a process: it has sent a request to the store of commits while that was away
+# A training process wants the agent to be stopped; it is; it goes on.
+ROUNDS_WANTED, ROUNDS_AWAY, ROUNDS_BACK = "rounds-wanted", "rounds-away", "rounds-back"
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 DIGEST = " #"  # in `held`: between what a tensor is and its digest
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
