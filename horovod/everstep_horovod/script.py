@@ -12,6 +12,8 @@ from pathlib import Path
 from everstep.contract import env
 from everstep.train.guards.sources import loaded_files
 
+_NAMES = {"horovod", "everstep_horovod"}  # the names under which a script imports this package
+
 
 def uses_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a file of the script names `hvd.elastic`. `EVERSTEP_HOROVOD_ELASTIC` (0 or 1) overrules the text."""
@@ -31,11 +33,11 @@ def names_elastic(text: str) -> bool:
         match node:
             case ast.Attribute(attr="elastic"):
                 return True
-            case ast.ImportFrom(module=str(module), names=names) if "horovod" in module.split("."):
+            case ast.ImportFrom(module=str(module), names=names) if _NAMES & set(module.split(".")):
                 if "elastic" in module.split(".") or any(name.name == "elastic" for name in names):
                     return True
             case ast.Import(names=names):
-                if any({"horovod", "elastic"} <= set(name.name.split(".")) for name in names):
+                if any("elastic" in parts and _NAMES & parts for parts in (set(n.name.split(".")) for n in names)):
                     return True
             case _:
                 pass
