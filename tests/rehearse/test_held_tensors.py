@@ -77,7 +77,7 @@ AVERAGE = 'state["average"] = average.shadow'
 def rehearse(folder: Path, body: str, tracked: str, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """The exit code, the findings, and what the terminal shows in one line."""
     (folder / "train.py").write_text(SCRIPT.replace("BODY", body).replace("TRACKED", tracked))
-    own = ("--json", "r.json", "--ranks", "2", "--steps", "12", "--limit", "100", *options)
+    own = ("--json", "r.json", "--ranks", "2", "--steps", "12", "--limit", "200", *options)
     command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert (folder / "r.json").exists(), done.stderr[-2000:]

@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,7 +24,8 @@ from everstep.contract.stamp import Stamp
 from everstep.rehearse import findings as compare
 from everstep.rehearse import stamp as stamps
 from everstep.rehearse.beginning import fetch
-from everstep.rehearse.findings import Finding
+from everstep.rehearse.findings import Finding, Kind
+from everstep.rehearse.page import page
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
 from everstep.rehearse.record import MOST_BYTES
@@ -46,6 +47,7 @@ def rehearse(
     at: Annotated[str, typer.Option(help="auto, or kills of your own: 1@12:backward,0+1+2@20:begin.")] = "auto",
     limit: Annotated[float, typer.Option(min=10, help="Seconds that one run may take.")] = 300,
     json_: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report there, as a page of HTML.")] = None,
     strict: Annotated[bool, typer.Option(help="A warning fails the rehearsal too.")] = False,
     keep: Annotated[bool, typer.Option(help="Keep the folder of the runs, with their logs.")] = False,
     from_: Annotated[
@@ -65,7 +67,7 @@ def rehearse(
 
     Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked.
     """
-    kinds, kills = _plan(ranks, steps, kill, at, stamp, json_)
+    kinds, kills = _plan(ranks, steps, kill, at, stamp, {"--json": json_, "--html": html})
     signal.signal(signal.SIGTERM, _terminated)
     folder = Path(tempfile.mkdtemp(prefix="everstep-rehearsal-"))
     began = time.monotonic()
@@ -80,12 +82,17 @@ def rehearse(
         found = compare.find(runs)
         kept = keep or any(f.certain for f in found)
         proves = not kills and set(kinds) >= stamps.PROVEN
-        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, found=bool(found))
-        report = _report(script, arguments or [], ranks, steps, runs, found, time.monotonic() - began)
+        differs = any(f.kind is not Kind.WRITTEN for f in found)
+        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, found=differs)
+        seconds = time.monotonic() - began
+        report = _report(script, arguments or [], ranks, steps, runs, found, seconds)
         report |= {"stamp": left, "from": beginning.step if beginning is not None else None}
         if json_ is not None:
             json_.write_text(json.dumps(report, indent=1) + "\n")
-        _show(script, runs, found, time.monotonic() - began)
+        if html is not None:
+            note, results = compare.left_out(runs), _results(runs, found)
+            html.write_text(page(" ".join([str(script), *(arguments or [])]), runs, found, seconds, results, note))
+        _show(script, runs, found, seconds)
         if left is not None:
             say(f"stamp: {left}")
         if kept:
@@ -105,16 +112,18 @@ def rehearse(
 
 
 def _plan(
-    ranks: int, steps: int, kill: str, at: str, stamp: str | None, json_: Path | None
+    ranks: int, steps: int, kill: str, at: str, stamp: str | None, reports: Mapping[str, Path | None]
 ) -> tuple[tuple[str, ...], tuple[Kill, ...]]:
-    """The kinds of losses, and kills of the user's own. Ends the command if it cannot be rehearsed so."""
+    """The kinds of losses, and kills of the user's own. `reports`: files to write, by option. Ends the command if it
+    cannot be rehearsed so."""
     try:
         kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
         kinds = tuple(filter(None, kill.split(",")))
         check(ranks, steps, kinds, kills)
         stamps.check(stamp, () if kills else kinds)
-        if json_ is not None and not json_.parent.is_dir():
-            raise PlanError(f"--json {json_}: there is no folder {json_.parent}")
+        for option, file in reports.items():
+            if file is not None and not file.parent.is_dir():
+                raise PlanError(f"{option} {file}: there is no folder {file.parent}")
     except PlanError as e:
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
@@ -188,12 +197,9 @@ def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("RUN", "STEPS", "KILLED", "SECONDS", "RESULT"):
         table.add_column(column, justify="left" if column in ("RUN", "RESULT") else "right")
-    for run in runs:
+    for run, result in zip(runs, _results(runs, found), strict=True):
         mine = [f for f in found if run.scenario.title in f.scenarios]
         certain = [f for f in mine if f.certain]
-        result = "differs" if certain else "as calm, with a warning" if mine else "as calm"
-        if run is runs[0]:
-            result = "failed" if certain else "–"
         table.add_row(
             cell(run.scenario.title), str(run.last), str(run.killed), f"{run.seconds:.1f}",
             cell(result, "red" if certain else "yellow" if mine else "green"),
@@ -215,6 +221,21 @@ def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float
     say(f"\n{script}: {counts}{'; ' if end else ''}{end}")
 
 
+def _results(runs: list[Played], found: list[Finding]) -> list[str]:
+    """For each run what came of it, in a few words."""
+    results = []
+    for run in runs:
+        mine = [f for f in found if run.scenario.title in f.scenarios]
+        if any(f.certain for f in mine):
+            results.append("failed" if run is runs[0] else "differs")
+        elif run is runs[0]:
+            results.append("–")
+        else:
+            kinds = ", ".join(sorted({f.kind for f in mine}))
+            results.append(f"as calm, but {kinds}" if kinds else "as calm")
+    return results
+
+
 def _report(
     script: Path, arguments: list[str], ranks: int, steps: int, runs: list[Played], found: list[Finding], seconds: float
 ) -> dict[str, Any]:
@@ -229,7 +250,8 @@ def _report(
         "runs": [
             {
                 "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,
-                "code": run.code, "hung": run.hung, "seconds": round(run.seconds, 1), "files": run.files,
+                "code": run.code, "hung": run.hung, "seconds": round(run.seconds, 1),
+                "files": {name: one.size for name, one in run.files.items()},
             }
             for run in runs
         ],

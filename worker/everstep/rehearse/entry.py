@@ -14,6 +14,7 @@ from everstep.rehearse import stamp
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
+from everstep.rehearse.printed import Output
 from everstep.rehearse.record import GONE, KILLS, note_failure
 from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
@@ -38,10 +39,11 @@ def main() -> None:
     watch.install()
     if settings["away"] is not None:
         loss = StoreLoss(folder, settings["away"])
-        watch.on_enter = loss.enters
+        watch.on_enter.append(loss.enters)
         replace_all((opening, "open_store", loss.wrap(open_store)))
     LibraryLoop(watch).install()
     OwnLoop(watch, folder).install()
+    Output(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
     except Exception as e:

@@ -16,6 +16,7 @@ from enum import StrEnum
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
 from everstep.rehearse.record import BUFFERS, DIGEST, Record
+from everstep.rehearse.written import differing_files, differing_prints
 
 MOST_NAMED = 6
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
@@ -32,6 +33,16 @@ KEEP = (
     "an object of a class of your own in it is not kept"
 )
 ANOTHER = "If the commit of --from is of another model: name one that this script has saved, with these arguments"
+STDOUT = "stdout"
+REPEATED = (
+    "Steps behind a commit are taken again after a restart, and written again: give each row its step and read the "
+    "last one of each, or cut the file to the restored step before the loop"
+)
+MISSED = (
+    "What rank 0 writes behind a step is lost if it is killed just then: let each rank keep its newest row, and the "
+    "next rank 0 write it"
+)
+OTHERWISE = "It was made from what a new process has not: track that, or compute it anew in each step"
 BATCH = "`run.loader(dataset, global_batch=N)`"
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
@@ -49,6 +60,7 @@ class Kind(StrEnum):
     UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
     SIZE = "size"  # another number of ranks is refused, by a library's loop that has one size; or makes another batch
     BUFFERS = "buffers"  # other running statistics, and no other parameter
+    WRITTEN = "written"  # other files or lines, and no other result
     CHANCE = "chance"  # two calm runs differ
 
 
@@ -86,15 +98,20 @@ def find(runs: list[Played]) -> list[Finding]:
         return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
     found: list[Finding] = []
     chance: frozenset[str] = frozenset()
+    again: Played | None = None
     for run in runs[1:]:
         if (problem := _ended(run)) is not None:
             found.append(problem)
             continue
         if run.scenario.name == AGAIN:
+            again = run
             chance, problem = _chance(calm, run)
             found += [problem] if problem is not None else []
-        else:
-            found += _compared(calm, run, chance)
+            continue
+        mine = _compared(calm, run, chance)
+        if again is not None and not run.scenario.resized and not any(one.certain for one in mine):
+            mine += _written(calm, again, run)
+        found += mine
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
 
 
@@ -107,7 +124,8 @@ def _joined(found: list[Finding]) -> list[Finding]:
     """One finding for all runs that show the same: the first of them has the text."""
     joined: dict[tuple[Kind, tuple[str, ...] | str], Finding] = {}
     for one in found:
-        key = (one.kind, one.names or re.sub(r"\brank \d+", "a rank", one.text))
+        same = one.text if one.kind is Kind.WRITTEN else one.names or re.sub(r"\brank \d+", "a rank", one.text)
+        key = (one.kind, same)
         known = joined.get(key)
         joined[key] = one if known is None else replace(known, scenarios=(*known.scenarios, *one.scenarios))
     return list(joined.values())
@@ -230,6 +248,19 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     if causes:
         text += f". Before it, or with it, {_values(causes)}. {_advice(run)}"
     found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
+    return found
+
+
+def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
+    """What files and printed lines differ in, by file."""
+    title = (run.scenario.title,)
+    found = []
+    for name, text in differing_files(calm.files, again.files, run.files).items():
+        advice = REPEATED if (" twice" in text or " times" in text) else MISSED if "missing" in text else OTHERWISE
+        found.append(Finding(Kind.WRITTEN, title, f"{name} {text}. {advice}", names=(name,)))
+    killed = {kill.step for kill in run.scenario.kills if 0 in kill.ranks}
+    if (other := differing_prints(calm.printed, again.printed, run.printed, killed)) is not None:
+        found.append(Finding(Kind.WRITTEN, title, f"{other[1]}. {OTHERWISE}", other[0], (STDOUT,)))
     return found
 
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
-from everstep.rehearse import record
+from everstep.rehearse import record, timeline, written
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import SETTINGS, Scenario
 from everstep.rehearse.rounds_loss import RoundsLoss
+from everstep.rehearse.timeline import Timeline
+from everstep.rehearse.written import Printed, Written
 
 ENTRY = Path(__file__).with_name("entry.py")
 RESTARTS = 8  # of the agent where something is killed: more than the losses of any scenario
@@ -46,7 +48,9 @@ class Played:
     saved: bool = True  # no start behind a loss began from nothing
     in_library: bool = False  # the steps are Trainer's or Lightning's
     own_loop: bool = False  # the script saves by a Checkpointer of its own
-    files: dict[str, int] = field(default_factory=dict)  # that the script wrote, below its folder: name → bytes
+    files: dict[str, Written] = field(default_factory=dict)  # that the script wrote, by their names below its folder
+    printed: Printed = field(default_factory=dict)  # by rank 0, in the loop
+    timeline: Timeline = field(default_factory=Timeline)
     begins: int | None = None  # the step of the commit from which it began
     repeated: str = ""  # the error that each further start ended with
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
@@ -87,8 +91,8 @@ class Player:
             begins = self._beginning.step
             self._beginning.copy_to(place / "commits")
         where = _copied(Path.cwd(), place / "folder", self._folder)
-        before = _sizes(where) if where is not None else {}
-        began, code, hung = time.monotonic(), 0, False
+        before = _stamps(where) if where is not None else {}
+        began, began_at, code, hung = time.monotonic(), time.time(), 0, False
         with (place / "log").open("wb") as out:
             for i, ranks in enumerate(scenario.sizes):
                 last = i == len(scenario.sizes) - 1
@@ -102,13 +106,15 @@ class Player:
                 if hung or (not last and not _killed(place)):
                     break
         log = (place / "log").read_text(errors="replace")
-        after = _sizes(where) if where is not None else {}
+        seconds = time.monotonic() - began
+        changed = {n for n, s in _stamps(where).items() if before.get(n) != s} if where is not None else set()
         return Played(
-            scenario, record.read(place), code, time.monotonic() - began, _killed(place), log,
+            scenario, record.read(place), code, seconds, _killed(place), log,
             hung, refusal_in(log) if code else "", not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
-            {n: s for n, s in after.items() if before.get(n) != s}, begins,
-            record.repeated(place), carried_in(log), any(place.glob(f"{record.AWAY}*")),
+            written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
+            timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
+            any(place.glob(f"{record.AWAY}*")),
         )  # fmt: skip
 
     def _run(
@@ -241,6 +247,7 @@ def _left_out(path: Path) -> bool:
     return any(part in LEFT_OUT or part.startswith(".") for part in path.parts)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each file its size, and when it was written last."""
     found = (path for path in folder.rglob("*") if path.is_file() and not _left_out(path.relative_to(folder)))
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}

@@ -51,7 +51,7 @@ def read(folder: Path) -> Steps:
     """Of a step that was taken again, the last: that is what the run has gone on from. The last line of a process that
     was killed may be cut off."""
     found: Steps = {}
-    for record in _records(folder):
+    for record in each(folder):
         known = found.get((record.rank, record.step))
         if known is None or record.at >= known.at:
             found[record.rank, record.step] = record
@@ -61,7 +61,7 @@ def read(folder: Path) -> Steps:
 def began_again(folder: Path) -> bool:
     """Whether the first step was taken anew behind a kill of several ranks at once: nothing had been saved before."""
     kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name]
-    return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in _records(folder))
+    return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in each(folder))
 
 
 def note_failure(folder: Path, error: Exception) -> None:
@@ -80,7 +80,8 @@ def repeated(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _records(folder: Path) -> Iterator[Record]:
+def each(folder: Path) -> Iterator[Record]:
+    """All of them, of steps that were taken again too."""
     for path in sorted(folder.glob(RECORDS)):
         for line in path.read_text().splitlines():
             try:

@@ -60,7 +60,7 @@ class Watch:
         self._rank = 0
         self.run: session.Run | None = None  # that steps are taken in
         self.in_library = False  # steps are Trainer's or Lightning's. With neither, the script's loop is its own
-        self.on_enter: Callable[[int, int], None] = lambda step, rank: None  # the step after so many begins
+        self.on_enter: list[Callable[[int, int], None]] = []  # the step after so many begins, on a rank
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
@@ -181,7 +181,8 @@ class Watch:
             self.did_not_begin()
         self.step, self._rank = step, rank
         self._points.clear()
-        self.on_enter(step, rank)
+        for entered in self.on_enter:
+            entered(step, rank)
         self.reach("begin")
 
     def did_not_begin(self) -> NoReturn:

@@ -1,0 +1,94 @@
+"""What a rehearsal says of files and of printed lines, from their contents alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from everstep.rehearse import written
+from everstep.rehearse.written import Written, differing_files, differing_prints
+
+CSV = ["step,loss", *(f"{i},0.{i}" for i in range(6))]
+ROWS = [json.dumps({"step": i, "loss": i / 2}) for i in range(6)]
+
+
+def text(lines: Sequence[str]) -> Written:
+    return Written(len(lines), "\n".join(lines), tuple(lines))
+
+
+def said(calm: Sequence[str], here: Sequence[str], again: Sequence[str] | None = None) -> str:
+    found = differing_files({"f": text(calm)}, {"f": text(calm if again is None else again)}, {"f": text(here)})
+    return found.get("f", "")
+
+
+@pytest.mark.parametrize(
+    ("calm", "here", "says"),
+    [
+        (CSV, CSV, ""),
+        (CSV, [*CSV[:5], *CSV[3:]], "has step 2 twice, step 3 twice"),
+        (CSV, [*CSV[:3], *CSV[4:]], "has step 2 missing"),
+        (CSV, [*CSV, *CSV], "has the header twice, step 0 twice, step 1 twice, step 2 twice and 3 more"),
+        (CSV, [*CSV[:3], "2,0.7", *CSV[4:]], "has other lines: line 4 is '2,0.7', and '2,0.2' in the calm run"),
+        (ROWS, [*ROWS, ROWS[-1], ROWS[-1]], "has step 5 3 times"),
+        (ROWS, ROWS[1:], "has step 0 missing"),
+        (["a", "b"], ["a", "b", "b"], "has 'b' twice"),
+        (["a", "b"], ["a"], "has 'b' missing"),
+        (["a", "b"], ["a", "c"], "has other lines: line 2 is 'c', and 'b' in the calm run"),
+        (["a", "b"], ["b", "a"], ""),
+        (["a"], ["a", "x"], "has other lines: line 2 is 'x', and nothing in the calm run"),
+    ],
+)
+def test_difference_of_a_text_is_named(calm: list[str], here: list[str], says: str) -> None:
+    assert said(calm, here) == says
+
+
+def test_numbers_that_differ_between_calm_runs_are_left_out_and_the_others_of_the_line_are_not() -> None:
+    calm, again = ["step 1 took 0.5 s", "step 2 took 0.6 s"], ["step 1 took 0.7 s", "step 2 took 0.61 s"]
+    assert said(calm, ["step 1 took 3 s", "step 2 took 4 s"], again) == ""
+    assert "line 2 is 'step 3 took 4 s'" in said(calm, ["step 1 took 3 s", "step 3 took 4 s"], again)
+
+
+def test_text_whose_calm_runs_differ_in_more_than_numbers_is_not_compared() -> None:
+    assert said(["by host-a"], ["by host-c"], ["by host-b"]) == ""
+    assert said(["a"], ["a", "a", "a"], ["a", "a"]) == ""
+
+
+def test_files_that_are_missing_others_or_more_are_named_but_for_those_that_calm_runs_name_otherwise() -> None:
+    one, other = Written(3, "x"), Written(3, "y")
+    calm = {"best.pt": one, "chance.pt": one, "lost.pt": one, "events.17.a": one}
+    again = {"best.pt": one, "chance.pt": other, "lost.pt": one, "events.18.a": one}
+    here = {"best.pt": other, "chance.pt": Written(3, "z"), "events.19.a": one, "more.pt": one}
+    assert differing_files(calm, again, here) == {
+        "lost.pt": "is missing", "more.pt": "is written in no calm run", "best.pt": "has other bytes",
+    }  # fmt: skip
+
+
+def test_prints_are_compared_by_step_without_those_in_which_rank_0_was_killed() -> None:
+    calm = {i: [f"step {i} rate {i}.5"] for i in range(4)}
+    again = {i: [f"step {i} rate {i}.7"] for i in range(4)}
+    other = {**calm, 1: [], 2: ["step 2 rate 9", "new best"]}
+    assert differing_prints(calm, again, {**calm, 1: ["step 1 rate 8"]}, ()) is None
+    assert differing_prints(calm, again, other, {1}) == (
+        2, "in step 2 rank 0 printed 'new best', and nothing in the calm run"
+    )  # fmt: skip
+    assert differing_prints(calm, again, other, ()) == (
+        1, "in step 1 rank 0 printed nothing, and 'step 1 rate 1.5' in the calm run"
+    )  # fmt: skip
+
+
+def test_files_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "TEXT_BYTES", 20)
+    monkeypatch.setattr(written, "DIGEST_BYTES", 40)
+    (tmp_path / "text").write_text("a\nb\n")
+    (tmp_path / "long").write_text("a" * 30)
+    (tmp_path / "binary").write_bytes(b"\0\1")
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    (tmp_path / "huge").write_text("a" * 50)
+    found = written.read_files(tmp_path, ["text", "long", "binary", "latin", "huge"], tmp_path)
+    assert {name: one.lines for name, one in found.items()} == {
+        "text": ("a", "b"), "long": None, "binary": None, "latin": None, "huge": None
+    }  # fmt: skip
+    assert (found["huge"].digest, found["huge"].size) == ("50", 50)

@@ -1,0 +1,195 @@
+"""Compares what a script has written into its folder, and what its rank 0 has printed, with the calm run's. Pure, but
+for `read_files` and `read_printed`.
+
+What differs between two calm runs is compared in no other: a file or a line as a whole; or, where lines differ in
+numbers alone (a time, a rate), these numbers in each line of the same form.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TEXT_BYTES = 2**20  # of one file whose lines are compared
+ALL_BYTES = 32 * 2**20  # of all such files of a run
+DIGEST_BYTES = 256 * 2**20  # of one file; of a larger one the size is compared
+MOST_NAMED = 4
+MOST_CHARACTERS = 80  # of a line in a text for a person
+COUNTS = ("step", "global_step", "iteration", "iter", "epoch")  # columns and keys that name a row
+PRINTED = "printed-*.jsonl"
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file at the end of a run. `digest` is of its size alone if it is too large, and `lines` are None then, and if
+    it is no text."""
+
+    size: int
+    digest: str
+    lines: tuple[str, ...] | None = None
+
+
+Printed = dict[int, list[str]]  # the number of a step → what rank 0 printed in it, and behind it
+
+
+def read_files(folder: Path, names: Collection[str], run: Path) -> dict[str, Written]:
+    """The files of these names below `folder`. `run`: the folder of the run, whose path is no difference."""
+    found, left = {}, ALL_BYTES
+    for name in sorted(names):
+        path = folder / name
+        size = path.stat().st_size
+        if size > DIGEST_BYTES:
+            found[name] = Written(size, str(size))
+            continue
+        content = path.read_bytes()
+        lines = None
+        if size <= min(TEXT_BYTES, left) and b"\0" not in content:
+            left -= size
+            content = content.replace(str(run).encode(), b"")
+            try:
+                lines = tuple(content.decode().splitlines())
+            except UnicodeDecodeError:
+                lines = None
+        found[name] = Written(size, hashlib.blake2b(content, digest_size=16).hexdigest(), lines)
+    return found
+
+
+def read_printed(folder: Path) -> Printed:
+    """What rank 0 printed in each step, and behind it, when it was taken last."""
+    newest: dict[int, tuple[float, list[str]]] = {}
+    for path in sorted(folder.glob(PRINTED)):
+        lines: list[str] = []
+        for text in path.read_text().splitlines():
+            try:
+                one = json.loads(text)
+            except ValueError:  # cut off
+                continue
+            if "text" in one:
+                lines.append(one["text"])
+                continue
+            lines = []
+            if one["at"] >= newest.get(one["step"], (0.0,))[0]:
+                newest[one["step"]] = one["at"], lines
+    return {step: lines for step, (_, lines) in newest.items()}
+
+
+def differing_files(
+    calm: Mapping[str, Written], again: Mapping[str, Written], here: Mapping[str, Written]
+) -> dict[str, str]:
+    """How files of a run are not those of two calm ones, as a sentence, by name."""
+    alike = calm.keys() & again.keys()
+    chance = {_NUMBER.sub("#", name) for name in calm.keys() ^ again.keys()}  # a time or a process in the name
+    found = dict.fromkeys(sorted(alike - here.keys()), "is missing")
+    for name in sorted(here.keys() - alike):
+        if _NUMBER.sub("#", name) not in chance:
+            found[name] = "is written in no calm run"
+    for name in sorted(alike & here.keys()):
+        a, b, c = calm[name], again[name], here[name]
+        if a.lines is None or b.lines is None or c.lines is None:
+            text = "has other bytes" if a.digest == b.digest != c.digest else ""
+        else:
+            text = _lines(a.lines, b.lines, c.lines)
+        if text:
+            found[name] = text
+    return found
+
+
+def differing_prints(
+    calm: Printed, again: Printed, here: Printed, leave_out: Collection[int]
+) -> tuple[int, str] | None:
+    """The number of the first step for which rank 0 printed other lines, and a sentence. `leave_out`: steps in which
+    rank 0 was killed. What was printed in a step that was taken again is not among the lines."""
+    flat, other = ([line for _, lines in sorted(one.items()) for line in lines] for one in (calm, again))
+    masks = _Masks(flat, other)
+    for step in sorted(calm.keys() & again.keys() & here.keys() - set(leave_out)):
+        a, b, c = ([masks.of(line) for line in one[step]] for one in (calm, again, here))
+        if a == b != c:
+            i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
+            lines = [_short(one[step][i]) if i < len(one[step]) else "nothing" for one in (here, calm)]
+            return step, f"in step {step} rank 0 printed {lines[0]}, and {lines[1]} in the calm run"
+    return None
+
+
+class _Masks:
+    """Which numbers of a line differ between two calm runs, by the form of the line."""
+
+    def __init__(self, calm: Sequence[str], again: Sequence[str]) -> None:
+        self._places: dict[str, set[int]] = {}
+        for a, b in zip(calm, again, strict=False) if Counter(calm) != Counter(again) else ():
+            form = _NUMBER.sub("#", a)
+            if form == _NUMBER.sub("#", b):
+                pairs = enumerate(zip(_NUMBER.findall(a), _NUMBER.findall(b), strict=True))
+                self._places.setdefault(form, set()).update(i for i, (x, y) in pairs if x != y)
+
+    def of(self, line: str) -> str:
+        places = self._places.get(_NUMBER.sub("#", line))
+        if not places:
+            return line
+        numbers = iter(range(len(line)))
+        return _NUMBER.sub(lambda found: "*" if next(numbers) in places else found[0], line)
+
+
+def _lines(calm: Sequence[str], again: Sequence[str], here: Sequence[str]) -> str:
+    """How the lines of a text are not those of two calm runs; "" if they are, or if the two differ."""
+    masks = _Masks(calm, again)
+    a, b, c = (list(map(masks.of, one)) for one in (calm, again, here))
+    if Counter(a) != Counter(b) or Counter(a) == Counter(c):
+        return ""  # the order of lines of several ranks is nobody's
+    rows, mine = _rows(calm), _rows(here)
+    if rows is not None and mine is not None and (text := _counted(Counter(rows), Counter(mine))):
+        return f"has {text}"
+    if not Counter(c) - Counter(dict.fromkeys(a, len(c))):  # no line that the calm run has not
+        return f"has {_counted(Counter(map(_short, a)), Counter(map(_short, c)))}"
+    i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
+    lines = [_short(one[i]) if i < len(one) else "nothing" for one in (here, calm)]
+    return f"has other lines: line {i + 1} is {lines[0]}, and {lines[1]} in the calm run"
+
+
+def _counted(calm: Counter[str], here: Counter[str]) -> str:
+    """Rows that are there more or less often."""
+    words = {0: "missing", 1: "once", 2: "twice"}
+    found = [
+        f"{row} {words.get(here[row], f'{here[row]} times')}"
+        for row in {**calm, **here}
+        if here[row] != calm[row]
+    ]  # fmt: skip
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return ", ".join(found[:MOST_NAMED]) + more
+
+
+def _rows(lines: Sequence[str]) -> list[str] | None:
+    """`step 14` for each row of a table or of lines of JSON that has such a column; None for another text."""
+    if lines and lines[0].startswith("{"):
+        return _rows_of_json(lines)
+    head, *rest = list(csv.reader(lines)) or [[]]
+    for name in COUNTS:
+        if name in head and len(head) > 1:
+            at = head.index(name)
+            return ["the header", *("the header" if row == head else f"{name} {_at(row, at)}" for row in rest)]
+    return None
+
+
+def _rows_of_json(lines: Sequence[str]) -> list[str] | None:
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError:
+        return None
+    for name in COUNTS:
+        if all(isinstance(row, dict) and name in row for row in rows):
+            return [f"{name} {row[name]}" for row in rows]
+    return None
+
+
+def _at(row: Sequence[str], i: int) -> str:
+    return row[i] if i < len(row) else "(cut off)"
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}…")
