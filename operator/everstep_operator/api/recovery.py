@@ -133,11 +133,11 @@ class Recovery(ApiModel):
     )
     start_timeout_seconds: Annotated[Int32, Field(ge=10, le=YEAR)] | None = Field(
         default=None,
-        description="Seconds from the creation of a worker's pod until its container runs. A worker that has not "
-        "started by then, whatever it waits for (capacity, an image, a volume, an init container), is replaced "
-        "(StartTimeout), on another node where there is one, and uncharged. After noProgressLimit of them in a row, "
-        "while too few workers train, the job fails. To end it at the first one, add a rule for StartTimeout. Absent: "
-        "no deadline.",
+        description="Seconds from the creation of a worker's pod, or from status.refusedSince if it has none, until "
+        "its container runs. A worker that has not started by then, whatever it waits for (quota, capacity, an image, "
+        "a volume, an init container), is replaced (StartTimeout), on another node where there is one, and uncharged. "
+        "After noProgressLimit of them in a row, while too few workers train, the job fails. To end it at the first "
+        "one, add a rule for StartTimeout. Absent: no deadline.",
     )
     hang: Hang = section(Hang, "When a silent process counts as hung.")
     rules: tuple[Rule, ...] = Field(default=(), max_length=32, description="The first matching rule decides.")

@@ -274,6 +274,11 @@ class Status(StatusModel):
     completion_time: Timestamp | None = Field(
         default=None, description="When it became Complete or Failed; spec.ttlSecondsAfterFinished runs from it."
     )
+    refused_since: Timestamp | None = Field(
+        default=None,
+        description="Since when a worker of the present roster cannot be created: the API server refuses an object, "
+        "or its name is taken. spec.recovery.startTimeoutSeconds runs from it. Absent: no worker waits for that.",
+    )
     world: World = Field(default=World(), description="The membership that trains now.")
     roster: Roster | None = Field(
         default=None,

@@ -261,4 +261,10 @@ class Snapshot:
     world: RoundView | None = None  # None: this operator cannot see the agents' rounds, or there are none
     disruption_budget: DisruptionBudgetView | None = None  # the PodDisruptionBudget, if it is there and ours
     network_policy: NetworkPolicyView | None = None  # if it is there and ours
+
+    @property
+    def create_obstacle(self) -> str | None:
+        """Why the last creates failed; None if they succeeded, or nothing was to be created."""
+        return next(iter(self.name_collisions), self.create_refused or self.object_refused)
+
     answering: frozenset[str] = frozenset()  # UIDs of the pods on nodes that are not ready whose agents answer us

@@ -188,6 +188,48 @@ async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name
         assert await stalled(place) == ""
 
 
+async def test_worker_that_a_quota_refuses_is_told_with_its_age_in_one_event(place: Place) -> None:
+    await allow_none(place, "pods", PODS, {"spec": TEMPLATE["spec"]})
+    await place.create_job()
+    async with Operators(place).run():
+
+        async def told() -> bool:
+            return "exceeded quota: none" in await stalled(place)
+
+        await eventually("the status says what is refused and why", told)
+        status = await place.status()
+        since = status["refusedSince"]
+        begun = f"the API server refuses to create a worker since {since[11:19]} UTC: "
+        assert conditions(status)["Stalled"]["message"].startswith(begun)
+        assert begun in conditions(status)["Ready"]["message"]
+    # Another operator has not tried it: the wait keeps its beginning.
+    async with Operators(place).run():
+        await place.edit_job(ttlSecondsAfterFinished=1000)
+        await eventually("the edit was seen", lambda: observed(place, 2))
+        await eventually("the status says so again", told)
+        assert (await place.status())["refusedSince"] == since
+        assert (await place.events()).count("WorkerWaits") == 1
+        await place.client.delete(QUOTAS, place.namespace, "none")
+        await place.running("digits-w0-0", "digits-w1-0")
+        assert "refusedSince" not in await place.status()
+
+
+async def observed(place: Place, generation: int) -> bool:
+    return (await place.status()).get("observedGeneration") == generation
+
+
+@pytest.mark.long
+async def test_worker_that_a_quota_refuses_for_longer_than_a_start_may_take_ends_its_job(place: Place) -> None:
+    await allow_none(place, "pods", PODS, {"spec": TEMPLATE["spec"]})
+    await place.create_job(recovery={"startTimeoutSeconds": 10, "noProgressLimit": 1})
+    async with Operators(place).run():
+        await eventually("the job ends", lambda: reads(place, "Failed"))
+        failed = conditions(await place.status())["Failed"]
+        assert failed["reason"] == "StartTimedOut"
+        assert "not started in 10 s (spec.recovery.startTimeoutSeconds): it cannot be created: " in failed["message"]
+        assert "exceeded quota: none" in failed["message"]
+
+
 async def test_name_held_by_a_pod_that_does_not_end_is_told_with_its_age(place: Place) -> None:
     """An earlier job's pod, whose kubelet is gone. (A finalizer holds it here.)"""
     left = {"metadata": {"name": "digits-w0-0", "finalizers": ["example.com/held"]}, "spec": TEMPLATE["spec"]}

@@ -171,7 +171,7 @@ class World:
             case CreateDisruptionBudget() | DeleteDisruptionBudget() | CreateNetworkPolicy() | DeleteNetworkPolicy():
                 self._guard(action)
             case CreatePod(name, index, incarnation, body, _):
-                if name not in self.pods:
+                if name not in self.pods and self.refused is None:
                     self.uids += 1
                     marks = body["metadata"]["labels"]
                     label = marks.get(labels.ROUND)

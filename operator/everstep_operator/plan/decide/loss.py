@@ -38,7 +38,7 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
     if (why := _rendezvous_closed(facts, lost)) is not None:
         return Failed(FailedReason.RENDEZVOUS_CLOSED, f"{root.sentence}; the agents gave the job up: {why}", root)
     # Under c10d no worker outlives an incident, so no loss can belong to the incident before.
-    follows = not facts.roster.replaces_all and _follows(facts.snapshot, facts.current.get(root.index))
+    follows = not facts.roster.replaces_all and _follows(facts.snapshot, root, facts.current.get(root.index))
     match restart_budget.judge(facts.snapshot, root, follows=follows):
         case restart_budget.Fail(reason, message, event):
             return Failed(reason, message, root, event)
@@ -136,14 +136,14 @@ def _rendezvous_closed(facts: Facts, lost: tuple[Loss, ...]) -> str | None:
     return "they closed the rendezvous" if shut_out else None
 
 
-def _follows(snapshot: Snapshot, pod: WorkerPod | None) -> bool:
+def _follows(snapshot: Snapshot, loss: Loss, pod: WorkerPod | None) -> bool:
     """Whether a loss belongs to the last incident: it came soon after, and its worker existed when the incident
     began."""
     began = snapshot.job.status.restarts.incident_at
     if began is None or snapshot.now - began > INCIDENT:
         return False
     if pod is None or pod.created_at is None:
-        return True
+        return loss.cause is not Cause.START_TIMEOUT  # a worker without a pod is late by its own roster's time
     # Kubernetes gives times in whole seconds. Of the pods created in the incident's second, only a job's first pods are
     # older than the incident.
     second = began.replace(microsecond=0)

@@ -104,6 +104,8 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
         restarts=change.restarts if change is not None else None,
         recoveries=_recoveries(facts, change),
+        # Each published roster has the whole time for its start, as its pods have.
+        refused_since=waits.refused_since(facts) if change is None else None,
     )
 
 

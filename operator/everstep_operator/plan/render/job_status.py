@@ -65,8 +65,9 @@ def render(
     recoveries: tuple[RecoveryRecord, ...] | None = None,
     failure: Failure | None = None,
     finished_at: datetime | None = None,
+    refused_since: datetime | None = None,
 ) -> Status:
-    """The whole status. Values that are not given are those of the observed status."""
+    """The whole status. Values that are not given are those of the observed status; `refused_since` is none then."""
     job, old = snapshot.job, snapshot.job.status
     if roster is None and job.spec.rendezvous.backend is not RendezvousBackend.C10D:
         roster = old.roster
@@ -80,6 +81,7 @@ def render(
         start_time=start,
         earlier_active_seconds=earlier,
         completion_time=old.completion_time or finished_at,
+        refused_since=refused_since,
         world=world,
         roster=roster,
         progress=_progress(snapshot),

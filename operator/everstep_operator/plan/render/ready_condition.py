@@ -191,6 +191,8 @@ def patience(facts: Facts) -> Requeue | None:
         if pod.unschedulable is not None and pod.created_at is not None
     ]
     due += [at - facts.snapshot.now for p in facts.current.values() if (at := losses.start_due(facts.snapshot, p))]
+    if waits.refused_since(facts) is not None and (at := losses.create_due(facts.snapshot)) is not None:
+        due.append(at - facts.snapshot.now)
     ahead = [left for left in due if left > timedelta(0)]
     return Requeue(min(ahead), "a worker has not started") if ahead else None
 

@@ -74,7 +74,8 @@ def blocked(facts: Facts) -> str | None:
         more = f" (and {len(snapshot.name_collisions) - 1} more)" if len(snapshot.name_collisions) > 1 else ""
         return f"{snapshot.name_collisions[0]}{more}"
     if snapshot.create_refused is not None:
-        return f"the API server refuses to create a worker: {snapshot.create_refused}"
+        since = _moment(facts, refused_since(facts))
+        return f"the API server refuses to create a worker{since}: {snapshot.create_refused}"
     for index, pod in sorted(facts.current.items()):
         if pod.waiting is not None:
             return f"worker {index} has not started{_since(facts, pod)}: {pod.waiting}"
@@ -86,6 +87,15 @@ def blocked(facts: Facts) -> str | None:
     if snapshot.object_refused is not None:
         return refused(snapshot.object_refused)
     return None
+
+
+def refused_since(facts: Facts) -> datetime | None:
+    """Since when a worker cannot be created; None if no worker waits for that. What a new leader has not tried yet may
+    still be refused."""
+    if all(index in facts.current for index in facts.roster.workers):
+        return None
+    since = facts.job.status.refused_since
+    return facts.snapshot.now if since is None and facts.snapshot.create_obstacle is not None else since
 
 
 def refused(what: str) -> str:

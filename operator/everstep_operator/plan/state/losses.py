@@ -140,6 +140,8 @@ def losses_among(
         if pod is None:
             if was_there:
                 losses.append(Loss(index, Cause.POD_DELETED, "its pod is gone"))
+            elif (late := _loss_of_create(snapshot, index)) is not None:
+                losses.append(late)
         elif (loss := _loss_of(snapshot, pod)) is not None:
             losses.append(replace(loss, unstarted=_is_unstarted(pod, loss)))
     return root_cause_first(losses)
@@ -198,6 +200,12 @@ def start_due(snapshot: Snapshot, pod: WorkerPod) -> datetime | None:
     return times.after(pod.created_at, seconds)
 
 
+def create_due(snapshot: Snapshot) -> datetime | None:
+    """By when a worker that cannot be created has to run; None if there is no such time."""
+    seconds, since = snapshot.job.spec.recovery.start_timeout_seconds, snapshot.job.status.refused_since
+    return None if seconds is None or since is None else times.after(since, seconds)
+
+
 def has_started(pod: WorkerPod) -> bool:
     """Whether the worker's container has ever begun to run."""
     return pod.ready or pod.started_at is not None or pod.exit is not None
@@ -209,9 +217,21 @@ def _loss_of_start(snapshot: Snapshot, pod: WorkerPod) -> Loss | None:
         return None
     unplaced = f"it cannot be scheduled: {pod.unschedulable}" if pod.unschedulable is not None else None
     waits = pod.waiting or unplaced or pod.starting or "its kubelet has not begun"
+    return Loss(pod.index, Cause.START_TIMEOUT, _not_started(snapshot, waits), pod.name, pod.node, at=due)
+
+
+def _loss_of_create(snapshot: Snapshot, index: int) -> Loss | None:
+    """The loss of a worker that could not be created in time. Only a refusal that this leader has seen counts."""
+    due, obstacle = create_due(snapshot), snapshot.create_obstacle
+    if due is None or obstacle is None or snapshot.now < due:
+        return None
+    detail = _not_started(snapshot, f"it cannot be created: {obstacle}")
+    return Loss(index, Cause.START_TIMEOUT, detail, at=due, unstarted=True)
+
+
+def _not_started(snapshot: Snapshot, waits: str) -> str:
     seconds = snapshot.job.spec.recovery.start_timeout_seconds
-    detail = f"not started in {seconds} s (spec.recovery.startTimeoutSeconds): {waits}"
-    return Loss(pod.index, Cause.START_TIMEOUT, detail, pod.name, pod.node, at=due)
+    return f"not started in {seconds} s (spec.recovery.startTimeoutSeconds): {waits}"
 
 
 def _loss_by_kubelet(pod: WorkerPod) -> Loss:
