@@ -19,9 +19,23 @@ OBEDIENT = "trap 'exit 0' TERM; while true; do sleep 0.2; done"
 
 def container_named(pod: dict[str, Any], name: str) -> dict[str, Any]:
     status = pod["status"]
-    every = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
+    kinds = ("containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses")
+    every = [one for kind in kinds for one in status.get(kind, ())]
     found: dict[str, Any] = next((c for c in every if c["name"] == name), {"state": {}})
     return found
+
+
+def debug(job: Job, image: str) -> None:
+    """An ephemeral container in each pod, as `kubectl debug` makes it; it fails."""
+    body = {"name": "debugger", "image": image, "imagePullPolicy": "IfNotPresent", "command": ["sh", "-c", "exit 1"]}
+    patch = json.dumps({"spec": {"ephemeralContainers": [body]}})
+    for pod in job.pods():
+        job.kubectl("patch", "pod", pod["metadata"]["name"], "--subresource=ephemeralcontainers", "-p", patch)
+
+    def ended() -> bool:
+        return all("terminated" in container_named(p, "debugger")["state"] for p in job.pods())
+
+    wait_for("the ephemeral containers have ended", ended, 60)
 
 
 @pytest.mark.long
@@ -46,6 +60,7 @@ def test_side_cars_neither_keep_a_job_alive_nor_fail_it(new_job: Callable[..., J
     pods["initContainers"] = [{"name": "proxy", **image, "command": ["sleep", "infinity"], "restartPolicy": "Always"}]
     job.submit(manifest)
     job.until_step(20)
+    debug(job, worker["image"])
 
     def side_cars_failed() -> bool:
         return all("terminated" in container_named(p, "logs")["state"] for p in job.pods())
@@ -94,3 +109,46 @@ def test_exit_0_because_of_an_eviction_or_a_suspension_is_no_success(new_job: Ca
     wait_for("the worker is back", lambda: bool(job.newest_pods()), 60)
     complete = [c["status"] for c in job.status()["conditions"] if c["type"] == "Complete"]
     assert complete == ["False"]
+
+
+def with_init(job: Job, **init: Any) -> dict[str, Any]:
+    """A job of one worker with an init container."""
+    manifest = job.elastic(steps=1, pause=0.0)
+    spec = manifest["spec"]
+    del spec["elastic"]
+    pods = spec["template"]["spec"]
+    worker = pods["containers"][0]
+    spec |= {"replicas": 1, "recovery": {"maxRestarts": 0}}
+    pods["initContainers"] = [{"name": "fetch", "image": worker["image"], "imagePullPolicy": "IfNotPresent", **init}]
+    return manifest
+
+
+def condition(job: Job, type_: str) -> dict[str, Any]:
+    return next((c for c in job.status().get("conditions", ()) if c["type"] == type_), {})
+
+
+@pytest.mark.long
+def test_init_container_that_fails_is_named_with_its_exit_code_and_its_last_line(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    job.submit(with_init(job, command=["sh", "-c", "echo first; echo why; exit 3"]))
+    job.until_condition("Failed")
+    failure = job.status()["failure"]
+    assert (failure["cause"], failure["exitCode"]) == ("StartFailed", 3)
+    assert "init container fetch ended with exit code 3: why" in failure["message"]
+    assert failure["logLines"][-1] == "why"
+
+
+@pytest.mark.long
+def test_init_container_whose_image_cannot_be_pulled_is_told_in_one_event(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    job.submit(with_init(job, image="registry.invalid/no/such:image"))
+    words = "init container fetch: ImagePullBackOff: "
+
+    def told() -> bool:
+        return all(words in condition(job, type_).get("message", "") for type_ in ("Ready", "Stalled"))
+
+    wait_for("the status says what cannot be pulled", told, 120)
+    assert condition(job, "Stalled")["status"] == "True"
+    events = json.loads(job.kubectl("get", "events.events.k8s.io", "-o", "json"))["items"]
+    assert [e["reason"] for e in events if e["regarding"]["kind"] == "TrainingJob"].count("WorkerWaits") == 1
+    assert job.status()["restarts"]["total"] == 0
