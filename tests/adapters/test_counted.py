@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import ast
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from everstep.train.adapters.counted import by_hand, counters
+from everstep.recovery.errors import LoopError
+from everstep.train.adapters.counted import by_hand, check_counters, counters
+
+ADVISED = """if run.micro == 0:
+    parts = []
+parts.append(loss)
+if accelerator.sync_gradients:
+    total += sum(parts)"""
 
 
 @pytest.mark.parametrize(
@@ -27,6 +38,7 @@ from everstep.train.adapters.counted import by_hand, counters
         ("parts = []\nparts.append(1)", []),
         ("def later():\n    nonlocal total\n    total += 1", []),
         ("progress.update(1)", []),
+        (ADVISED, []),
     ],
 )
 def test_sums_that_a_batch_would_enter_twice_are_found_unless_they_ask_first(body: str, found: list[str]) -> None:
@@ -34,6 +46,19 @@ def test_sums_that_a_batch_would_enter_twice_are_found_unless_they_ask_first(bod
     (loop,) = ast.parse(f"for batch in loader:\n{lines}").body
     assert isinstance(loop, ast.For)
     assert [what for what, _ in counters(loop)] == found
+
+
+@pytest.mark.parametrize(("micros", "advised"), [(1, "Write `if accelerator.sync_gradients:`"), (4, "run.micro == 0")])
+def test_advice_for_a_sum_keeps_its_value_with_gradient_accumulation(micros: int, advised: str, tmp_path: Path) -> None:
+    def batches() -> Iterator[int]:
+        check_counters(sys._getframe(1), micros)
+        yield 1
+
+    script = tmp_path / "train.py"
+    script.write_text("total = 0\nfor loss in batches():\n    total += loss\n")
+    with pytest.raises(LoopError, match=r"total \+= loss \(train\.py:3\)") as refused:
+        runpy.run_path(str(script), {"batches": batches})
+    assert advised in str(refused.value)
 
 
 @pytest.mark.parametrize(

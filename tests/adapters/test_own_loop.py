@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,11 @@ def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_
     if script == "accumulated.py":
         completed = sorted(map(int, re.findall(r"completed (\d+)", played.output)))
         assert completed == [STEPS[script]] * SIZE, "no step is counted twice, and none is forgotten"
+        taken = Counter[int]()
+        for step, samples in re.findall(r"step (\d+) took (\d+)", played.output):
+            taken[int(step)] += int(samples)
+        epoch = [24] * 5 + [21]
+        assert [taken[step] for step in range(STEPS[script])] == epoch * 2, "a sum has each batch of a step once"
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import torch
 
 from everstep.checkpoint.state.capture import capture
 from everstep.recovery.digests import content
+from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.rollback import Rollback
 from everstep.recovery.validity import Validity
 
@@ -297,6 +298,18 @@ def test_change_that_torch_does_not_count_is_found_when_the_watched_step_is_lost
     average.weight.data.mul_(0.9)
     assert lost(rollback) is Validity.TORN
     assert "average.weight" in rollback.torn
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_change_that_torch_does_not_count_is_refused_in_words_of_this_script(*, has_optimizer: bool) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizers = {"optimizer": torch.optim.SGD(model.parameters())} if has_optimizer else {}
+    rollback = Rollback({"model": model, **optimizers}, lambda: None)
+    rollback.begin(0)
+    model.weight.data.mul_(0.9)
+    with pytest.raises(LoopError, match=r"weight was changed in step 0.*torch\.no_grad") as refused:
+        rollback.ended()
+    assert ("optimizer" in str(refused.value)) == has_optimizer
 
 
 def test_extra_state_is_put_back() -> None:

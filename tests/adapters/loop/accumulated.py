@@ -54,7 +54,11 @@ def main():
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
+            if run.micro == 0:
+                parts = []
+            parts.append(len(labels))
             if accelerator.sync_gradients:
+                print(f"step {carried['completed']} took {sum(parts)}")
                 average.add(accelerator.unwrap_model(model)[0])
                 carried["completed"] += 1
             if step % 50 == 0:

@@ -293,11 +293,13 @@ class Rollback:
             self._compare()
         self.gradients.ended(self.step)
         if self._untraced is not None:
+            steps = bool(self.gradients.optimizers)
             raise LoopError(
-                f"{self._untraced} was changed in step {self.step} before the optimizer's step, and torch has not "
-                "counted it (`.data`, numpy): if a peer is lost there, the step would be repeated from the changed "
-                "values. Write `with torch.no_grad(): tensor.add_(…)` in place of `tensor.data.add_(…)`, or change it "
-                "after optimizer.step()"
+                f"{self._untraced} was changed in step {self.step}{' before the optimizer steps' * steps}, and torch "
+                "has not counted it (`.data`, numpy): if a peer is lost there, the step would be repeated from the "
+                "changed values. Write `with torch.no_grad(): tensor.add_(…)` in place of `tensor.data.add_(…)`"
+                + ", or change it after optimizer.step()"
+                * steps
             )
         if self._watched:
             self._after_block = self._prints()

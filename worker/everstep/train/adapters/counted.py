@@ -22,11 +22,18 @@ BY_HAND = (
     "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
     "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
 )
+_ONCE = "Write `if accelerator.sync_gradients:` before it, which is False in such a batch"
+_SUM = (
+    "With gradient accumulation a step has several batches, which come again together. For what counts steps, write "
+    "`if accelerator.sync_gradients:` before it. For a sum over batches, collect those of the present step, and add "
+    "them when it is done: `if run.micro == 0: parts = []`, `parts.append(…)`, `if accelerator.sync_gradients: "
+    "total += sum(parts)`"
+)
 
 
-def check_counters(frame: types.FrameType | None) -> None:
+def check_counters(frame: types.FrameType | None, micros: int) -> None:
     """Raises `LoopError` for the first such sum, or for accumulation by hand, in the loop that takes its next batch in
-    `frame` or above it."""
+    `frame` or above it. `micros`: the number of batches of a step."""
     while frame is not None and not is_script(frame.f_code.co_filename):
         frame = frame.f_back
     tree = tree_of(frame.f_code.co_filename) if frame is not None else None
@@ -41,8 +48,7 @@ def check_counters(frame: types.FrameType | None) -> None:
         what, at = found[0]
         raise LoopError(
             f"{what} ({name}:{at}) in the loop over the prepared loader: a "
-            "batch in which a peer is lost comes again, and would be counted twice. Write `if accelerator."
-            "sync_gradients:` before it, which is False in such a batch"
+            f"batch in which a peer is lost comes again, and would be counted twice. {_ONCE if micros == 1 else _SUM}"
         )
 
 

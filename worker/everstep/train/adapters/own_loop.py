@@ -46,7 +46,7 @@ class OwnLoop:
         self._session = session
         self._micros = micros
         self._scope = scope
-        self._batch: Batch[Any] | None = None  # in hand
+        self.batch: Batch[Any] | None = None  # in hand
         self._error: BaseException | None = None  # the error by which the present step was lost
         self._as_lost: tuple[list[Any], list[Any]] = [], []  # what the body may change then: see `_note_state`
         self._spoilt: LoopError | None = None  # the lost step has changed parameters
@@ -81,7 +81,7 @@ class OwnLoop:
         """The batches for the script's loop: the rest of the epoch. Steps in which a peer was lost come again."""
         if not self._read:
             self._read = True
-            check_counters(sys._getframe(1))
+            check_counters(sys._getframe(1), self._micros)
         self._left = True
         for step in self._session.steps():
             with step as given:
@@ -90,7 +90,7 @@ class OwnLoop:
                     try:
                         yield send_to_device(batch.data, self._accelerator.device)
                     finally:
-                        self._batch = None
+                        self.batch = None
                         if self._scope.where is ScriptPhase.BODY:
                             self._scope.where = ScriptPhase.STEP
                     self._over(last=batch.last)
@@ -102,7 +102,7 @@ class OwnLoop:
         accelerator = self._accelerator
         accelerator.step = self._micros - 1 if batch.last else 0  # `accumulate` counts from there
         prepared.set_sync(accelerator, on=True)
-        self._batch, self._error = batch, None
+        self.batch, self._error = batch, None
         self._weighted = self._entered = self._stepped = 0
         self._scope.where = ScriptPhase.BODY
 
@@ -162,7 +162,7 @@ class OwnLoop:
 
     def _keeps(self, error: BaseException) -> bool:
         """Whether a peer was lost in the present batch. Then the step is over."""
-        if self._batch is None or not is_of_lost_peer(error):
+        if self.batch is None or not is_of_lost_peer(error):
             return False
         if self._error is None:
             self._error = error
@@ -171,7 +171,7 @@ class OwnLoop:
         return True
 
     def _weighting(self, backward: Callable[..., Any], loss: Any, **named: Any) -> None:
-        if self._batch is None:
+        if self.batch is None:
             raise LoopError(
                 "accelerator.backward(loss) outside of `for batch in loader:` over the prepared loader that is trained "
                 "on: no step would repeat it when a peer is lost. Move it into that loop"
@@ -181,7 +181,7 @@ class OwnLoop:
             return
         where, self._scope.where = self._scope.where, ScriptPhase.STEP
         try:
-            backward(self._batch.scale(loss) * self._micros, **named)  # Accelerate divides by it
+            backward(self.batch.scale(loss) * self._micros, **named)  # Accelerate divides by it
         except Exception as e:
             if not self._keeps(e):
                 raise
@@ -195,7 +195,7 @@ class OwnLoop:
             yield
             return
         self._accumulates = True
-        where, self._scope.where = self._scope.where, ScriptPhase.STEP if self._batch is not None else self._scope.where
+        where, self._scope.where = self._scope.where, ScriptPhase.STEP if self.batch is not None else self._scope.where
         try:
             with accumulate(*models):
                 yield
@@ -210,7 +210,7 @@ class OwnLoop:
 
     def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
-            if self._batch is not None and not self._accumulates:
+            if self.batch is not None and not self._accumulates:
                 asked = script_call_site(sys._getframe(1))
                 at = asked.at if asked is not None else ""
                 raise LoopError(

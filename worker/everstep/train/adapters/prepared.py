@@ -123,6 +123,14 @@ class Prepared:
         return self._session.step
 
     @property
+    def micro(self) -> int:
+        """The number of the batch in its step, from 0. A step in which a peer was lost begins again with 0."""
+        batch = self._batch if self._own is None else self._own.batch
+        if batch is None:
+            raise LoopError("run.micro is the number of a batch in its step: ask in the loop over the prepared loader")
+        return batch.micro
+
+    @property
     def epoch(self) -> int:
         return self._session.epoch
 
