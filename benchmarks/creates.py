@@ -17,6 +17,11 @@ manager.
 status counts its ten workers, which is the last that is written. `creates.pods_ratio` has none: it is to the last pod,
 of `operator` and `pods`, and in its time the operator makes more than pods. `requests_per_pod`: how many requests of
 any kind were sent, the operator's with its lists, watches and Leases.
+
+`creates.wait.…`: where the passes of the operator wait, from its metrics in all turns: a job with news for its pass
+(`queue`), a write for its turn (`create`, `change`, `event`), a request for the server's answer (`server.create`,
+`server.patch`). `creates.wait.pass`: a whole pass. They are quantiles of histograms, between whose bounds a straight
+line is assumed, and have no goals.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,7 +37,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +61,16 @@ from testcluster.daemon import free_ports
 LIMIT = 300.0  # seconds that any wait may take
 WORKERS = 10  # of a job
 MADE = (*BEFORE_PODS, EVENTS)  # for a job, beside its pods
+# The operator's histogram of each wait, and the label of the series.
+WAITS = {
+    "queue": ("everstep_queue_wait_seconds", ""),
+    "create": ("everstep_write_wait_seconds", 'lane="create"'),
+    "change": ("everstep_write_wait_seconds", 'lane="change"'),
+    "event": ("everstep_write_wait_seconds", 'lane="event"'),
+    "server.create": ("everstep_api_request_seconds", 'verb="create"'),
+    "server.patch": ("everstep_api_request_seconds", 'verb="patch"'),
+    "pass": ("everstep_reconcile_seconds", ""),
+}
 NAMESPACE, LEASES = "creates", "creates-lease"
 NAMESPACES: Resource[Unstructured] = Resource("", "v1", "namespaces", "Namespace", Unstructured, namespaced=False)
 ACCOUNTS: Resource[Unstructured] = Resource("", "v1", "serviceaccounts", "ServiceAccount", Unstructured)
@@ -130,6 +146,7 @@ class Turns:
         self.plane, self.client, self.folder, self.pods = plane, client, folder, pods
         self.requests = 0.0  # of the operator in its last turn
         self.processor = 0.0  # seconds of it
+        self.waits: dict[str, Counter[float]] = {name: Counter() for name in WAITS}
         self.requests_bare = 0  # of the client that makes the same
         self._job: JobRequests | None = None  # what the operator makes for a job
 
@@ -209,6 +226,8 @@ class Turns:
         totals = [line.rsplit(" ", 1) for line in lines if line.startswith("everstep_api_requests_total{")]
         self.requests = sum(float(value) for _, value in totals)
         self.processor = next(float(line.split()[1]) for line in lines if line.startswith("process_cpu_seconds_total"))
+        for name, (metric, label) in WAITS.items():
+            self.waits[name].update(buckets(lines, metric, label))
 
     @contextlib.asynccontextmanager
     async def _watching(self) -> Any:
@@ -235,6 +254,37 @@ class Turns:
             return all(one.metadata.name == "kube-root-ca.crt" for one in found)
 
         await until(empty, "the objects of the last turn are gone")
+
+
+def buckets(lines: Iterable[str], metric: str, label: str) -> dict[float, float]:
+    """How many samples of a histogram are at most as long as each of its bounds, in seconds."""
+    found = {}
+    for line in lines:
+        if line.startswith(f"{metric}_bucket{{") and label in line:
+            series, count = line.rsplit(" ", 1)
+            found[float(series.split('le="')[1].split('"')[0])] = float(count)
+    return found
+
+
+def between(counts: Mapping[float, float], q: float) -> float:
+    """The q-quantile of a histogram, in seconds, on a straight line between two bounds; at most the last finite one."""
+    wanted, below, lower = q * max(counts.values()), 0.0, 0.0
+    for bound, count in sorted(counts.items()):
+        if count >= wanted and count > below:
+            return lower if math.isinf(bound) else lower + (bound - lower) * (wanted - below) / (count - below)
+        below, lower = count, bound
+    return lower
+
+
+def waits(counted: Mapping[str, Mapping[float, float]]) -> list[Figure]:
+    return [
+        Figure(
+            f"creates.wait.{name}.p{round(100 * q)}", between(counts, q), "s", Better.LOWER, int(max(counts.values()))
+        )
+        for name, counts in counted.items()
+        if counts and max(counts.values()) > 0
+        for q in (0.5, 0.99)
+    ]
 
 
 def _name(job: int) -> str:
@@ -303,6 +353,7 @@ async def measure(pods: int, rounds: int, folder: Path) -> list[Figure]:
         Figure("creates.requests_per_pod", turns.requests / pods, "1", lower, 1),
         Figure("creates.requests_per_pod.same", turns.requests_bare / pods, "1", lower, 1),
         Figure("creates.processor_per_pod", turns.processor / pods, "s", lower, 1),
+        *waits(turns.waits),
     ]
 
 

@@ -101,7 +101,7 @@ class Operator:
             alone=alone,
         )
         self.leaderless = Leaderless(self.elector, clock)
-        self.queue: WorkQueue[Key] = WorkQueue(clock, rng)
+        self.queue: WorkQueue[Key] = WorkQueue(clock, rng, on_wait=metrics.queue_wait)
         expectations: Expectations[Key] = Expectations()
         require = self.elector.require
         self.rounds = RoundRegistry(
@@ -110,7 +110,7 @@ class Operator:
             epoch=require,
             changed=lambda job: self.queue.add((job.namespace, job.name)),
         )
-        limit = WriteLimit(WRITES)
+        limit = WriteLimit(WRITES, on_wait=lambda lane, seconds: metrics.write_wait(lane.name.lower(), seconds))
         applier = Applier(
             clients.jobs,
             JOBS,

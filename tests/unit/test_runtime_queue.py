@@ -160,6 +160,25 @@ async def test_waiting_worker_gets_a_delayed_key_at_its_time(clock: ManualClock)
     assert worker.result() == "a"
 
 
+async def test_how_long_a_key_waited_is_counted_from_its_first_news_to_its_pass(clock: ManualClock) -> None:
+    waits: list[float] = []
+    queue = make(clock, on_wait=waits.append)
+    queue.add("a")
+    await clock.advance(2)
+    queue.add("a")
+    await clock.advance(1)
+    await queue.get()
+    queue.add("a")  # while it is worked on
+    await clock.advance(5)
+    queue.done("a")
+    await queue.get()
+    queue.done("a")
+    queue.add_after("a", 60.0)  # it has no news: nothing waits
+    await clock.advance(61)
+    await queue.get()
+    assert waits == [3.0, 5.0]
+
+
 async def test_a_key_added_during_its_work_goes_to_nobody_until_done(clock: ManualClock) -> None:
     queue = make(clock)
     queue.add("a")

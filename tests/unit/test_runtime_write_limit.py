@@ -53,6 +53,24 @@ def never() -> bool:
     return False
 
 
+async def test_how_long_a_write_waited_for_its_slot_is_told_by_lane() -> None:
+    waits: list[tuple[WriteLane, float]] = []
+    limit, server = (
+        WriteLimit(slots(of_all=1), on_wait=lambda lane, seconds: waits.append((lane, seconds))),
+        SlowServer(),
+    )
+    writes = [server.write("first"), server.write("second")]
+    run = asyncio.create_task(limit.run(WriteLane.CREATE, LARGE, writes, stop=never))
+    await turns()
+    await asyncio.sleep(0.05)
+    await server.answer("first")
+    await server.answer("second")
+    await run
+    (first, at_once), (second, waited) = waits
+    assert first is second is WriteLane.CREATE
+    assert at_once < 0.05 <= waited
+
+
 async def test_small_job_gets_the_next_slot_however_many_creates_of_a_large_one_wait() -> None:
     limit, server = WriteLimit(slots()), SlowServer()
     large = asyncio.create_task(

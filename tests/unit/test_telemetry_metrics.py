@@ -21,6 +21,8 @@ def test_everything_that_happened_is_rendered() -> None:
     m.report(ReportResult.ACCEPTED)
     m.leader(True)
     m.queue_depth(7)
+    m.queue_wait(0.3)
+    m.write_wait("create", 0.02)
     m.peak_memory(2**30, 5)
     m.relisted("pods")
     got = samples(m)
@@ -35,6 +37,8 @@ def test_everything_that_happened_is_rendered() -> None:
     assert got["everstep_reports_total", "accepted"] == 1
     assert got["everstep_leader",] == 1
     assert got["everstep_queue_depth",] == 7
+    assert (got["everstep_queue_wait_seconds_sum",], got["everstep_queue_wait_seconds_count",]) == (0.3, 1)
+    assert got["everstep_write_wait_seconds_count", "create"] == 1
     assert got["everstep_process_peak_memory_bytes", "host"] == 2**30
     assert got["everstep_process_peak_memory_bytes", "device"] == 5
     assert got["everstep_informer_relists_total", "pods"] == 1

@@ -10,7 +10,7 @@ Here one state holds all, so that one model tests all.
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from everstep_operator.kube.backoff import Backoff
@@ -147,7 +147,18 @@ class KeyQueue(Generic[K]):
 class WorkQueue(Generic[K]):
     """A `KeyQueue` that workers wait on, with back-off by key."""
 
-    def __init__(self, clock: Clock, rng: Random, *, backoff: Backoff = BACKOFF, limit: int = LIMIT) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        *,
+        backoff: Backoff = BACKOFF,
+        limit: int = LIMIT,
+        on_wait: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """`on_wait` gets the seconds from a key's first news to the moment when it is taken."""
+        self._on_wait = on_wait
+        self._added: dict[K, float] = {}  # when the first news of a key came that nobody has taken yet
         self._clock = clock
         self._rng = rng
         self._backoff = backoff
@@ -166,6 +177,7 @@ class WorkQueue(Generic[K]):
             self._note(key)
         else:
             self._keys.add(key, routine=routine)
+            self._added.setdefault(key, self._clock.monotonic())
             self._wake.set()
 
     def add_after(self, key: K, delay: float) -> None:
@@ -192,6 +204,8 @@ class WorkQueue(Generic[K]):
             now = self._clock.monotonic()
             key = self._keys.take(now)
             if key is not None:
+                if (added := self._added.pop(key, None)) is not None:
+                    self._on_wait(now - added)
                 return key
             due = self._keys.next_due()
             self._wake.clear()
@@ -208,6 +222,7 @@ class WorkQueue(Generic[K]):
         for key in self._keys.news:
             self._note(key)
         self._keys.clear()
+        self._added.clear()
         self._failures.clear()
 
     def resume(self) -> None:

@@ -60,7 +60,11 @@ LimitedCallOutcome: TypeAlias = CallOutcome[T] | NotBegun
 class WriteLimit:
     """Shared by everything that writes for jobs. Use it in one event loop."""
 
-    def __init__(self, slots: WriteSlots | None = None) -> None:
+    def __init__(
+        self, slots: WriteSlots | None = None, *, on_wait: Callable[[WriteLane, float], None] = lambda _, __: None
+    ) -> None:
+        """`on_wait` gets the seconds for which each write waited until it might begin."""
+        self._on_wait = on_wait
         self._slots = slots or WriteSlots()
         self._free = dict(self._slots.of_all)
         self._waiting: dict[WriteLane, RoundRobin[asyncio.Future[None]]] = {lane: RoundRobin() for lane in WriteLane}
@@ -68,7 +72,7 @@ class WriteLimit:
     @asynccontextmanager
     async def slot(self, lane: WriteLane, flow: Flow) -> AsyncIterator[None]:
         """One write, as soon as there is room for it."""
-        await self._acquire(lane, flow, lambda: False)
+        await self._acquire(lane, flow, lambda: False, _now())
         try:
             yield
         finally:
@@ -94,18 +98,20 @@ class WriteLimit:
 
         async with asyncio.TaskGroup() as group:
             for number in range(len(calls)):
+                began = _now()
                 await own.acquire()
-                if not await self._acquire(lane, flow, stop):
+                if not await self._acquire(lane, flow, stop, began):
                     break
                 group.create_task(run_call(number)).add_done_callback(ended)
         return outcomes
 
-    async def _acquire(self, lane: WriteLane, flow: Flow, stop: Callable[[], bool]) -> bool:
-        """Whether a slot was taken; False once `stop()` is true."""
+    async def _acquire(self, lane: WriteLane, flow: Flow, stop: Callable[[], bool], began: float) -> bool:
+        """Whether a slot was taken; False once `stop()` is true. `began`: since when the write waits."""
         if stop():
             return False
         if self._free[lane] and not self._waiting[lane]:
             self._free[lane] -= 1
+            self._on_wait(lane, _now() - began)
             return True
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[lane].add(flow, turn)
@@ -113,6 +119,7 @@ class WriteLimit:
             while not turn.done() and not stop():
                 await asyncio.wait((turn,), timeout=RECHECK)
             if turn.done() and not stop():
+                self._on_wait(lane, _now() - began)
                 return True
         except asyncio.CancelledError:
             self._abandon(lane, turn)
@@ -135,3 +142,7 @@ class WriteLimit:
             if not turn.done():
                 self._free[lane] -= 1
                 turn.set_result(None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

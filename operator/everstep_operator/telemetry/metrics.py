@@ -21,6 +21,7 @@ STATUSES = tuple(ReadyReason)
 CAUSES = tuple(Cause)
 RUNGS = tuple(Rung)
 VERBS = ("get", "list", "create", "patch", "replace", "delete", "review")
+LANES = ("change", "create", "event")
 RESOURCES = (
     "trainingjobs",
     "trainingjobs/status",
@@ -113,6 +114,19 @@ class Metrics:
             registry=r,
         )
         self._queue_depth = Gauge("everstep_queue_depth", "Keys that wait for a pass.", registry=r)
+        self._queue_wait = Histogram(
+            "everstep_queue_wait_seconds",
+            "From the first news of a job to the pass over it.",
+            buckets=buckets,
+            registry=r,
+        )
+        self._write_wait = Histogram(
+            "everstep_write_wait_seconds",
+            "For how long a write for a job waited for its turn.",
+            ("lane",),
+            buckets=buckets,
+            registry=r,
+        )
         self._informer_restarts = Counter(
             "everstep_informer_relists", "Lists that an informer had to repeat.", ("resource",), registry=r
         )
@@ -185,6 +199,14 @@ class Metrics:
     def queue_depth(self, keys: int) -> None:
         """How many keys wait for a pass."""
         self._queue_depth.set(keys)
+
+    def queue_wait(self, seconds: float) -> None:
+        """A pass over a job began `seconds` after its first news."""
+        self._queue_wait.observe(seconds)
+
+    def write_wait(self, lane: str, seconds: float) -> None:
+        """A write for a job waited for its turn."""
+        self._write_wait.labels(_known_or_other(lane, LANES)).observe(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format (CONTENT_TYPE)."""
