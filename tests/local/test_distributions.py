@@ -132,6 +132,7 @@ def test_library_without_torch_names_the_extra(unpacked: Path) -> None:
 
 
 LOCKS = {"operator": ("worker", "operator"), "worker": ("worker",)}
+DISTRIBUTIONS = sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml"))
 
 
 def locked(name: str) -> dict[str, str]:
@@ -207,6 +208,28 @@ def test_operator_alone_starts_and_has_no_local_mode(wheels: dict[str, Path], tm
     assert not {"torch", "numpy", "cel-python", "everstep-local"} & {line.split("==")[0] for line in found.split()}
     ended = call(programs / "everstep", "run", "job.yaml")
     assert (ended.returncode, ended.stderr.endswith(LOCAL_IS_MISSING)) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_what_builds_a_distribution_is_one_version_and_in_the_lock(folder: str) -> None:
+    """A wheel is made by it, so a new version of it is another wheel."""
+    needed = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["build-system"]["requires"]
+    versions = locked("build")
+    assert needed == [f"{name}=={versions[name]}" for name in (Requirement(line).name for line in needed)]
+
+
+def test_images_install_the_projects_wheels_without_what_they_depend_on() -> None:
+    """What a wheel asks for is installed from the lock, by its hash. Else pip takes what is newest, from anywhere."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    commands = [part for line in lines if line.startswith("RUN") for part in re.split(r"&&|\|\|", line)]
+    installs = [part for part in commands if re.search(r"pip (install|wheel)", part)]
+    own = [part for part in installs if "/wheels/" in part or "/src/" in part]
+    assert len(own) == 4
+    assert all("--no-deps" in part for part in own)
+    assert "--no-build-isolation" in next(part for part in own if "pip wheel" in part)
+    files = [part for part in installs if "-r " in part]
+    assert [re.search(r"-r /requirements/(\w+)\.txt", part)[1] for part in files] == ["build", "operator", "worker"]  # type: ignore[index]
+    assert all("--require-hashes" in part for part in files)
 
 
 @pytest.mark.long
