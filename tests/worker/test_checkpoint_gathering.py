@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+import everstep
 from everstep.checkpoint.errors import FormatError, SaveFailed
 from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format.layout import part_name
 from everstep.checkpoint.format.manifest import Part, PartFailed, encode_part
 from everstep.checkpoint.ranks import Broadcasting
 from everstep.checkpoint.save.parts import Staged, gather_parts
+from everstep.checkpoint.state.holders import Holders
 from everstep.storage import MemoryStore, TerminalError
 
 SAVE = "3-w0-1"
@@ -99,8 +101,8 @@ class Threads:
 
 
 class Rank(Broadcasting):
-    def __init__(self, rank: int, threads: Threads) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, threads: Threads, world_size: int = 1) -> None:
+        self.rank, self.world_size, self.group = rank, world_size, None
         self._threads = threads
         self.collectives = 0
 
@@ -123,3 +125,23 @@ def test_ranks_tell_each_other_bytes_of_any_length_in_one_exchange(said: list[by
         found = list(pool.map(lambda one: one.from_each(said[one.rank]), ranks))
     assert found == [said] * len(said)
     assert {one.collectives for one in ranks} == {2}, "however many ranks there are"
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_saves_of_a_union_take_as_many_collectives_however_many_ranks_there_are(size: int) -> None:
+    """Three in the first save, of which two exchange who holds what; one in each that follows."""
+    threads = Threads(size)
+
+    def save(rank: int) -> list[int]:
+        one, holders, found = Rank(rank, threads, size), Holders(), []
+        state = {"experts": everstep.Union({f"expert{rank}": torch.ones(4), "shared": torch.ones(2)})}
+        assert holders.meet(state, one)
+        for _ in range(3):
+            before = one.collectives
+            _, teams = holders.capture(state, one, None)
+            assert teams["experts/shared"] == tuple(range(size))
+            found.append(one.collectives - before)
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(save, range(size))) == [[3, 1, 1]] * size
