@@ -149,9 +149,11 @@ def _stamp(
         if found:
             stamps.withdraw(place, script)
             return None, ""
-        program = stamps.program_of(folder)
-        if program is None or not proves:
+        if not proves:
             return None, ""
+        program = stamps.program_of(folder)
+        if program is None:
+            return None, "no stamp: a file of the script was changed meanwhile, or none of its processes ended in order"
         at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
         return stamps.write(place, script, Stamp(program, ranks, steps, at)), ""
     except PlanError as e:

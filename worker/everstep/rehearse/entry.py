@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -50,7 +51,8 @@ def main() -> None:
         note_failure(folder, e)
         raise
     finally:
-        stamp.note(folder, program_of_process())
+        with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
+            stamp.note(folder, program_of_process())
 
 
 if __name__ == "__main__":
