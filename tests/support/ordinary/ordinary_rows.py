@@ -499,7 +499,12 @@ ROWS = (
         late=True,
     ),
     Row("mask_cached", kills=("5:begin", "5:backward", "4:between")),
-    Row("transform_switched", refused=NEW + r".*Noisy\.strength \(0\.5 there", late=True),
+    Row(
+        "transform_switched",
+        refused=NEW + r".*Noisy\.strength \(0\.5 there",
+        late=True,
+        carried=r"Noisy\.strength",
+    ),
     Row("cached_baseline", kills=("5:backward", ALL), refused=NEW, late=True),
     Row("hook_on_ddp", refused=NEW, late=True),
     # A threshold that comes later: a process that has trained can tell; a restart is compared in its first step alone.
