@@ -202,13 +202,20 @@ async def test_worker_that_a_quota_refuses_is_told_with_its_age_in_one_event(pla
         begun = f"the API server refuses to create a worker since {since[11:19]} UTC: "
         assert conditions(status)["Stalled"]["message"].startswith(begun)
         assert begun in conditions(status)["Ready"]["message"]
+
+        async def event() -> bool:
+            return "WorkerWaits" in await place.events()
+
+        await eventually("an event tells it", event)  # it is written behind the status
+        await place.edit_job(ttlSecondsAfterFinished=1000)
+        await eventually("another pass has tried it", lambda: observed(place, 2))
+        assert (await place.events()).count("WorkerWaits") == 1
     # Another operator has not tried it: the wait keeps its beginning.
     async with Operators(place).run():
-        await place.edit_job(ttlSecondsAfterFinished=1000)
-        await eventually("the edit was seen", lambda: observed(place, 2))
+        await place.edit_job(ttlSecondsAfterFinished=2000)
+        await eventually("the edit was seen", lambda: observed(place, 3))
         await eventually("the status says so again", told)
         assert (await place.status())["refusedSince"] == since
-        assert (await place.events()).count("WorkerWaits") == 1
         await place.client.delete(QUOTAS, place.namespace, "none")
         await place.running("digits-w0-0", "digits-w1-0")
         assert "refusedSince" not in await place.status()
