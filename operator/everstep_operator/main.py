@@ -19,6 +19,7 @@ from everstep_operator.arguments import Invocation, read
 from everstep_operator.controller.apply import Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.event_handlers import EventHandlers
+from everstep_operator.controller.pod_events import PodEvents
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
 from everstep_operator.controller.report_receiver import ReportReceiver
@@ -136,6 +137,7 @@ class Operator:
                 network_policies=settings.job_network_policies,
             ),
             metrics=metrics,
+            pod_events=PodEvents(clients.watches, clock),
             round_view=lambda job: view_of(self.rounds, job, is_new=self._is_new(job)),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,

@@ -375,6 +375,17 @@ async def test_event_counts_as_a_series_and_its_words_stay(world: World) -> None
         await world.client.merge_patch(EVENTS, world.namespace, "e", {"note": "another"})
 
 
+async def test_events_are_listed_by_what_they_are_about_and_their_type(world: World) -> None:
+    for name, uid, type_ in (("a", "u0", "Warning"), ("b", "u1", "Warning"), ("c", "u0", "Normal")):
+        regarding = {"kind": "Pod", "namespace": world.namespace, "name": "w0", "uid": uid}
+        body = {"metadata": {"name": name}, **EVENT, "type": type_, "regarding": regarding}
+        await world.client.create(EVENTS, world.namespace, body)
+    listed = await world.client.list(EVENTS, world.namespace, field_selector="regarding.uid=u0,type=Warning")
+    assert [one.metadata.name for one in listed.items] == ["a"]
+    with pytest.raises(KubeError, match="field label not supported"):
+        await world.client.list(EVENTS, world.namespace, field_selector="note=u0")
+
+
 @pytest.mark.parametrize("missing", ["eventTime", "reportingController", "reportingInstance", "action", "reason"])
 async def test_event_needs_its_fields(world: World, missing: str) -> None:
     regarding = {"kind": "Pod", "namespace": world.namespace, "name": "w0"}

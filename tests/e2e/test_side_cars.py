@@ -152,3 +152,19 @@ def test_init_container_whose_image_cannot_be_pulled_is_told_in_one_event(new_jo
     events = json.loads(job.kubectl("get", "events.events.k8s.io", "-o", "json"))["items"]
     assert [e["reason"] for e in events if e["regarding"]["kind"] == "TrainingJob"].count("WorkerWaits") == 1
     assert job.status()["restarts"]["total"] == 0
+
+
+@pytest.mark.long
+def test_volume_that_does_not_mount_is_told_with_the_words_of_its_event(new_job: Callable[..., Job]) -> None:
+    job = new_job()
+    manifest = job.elastic(steps=1, pause=0.0)
+    del manifest["spec"]["elastic"]
+    manifest["spec"]["replicas"] = 1
+    pods = manifest["spec"]["template"]["spec"]
+    pods["volumes"] = [{"name": "keys", "secret": {"secretName": "missing"}}]
+    pods["containers"][0]["volumeMounts"] = [{"name": "keys", "mountPath": "/keys"}]
+    job.submit(manifest)
+    words = 'FailedMount: MountVolume.SetUp failed for volume "keys" : secret "missing" not found'
+    wait_for("the status says why", lambda: words in condition(job, "Ready").get("message", ""), 120)
+    job.kubectl("create", "secret", "generic", "missing")
+    job.until_complete()

@@ -20,7 +20,7 @@ from everstep_local.apiserver.kinds.kind import Kind
 from everstep_local.apiserver.refusals import Refusal, bad_request, expired, not_found
 from everstep_local.apiserver.server import Server
 from everstep_local.apiserver.storage.feed import Feed
-from everstep_local.apiserver.storage.selectors import parse
+from everstep_local.apiserver.storage.selectors import fields, parse
 from everstep_local.apiserver.storage.store import Stored
 from everstep_local.apiserver.stream import Stream
 from everstep_local.apiserver.tokens import TokenAuthority
@@ -94,6 +94,7 @@ class MemoryClient:
         namespace: str | None = None,
         *,
         label_selector: str | None = None,
+        field_selector: str | None = None,
         limit: int = PAGE,
         resource_version: str | None = None,
     ) -> ListResult[T]:
@@ -111,6 +112,9 @@ class MemoryClient:
             selector = parse(label_selector) if label_selector else None
             table = store.table(kind.id)
             stored = table.select(namespace, None if at is None else max(at, table.floor))
+            if field_selector:
+                chosen = fields(kind.kind, field_selector)
+                stored = [item for item in stored if chosen(item.raw)]
             return stored if selector is None else [item for item in stored if selector(item.labels)]
 
         items = tuple([_decoded(resource, listed, operation) for listed in _answer(operation, read)])

@@ -1,8 +1,7 @@
 """Reads from a pod what keeps its worker from starting, and which of its init containers failed. Pure.
 
 Each wait has a text, because a person who looks for the reason looks at the job first. What the kubelet reports only in
-events, such as a volume that does not mount, is not read: the operator would need the right to read all events. Then
-the text is the kubelet's general word, such as ContainerCreating.
+events, such as a volume that does not mount, `pod_events` reads.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from everstep_operator.plan.snapshot import InitFailure
 from everstep_operator.worker_pods import has_started
 
 MAX_WORDS = 300  # characters of a message
+NOT_PREPARED = "ContainerCreating: its volumes and its network are not ready"
 # Reasons for which a container waits until a person changes something.
 _STUCK = frozenset(
     {
@@ -55,7 +55,7 @@ def starting(pod: Pod) -> str | None:
             return f"init container {init.name} runs"
     sandbox = conditions.get("PodReadyToStartContainers")
     if sandbox is not None and sandbox.status == "False":
-        return "ContainerCreating: its volumes and its network are not ready"
+        return NOT_PREPARED
     worker = next((s for s in pod.status.container_statuses if s.name == labels.WORKER_CONTAINER), None)
     waiting = worker.state.waiting if worker is not None else None
     return waiting.reason or "its container waits" if waiting is not None else "its kubelet has not begun"

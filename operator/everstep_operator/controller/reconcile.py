@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from everstep_operator import object_names
@@ -20,6 +20,7 @@ from everstep_operator.api.status import Condition, Status
 from everstep_operator.controller import observe
 from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
+from everstep_operator.controller.pod_events import AGAIN, PodEvents, PodReason
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
 from everstep_operator.kube.wire import Service, Unstructured, controller_uid
@@ -56,6 +57,7 @@ class _JobMemory:
     written: str = ""  # resource version of the last status write
     written_at: datetime | None = None
     applied: Applied = field(default_factory=Applied)
+    pod_reason: PodReason | None = None
 
 
 class Reconciler:
@@ -69,6 +71,7 @@ class Reconciler:
         clock: Clock,
         settings: Settings,
         metrics: Metrics,
+        pod_events: PodEvents,
         round_view: Callable[[Unstructured], RoundView | None],
         answers: Callable[[Unstructured, str], bool] = lambda _, __: False,
         forget: Callable[[str], None] = lambda _: None,
@@ -84,6 +87,7 @@ class Reconciler:
         self._clock = clock
         self._settings = settings
         self._metrics = metrics
+        self._pod_events = pod_events
         self._round_view = round_view
         self._answers = answers
         self._forget = forget
@@ -116,6 +120,9 @@ class Reconciler:
             job = observe.job_view(obj, self._settings.checkpoint_url_prefixes)
         except SpecError as e:
             return await self._refuse(obj, memory, e)
+        memory.pod_reason = await self._pod_events.read(job.namespace, self._pods_of(job), memory.pod_reason)
+        if self._caches.jobs.get(*key) is not obj:
+            return Result("the job has changed while events were read", 0.0)
         snapshot = self._snapshot(obj, job, memory)
         decided = plan(snapshot)
         return await self._carry_out(obj, memory, snapshot, decided)
@@ -154,6 +161,8 @@ class Reconciler:
             # The next plan must know of the refusal soon. After a repeated refusal for the same reason, that plan says
             # how long to wait.
             after = _REFUSED_NEWS if after is None else min(after, _REFUSED_NEWS)
+        if memory.pod_reason is not None:  # no change would be observed when another event comes
+            after = AGAIN.total_seconds() if after is None else min(after, AGAIN.total_seconds())
         if held_back:
             interval = PROGRESS_INTERVAL.total_seconds()
             after = interval if after is None else min(after, interval)
@@ -212,7 +221,7 @@ class Reconciler:
         return memory
 
     def _snapshot(self, obj: Unstructured, job: JobView, memory: _JobMemory) -> Snapshot:
-        pods = self._pods_of(job)
+        pods = tuple(_with_reason(pod, memory.pod_reason) for pod in self._pods_of(job))
         service = self._caches.services.get(job.namespace, object_names.service_name(job.name))
         budget = self._caches.budgets.get(job.namespace, object_names.service_name(job.name))
         policies = self._caches.policies
@@ -292,3 +301,10 @@ class Reconciler:
 
 def _own_uid(service: Service | None, job: JobView) -> str | None:
     return service.metadata.uid if service is not None and controller_uid(service.metadata) == job.uid else None
+
+
+def _with_reason(pod: WorkerPod, known: PodReason | None) -> WorkerPod:
+    """The pod, with what its events say of the wait for its start."""
+    if known is None or known.reason is None or known.pod_uid != pod.uid or pod.starting is None:
+        return pod
+    return replace(pod, starting=known.reason)

@@ -100,12 +100,14 @@ class HttpKubeClient:
         namespace: str | None = None,
         *,
         label_selector: str | None = None,
+        field_selector: str | None = None,
         limit: int = PAGE,
         resource_version: str | None = None,
     ) -> ListResult[T]:
+        selectors = _query(labelSelector=label_selector, fieldSelector=field_selector)
         for _ in range(RESTARTED_LISTS):
             try:
-                return await self._list_pages(resource, namespace, label_selector, limit, resource_version)
+                return await self._list_pages(resource, namespace, selectors, limit, resource_version)
             except Gone as error:
                 # The server compacted its history between two pages. A mix of two histories could hide a deletion.
                 expired = error
@@ -115,12 +117,12 @@ class HttpKubeClient:
         self,
         resource: Resource[T],
         namespace: str | None,
-        label_selector: str | None,
+        selectors: tuple[tuple[str, str], ...],
         limit: int,
         resource_version: str | None,
     ) -> ListResult[T]:
         operation = _operation("list", resource, namespace, None)
-        query = _query(limit=limit, labelSelector=label_selector)
+        query = _query(limit=limit) + selectors
         first = _query(resourceVersion=resource_version)
         items: list[T] = []
         while True:

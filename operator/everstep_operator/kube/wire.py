@@ -166,6 +166,7 @@ class ObjectReference(Wire, frozen=True, kw_only=True):
 
 class EventSeries(Wire, frozen=True, kw_only=True):
     count: int = 1
+    last_observed_time: datetime | None = None
 
 
 class Event(KubeObject, frozen=True, kw_only=True):
@@ -176,6 +177,8 @@ class Event(KubeObject, frozen=True, kw_only=True):
     note: str = ""
     regarding: ObjectReference = ObjectReference()
     series: EventSeries | None = None
+    event_time: datetime | None = None
+    deprecated_last_timestamp: datetime | None = None  # of what writes core/v1 events, such as the kubelet
 
 
 class Unstructured(KubeObject, frozen=True, kw_only=True):
