@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from typer.testing import CliRunner
 from everstep.cli.main import app
 from everstep.torch_private import names
 from everstep.torch_private.table import TESTED, Names
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "doctor.md"
+
+
+def columns(text: str) -> list[tuple[str, str]]:
+    """Of each row the library and what it was tested with, as far as the table goes; with the heads of the columns."""
+    heads, *rows = text.splitlines()[1:]
+    named = [row.split() for row in rows if row.split()[2:3] and row.split()[0] in TESTED]
+    return [("heads", heads.strip()), *((row[0], row[2]) for row in named)]
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +38,8 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.exit_code == 1
     assert "MISSING torch.distributed._gone: what it is for" in shown.stdout
     assert f'pip install "{TESTED["torch"]}"' in shown.stdout
+    sample = PAGE.read_text().partition("$ everstep doctor\n")[2].partition("```")[0]
+    assert columns(sample) == columns(shown.stdout), "the page's sample has the rows of the output"
 
 
 def test_doctor_finds_nothing_missing_here() -> None:
