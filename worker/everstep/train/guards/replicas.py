@@ -132,7 +132,7 @@ class Replicas:
                 "something that training depends on is not the same on all ranks. In a process that replaces a "
                 "lost one the script's own variables have the values of the script's start (a counter that sets a "
                 "learning rate, the best loss so far, a copy of weights): keep them in a dictionary that is tracked, "
-                "`kept = {'count': 0}` and run.track(kept=kept) before run.steps(), or compute them from step.number. "
+                "`kept = {'count': 0}` and run.track(kept=kept) before the loop, or compute them from step.number. "
                 "With Trainer or Lightning keep them in attributes of a callback or module: numbers, texts, lists"
             )
         if places > 1:

@@ -125,12 +125,15 @@ def is_changed_by(owner: Any, method: str) -> bool:
 
 def walk(roots: Iterable[tuple[str, Any]], closed: Iterable[object] = ()) -> Iterator[Held]:
     """All objects that `roots` hold, each once, under its shortest name; but for those that are `closed`, and what only
-    these hold."""
-    waiting = deque((Held(name, value), 0) for name, value in roots)
+    these hold. A parameter has the name of the module or list that holds it: a variable of the script that is the same
+    parameter, left over from `for p in ema.parameters():`, is not what the script would track."""
+    waiting, loose = deque[tuple[Held, int]](), deque[tuple[Held, int]]()
+    for name, value in roots:
+        (loose if isinstance(value, torch.nn.Parameter) else waiting).append((Held(name, value), 0))
     seen = {id(one) for one in closed}
     most = VISITS + len(seen)
-    while waiting and len(seen) < most:
-        held, depth = waiting.popleft()
+    while (waiting and len(seen) < most) or loose:
+        held, depth = waiting.popleft() if waiting and len(seen) < most else loose.popleft()
         if isinstance(held.value, _PLAIN) or id(held.value) in seen:
             continue
         seen.add(id(held.value))
