@@ -59,9 +59,14 @@ async def test_start_of_a_job_is_a_create_of_each_object_and_two_statuses(backen
     try:
         spec = {"replicas": WORKERS, "rendezvous": {"backend": backend}, "template": TEMPLATE}
         await client.create(JOBS, "default", {"metadata": {"name": "digits"}, "spec": spec})
-        for _ in range(40):
+        status: dict[str, Any] = {}
+        async with asyncio.timeout(30):  # of real time, which the operator's sockets take
+            while status.get("replicas") != WORKERS:
+                await clock.advance(0.1)
+                await asyncio.sleep(0.001)
+                status = (await client.get(JOBS, "default", "digits")).status
+        for _ in range(40):  # nothing more is sent
             await clock.advance(0.1)
-        status = (await client.get(JOBS, "default", "digits")).status
         documents = (await client.list(CONFIGMAPS, "default")).items
     finally:
         task.cancel()
