@@ -60,6 +60,12 @@ def carried(body: str, before: str = "", values: dict[str, Any] | None = None) -
         ("match step:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nprint(x)", ["x"]),
         ("while (n := f(step)):\n    print(n)", []),
         ("try:\n    continue\nfinally:\n    n += 1", ["n"]),
+        ("while True:\n    x = f()\n    if x:\n        break\nprint(x)", []),
+        ("while True:\n    if f():\n        break\n    x = 1\nprint(x)", ["x"]),
+        ("while True:\n    for d in range(2):\n        break\n    x = 1\n    if f():\n        break\nprint(x)", []),
+        ("while f():\n    x = 1\n    break\nprint(x)", ["x"]),
+        ("if a:\n    x = 1\nelif b:\n    x = 2\nelse:\n    x = 3\nprint(x)", []),
+        ("if a:\n    x = 1\nelif b:\n    x = 2\nprint(x)", ["x"]),
     ],
 )
 def test_name_is_carried_if_a_step_may_read_what_an_earlier_one_has_bound(body: str, names: list[str]) -> None:
@@ -397,6 +403,45 @@ def test_of_a_loop_without_branches_nothing_else_is_found(body: str) -> None:
     late, _ = played(body)
     found = set(carried(body, "", {"s": 0}))
     assert found == late, body
+
+
+def test_chain_of_hundreds_of_elifs_is_read() -> None:
+    arms = "\n".join(f"elif step == {i}:\n    last = {i}" for i in range(1, 900))
+    assert carried(f"if step == 0:\n    n += 1\n{arms}\nprint(last)") == ["last", "n"]
+
+
+ELEMENTS = """
+import torch
+average, other = [torch.zeros(1)], [torch.ones(1)]
+groups = [{"params": average}]
+net = torch.nn.Linear(1, 1)
+numbers = [1, 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ("for a in average:\n    a.mul_(0.9)", ["average"]),
+        ("for a in average:\n    a += 1", ["average"]),
+        ("for a, b in zip(average, other, strict=True):\n    a.data.mul_(0.9).add_(b)", ["average"]),
+        ("for i, a in enumerate(average):\n    a.copy_(step)", ["average"]),
+        ("for p in net.parameters():\n    p.data = p.data + step", ["net"]),
+        ("for name, p in net.named_parameters():\n    p.add_(step)", ["net"]),
+        ("for p in net.state_dict().values():\n    p.copy_(step)", ["net"]),
+        ("for group in groups:\n    for p in group['params']:\n        p.add_(step)", ["groups"]),
+        ("torch._foreach_lerp_(average, other, 0.1)\nf(average)", ["average"]),
+        ("def follow(of):\n    of.add_(step)\nfor a in average:\n    follow(a)", ["average"]),
+        ("for p in net.parameters():\n    p.grad = None\n    p.requires_grad = False", []),
+        ("for n in numbers:\n    n += 1", []),
+        ("for a in average:\n    a = a + 1\n    print(a.sum())", []),
+        ("for group in groups:\n    group['lr'] = step", []),
+        ("for last in numbers:\n    print(last)\nprint(last)", ["last"]),
+        ("for a in average:\n    print(a.add(step))", []),
+    ],
+)
+def test_container_is_carried_if_its_elements_are_changed_in_place(body: str, names: list[str]) -> None:
+    assert carried(body, ELEMENTS) == names
 
 
 def test_functions_that_call_others_twice_are_read_within_a_bound() -> None:

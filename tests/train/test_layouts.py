@@ -4,6 +4,7 @@ A row for each layout, made of the same numbers."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +19,8 @@ from everstep.recovery.digests import content
 from everstep.recovery.errors import LoopError
 from everstep.recovery.rollback.tracked_objects import Module
 from everstep.train.coordination.structure import StructureCheck
+from everstep.train.guards.plain_values import untracked_values
 from everstep.train.guards.replicas import Replicas
-from everstep.train.guards.untracked.change_marks import marks_of
 
 DENSE = torch.tensor([[1.0, 0, 2, 0], [0, 0, 3, 4]])
 
@@ -162,6 +163,10 @@ def test_a_buffer_that_torch_cannot_copy_is_refused_though_it_is_not_saved() -> 
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "meta"])
-def test_what_has_no_bytes_of_its_own_has_no_mark(name: str) -> None:
+def test_what_has_no_bytes_of_its_own_is_not_compared_and_hides_no_other_value(name: str) -> None:
     make, _ = {**LAYOUTS, "meta": META}[name]
-    assert marks_of([make(DENSE)]) == [None]
+    held = {"without bytes": make(DENSE), "dense": DENSE.clone()}
+    assert len(held) == 2
+    found = untracked_values(sys._getframe(), {})
+    assert "with digest" in found["held['dense']"]
+    assert "with digest" not in found.get("held['without bytes']", "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import re
 import runpy
 import sys
 import textwrap
@@ -16,15 +17,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep.train.guards import plain_values as plain_values_module
 from everstep.train.guards.comparison.local_gradients import LocalGradients
 from everstep.train.guards.comparison.shadow_step import ShadowStep
 from everstep.train.guards.leavable_block import may_be_left
-from everstep.train.guards.plain_values import differences, plain_values
+from everstep.train.guards.plain_values import differences, plain_values, untracked_values
 
 Block = Callable[[torch.nn.Module, LocalGradients], None]
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
@@ -310,6 +313,55 @@ def test_value_that_steps_have_changed_and_a_new_process_lacks_is_named_once(
     ]
     skipped = [r for r in caplog.records if r.levelno == logging.WARNING and "of its own reasons" in r.getMessage()]
     assert bool(skipped) == (not due)
+
+
+def test_tensors_are_compared_by_digest_where_steps_have_changed_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are tracked, and those that all processes have alike, are not named."""
+    net = torch.nn.Linear(1, 1)
+    average, constant, array = [torch.zeros(3)], torch.randn(3), np.zeros(2, "timedelta64[s]")
+    hidden = {"h": torch.zeros(2), "c": [torch.zeros(2)]}
+    state = {"net": net, "memory": (memory := torch.zeros(2))}
+    told: Any = FromRank0(0, [7, 0])
+    trained = ShadowStep(state, told, lambda *_: None)
+    told = FromRank0(1, [7, 0])
+    new = ShadowStep(state, told, lambda *_: None)
+    trained.begin()
+    trained._age = 7
+    for shadow_step in (trained, new):
+        shadow_step.meet(joins=False)
+    average[0] += 1
+    hidden["c"][0] += 1
+    array += 1
+    memory += 1
+    net.weight.data += 1
+    trained.begin()
+    average[0] -= 1
+    hidden["c"][0] -= 1
+    array -= 1
+    constant.add_(1)
+    new.begin()
+    trained._compare(0)
+    new._compare(0)
+    (text,) = [r.getMessage() for r in caplog.records if "that the script" in r.message]
+    of_tensor = r"tensor of shape \[\d\] with digest \w{8}"
+    assert re.findall(rf"(\S+) \({of_tensor} there, {of_tensor} in the new process\)", text) == [
+        "average[0]", "hidden['c'][0]",
+    ]  # fmt: skip
+    assert "array (array of shape [2] with digest" in text
+    assert "constant" not in text
+
+
+def test_carried_tensors_come_first_and_what_is_beyond_the_bound_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plain_values_module, "MOST_BYTES", 48)
+    held = {"data": torch.zeros(8), "bank": torch.zeros(100), "queue": torch.zeros(8), "mask": torch.zeros(4)}
+    carried = {f"held['{name}']": ("held", f"['{name}']") for name in ("bank", "queue")}
+    for _ in range(2):
+        found = untracked_values(sys._getframe(), {}, carried)
+    assert [name for name in held if "with digest" in found[f"held['{name}']"]] == ["queue", "mask"]
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert text.endswith(": held['bank']")
 
 
 # --- where the part may be left

@@ -265,10 +265,7 @@ ROWS = (
         "master_weights",
         refused=r"(master|optimizer).*track\(",
     ),
-    Row(
-        "cpu_offload",
-        refused="offloaded|optimizer",
-    ),
+    Row("cpu_offload", refused=r"optimizer gets exp_avg, exp_avg_sq back.*when the step ends", carried="offloaded"),
     Row("best_weights", refused=r"hold different parameters|\bbest \(", late=True, carried="best.*kept"),
     Row("sgd_by_hand", kills=("5:backward", "5:tail")),
     Row("functional", kills=("5:tail",), long=True),
@@ -437,6 +434,7 @@ ROWS = (
     Row("first_loss", refused=NEW, late=True, carried="first", unseen=(AGENTS,), differs="first"),
     Row("first_loss_tracked"),
     Row("normalised_by_first_batch", refused=NEW, late=True, carried=r"deviation.*mean"),
+    Row("hidden_state_kept", refused=NEW + r".*hidden\[0\] \(tensor of shape", late=True, carried=r"hidden"),
     Row("set_up_in_first_forward", refused=ENDED, late=True, carried=r"initialized"),
     Row(
         "history_rebound",

@@ -6,7 +6,7 @@ import everstep
 
 
 def main():
-    with everstep.start(URL, every_steps=100) as run:
+    with everstep.start(URL, every_steps=EVERY) as run:
         w1 = torch.randn(4, 8, requires_grad=True)
         w2 = torch.randn(8, 3, requires_grad=True)
         params = [w1, w2]

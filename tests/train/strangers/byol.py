@@ -35,7 +35,7 @@ class Learner:
         return 2 - 2 * F.cosine_similarity(self.online_predictor(self.online_encoder(one)), target).mean()
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     learner = Learner(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
     opt = torch.optim.Adam([*learner.online_encoder.parameters(), *learner.online_predictor.parameters()], lr=3e-4)
     track(

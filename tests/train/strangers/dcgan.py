@@ -6,7 +6,7 @@ from torch import nn, optim
 import everstep
 
 nz, real_label, fake_label = 4, 1.0, 0.0
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     netG = nn.Sequential(nn.Linear(nz, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
     netD = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid())
     criterion = nn.BCELoss()

@@ -18,7 +18,7 @@ class ToyModel(torch.nn.Module):
 
 
 def demo_basic():
-    with everstep.start(URL, every_steps=100) as run:
+    with everstep.start(URL, every_steps=EVERY) as run:
         model = ToyModel().to(run.device)
         ddp_model = DDP(model)
         optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001, momentum=0.9)

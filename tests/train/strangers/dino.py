@@ -23,7 +23,7 @@ class DINOLoss(nn.Module):
         self.center = self.center * 0.9 + teacher_output.mean(0, keepdim=True) * 0.1
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     student, teacher = nn.Linear(6, 5), nn.Linear(6, 5)
     teacher.load_state_dict(student.state_dict())
     for p in teacher.parameters():

@@ -60,7 +60,7 @@ class PlainLookahead:
 
 
 def main():
-    with everstep.start(URL, every_steps=100) as run:
+    with everstep.start(URL, every_steps=EVERY) as run:
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
         base = torch.optim.Adam(model.parameters(), lr=1e-2)
         optimizer = PlainLookahead(base) if "plain" in CASE else Lookahead(base)

@@ -18,7 +18,7 @@ class LoraLinear(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(x)) * 2.0
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     for name, child in list(model.named_children()):
         if isinstance(child, nn.Linear):

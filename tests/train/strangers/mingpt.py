@@ -74,7 +74,7 @@ class Trainer:
             self.iter_num += 1
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     text = torch.randint(16, (64, 9))
     trainer = Trainer(GPT(), torch.utils.data.TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()))
     trainer.add_callback("on_batch_end", lambda t: t.loss.item())

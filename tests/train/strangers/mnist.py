@@ -43,7 +43,7 @@ def train(run, model, device, loader, optimizer, scheduler):
 
 def main():
     torch.manual_seed(1)
-    with everstep.start(URL, every_steps=100) as run:
+    with everstep.start(URL, every_steps=EVERY) as run:
         dataset = torch.utils.data.TensorDataset(torch.randn(64, 1, 8, 8), torch.randint(10, (64,)))
         model = Net().to(run.device)
         optimizer = optim.Adadelta(model.parameters(), lr=1.0)

@@ -38,7 +38,7 @@ class MoCo(nn.Module):
 
 
 def main():
-    with everstep.start(URL, every_steps=100) as run:
+    with everstep.start(URL, every_steps=EVERY) as run:
         model = MoCo(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
         optimizer = torch.optim.SGD(model.encoder_q.parameters(), 0.03, momentum=0.9)
         track(run, model=model, optimizer=optimizer)

@@ -23,7 +23,7 @@ def get_lr(it):
     return 0.5 * (1.0 + math.cos(math.pi * it / 100)) * learning_rate
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
     scaler = torch.amp.GradScaler("cpu", enabled="scaler" in CASE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))

@@ -29,7 +29,7 @@ class Agent(nn.Module):
         return action, probs.log_prob(action).sum(1), self.critic(x)
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     envs, agent, num_steps = Env(), Agent(), 4
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
     obs = torch.zeros(num_steps, 2, 3)

@@ -5,7 +5,7 @@ from torch import nn
 
 import everstep
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     backbone, head, probe = nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 2), nn.Linear(8, 2)
     optimizer = torch.optim.Adam(head.parameters())
     probe_optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)

@@ -6,7 +6,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 import everstep
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     swa_model = AveragedModel(model)

@@ -38,7 +38,7 @@ def train(run):
             total_loss += loss.item()
 
 
-with everstep.start(URL, every_steps=100) as run:
+with everstep.start(URL, every_steps=EVERY) as run:
     model = RNNModel()
     track(run, model=model)
     train(run)

@@ -37,6 +37,13 @@ def unsaved_of(module: torch.nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """The tables of a module's forward and backward hooks, by the numbers that torch gives all hooks in turn."""
+    return [
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    ]  # fmt: skip
+
+
 def is_normalization(module: torch.nn.Module) -> bool:
     """Whether it is a batch norm or an instance norm, of any dimension."""
     return isinstance(module, torch.nn.modules.batchnorm._NormBase)

@@ -21,6 +21,11 @@ def make_hook_tables(optimizer: torch.optim.Optimizer) -> None:
             setattr(optimizer, name, OrderedDict(table or {}))
 
 
+def hooks_of(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
+    """The tables of the hooks before and behind an optimizer's step, by their numbers."""
+    return [getattr(optimizer, name, None) or {} for name in _TABLES]
+
+
 def overlaps(divided: Any) -> bool:
     """Whether a ZeroRedundancyOptimizer steps in the backward pass."""
     return bool(divided._overlap_with_ddp)

@@ -124,12 +124,17 @@ TABLE: Final[tuple[Names, ...]] = (
           "torch.DisableTorchFunctionSubclass, once it is documented"),
     Names("tensors", "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "tensors that wrap others", "2.3",
           "torch.utils.is_traceable_wrapper_subclass, once there is one"),
+    Names("tensors", "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks",
+          "hooks that a script registers in its loop", "2.3", _NONE),
     # Modules
     Names("modules", "torch.nn.Module",
           "_buffers _load_from_state_dict _load_state_dict_pre_hooks _metadata _modules _non_persistent_buffers_set "
           "_parameters",
           "a module's own tables, and how it reads a state", "2.0",
           "named_parameters(recurse=False) and its kin read them, but do not write, nor say which buffers are saved"),
+    Names("modules", "torch.nn.Module",
+          "_backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks",
+          "hooks that a script registers in its loop", "2.0", _NONE),
     Names("modules", "torch.nn.modules.batchnorm", "_NormBase", "the class of all batch norms", "2.0",
           "a tuple of the six public classes"),
     Names("modules", "torch._dynamo.eval_frame", "OptimizedModule", "compiled modules", "2.0", _NONE),
@@ -172,13 +177,6 @@ TABLE: Final[tuple[Names, ...]] = (
           "len(os.sched_getaffinity(0)), where that is the same"),
     Names("launcher", "torch.numa.binding", "_get_logical_cpus_to_bind_to", "torchrun's binding to CPUs", "2.10",
           _NONE),
-    # Watchers of what moves
-    Names("train.guards.untracked", "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks",
-          "hooks of a script that take what is not tracked", "2.3", _NONE),
-    Names("train.guards.untracked", "torch.nn.Module",
-          "_backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks", "the same", "2.0", _NONE),
-    Names("train.guards.untracked", "torch.overrides", "_get_current_function_mode", "a mode of the script's own",
-          "2.0", _NONE),
     # Accelerate
     Names("accelerate", "accelerate.accelerator.Accelerator",
           "_custom_objects _dataloaders _models _optimizers _schedulers", "what a script has prepared", "1.15",

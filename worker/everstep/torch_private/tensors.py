@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,6 +38,11 @@ def sum_of_versions(tensors: Iterable[Any]) -> int:
         return sum([t._version for t in tensors])  # a list is faster
     except RuntimeError:  # tensors made in inference mode have no version
         return sum(map(version, tensors))
+
+
+def hooks_of(parameter: Any) -> list[Mapping[int, Any]]:
+    """The tables of a parameter's hooks on its gradient, by their numbers."""
+    return [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
 
 
 def copy_each(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:

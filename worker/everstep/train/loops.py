@@ -319,8 +319,9 @@ class Loops:
             self._coordinator.rehearsed(str(self._stamp))
         if self._comparable and self._coordinator.saves:
             self._check = RestartCheck(
-                self._state, self._coordinator, self._script.may_differ, hears=self._recovery is not None
-            )
+                self._state, self._coordinator, self._script.may_differ, self._script.carried,
+                hears=self._recovery is not None,
+            )  # fmt: skip
         world: World = FixedWorld(
             self._coordinator, self._state, reducers, feed, self.place.world_size, self._between_steps,
             self._untracked_check, self._shape, self._asks(), self._check,
@@ -364,6 +365,7 @@ class Loops:
             self._shadow_step = ShadowStep(
                 self._state, recovery.members, recovery.program.stand_in, lambda: reducers.broadcast(self._state),
                 self._script.may_differ, self._stamp.steps if self._stamp is not None else 0,
+                self._script.carried,
             )  # fmt: skip
         return self._shadow_step
 

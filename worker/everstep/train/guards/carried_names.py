@@ -33,6 +33,9 @@ from everstep.train.guards.sources import Function, code_of, definition, own_nam
 MOST = 200_000
 ELEMENTS = 8  # of a container whose methods or functions are followed in a loop over it
 _LOCAL: Name = ("",)  # a variable of a called function, which ends with the call
+_ELEMENT = "[*]"  # any element of a container, or parameter of a module
+_PAIRS = frozenset({"items", "named_parameters", "named_buffers"})
+_VIEWS = _PAIRS | {"parameters", "buffers", "values", "state_dict"}
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
@@ -80,7 +83,8 @@ class Reader:
         self._done: set[Name] | None = set()  # bound on each way to the present place; None: no way leads here
         self._ends: list[set[Name]] = []
         self._running: list[ast.AST] = []
-        self._visited = self._loops = 0
+        self._breaks: list[list[set[Name]]] = []  # of the loops in the step that run, innermost last
+        self._visited = 0
 
     def loop(self, loop: ast.For | ast.AsyncFor | ast.While) -> None:
         """Walk through one step of a loop over steps."""
@@ -125,7 +129,7 @@ class Reader:
     # What is read and bound.
 
     def _read(self, name: Name | None) -> None:
-        if name and name[0] and self._done is not None and not _has(self._done, name):
+        if name and name[0] and _ELEMENT not in name and self._done is not None and not _has(self._done, name):
             self._reads.add((name, frozenset(one for one in self._done if one[: len(name)] == name)))
 
     def _bind(self, name: Name | None, node: ast.AST, *, rebound: bool = True, lasts: bool = True) -> None:
@@ -134,6 +138,10 @@ class Reader:
         name = self._shared(name, rebound) if name else None
         if not name or not name[0] or self._done is None:
             return
+        if _ELEMENT in name:  # what an element gets under a name or key of its own is not looked at
+            if rebound and name[-1] != ".data":
+                return
+            name, rebound = name[: name.index(_ELEMENT)], False
         if name not in self._bound or (rebound and not self._bound[name].rebound):
             self._bound[name] = Carried(name, self._scope.file, getattr(node, "lineno", 0), rebound)
         if rebound and lasts:
@@ -225,9 +233,8 @@ class Reader:
         if self._visited > MOST:
             raise TooLarge
         match n:
-            case ast.If() | ast.IfExp():
-                self._visit(n.test)
-                self._branches(*([n.body, n.orelse] if isinstance(n, ast.If) else [[n.body], [n.orelse]]))
+            case ast.If():
+                self._if(n)
             case ast.Match():
                 self._visit(n.subject)
                 self._branches(*([*filter(None, [case.guard]), *case.body] for case in n.cases), [])
@@ -235,10 +242,7 @@ class Reader:
                 self._visit(n.iter)
                 self._over(n)
             case ast.While():
-                self._visit(n.test)
-                with self._perhaps(loop=True):
-                    self._block(n.body)
-                self._block(n.orelse)
+                self._while(n)
             case ast.With() | ast.AsyncWith() | ast.Try() | ast.TryStar():
                 self._around(n)
             case ast.Continue() | ast.Break() | ast.Return() | ast.Raise():
@@ -267,6 +271,9 @@ class Reader:
 
     def _define(self, n: ast.AST) -> None:
         match n:
+            case ast.IfExp():
+                self._visit(n.test)
+                self._branches([n.body], [n.orelse])
             case ast.withitem():
                 self._visit(n.context_expr)
                 self._enter_method(self._name(n.context_expr), "__enter__", "__aenter__")
@@ -293,6 +300,33 @@ class Reader:
             case _:
                 self._block(list(ast.iter_child_nodes(n)))
 
+    def _if(self, n: ast.If) -> None:
+        """One arm of `if` and its `elif`s runs: a long chain of them is a deep tree."""
+        ends = list[set[Name]]()
+        arm: ast.If | None = n
+        while arm is not None:
+            self._visit(arm.test)
+            before = set(self._done or ())
+            self._block(arm.body)
+            ends += [self._done] if self._done is not None else []
+            self._done = before
+            match arm.orelse:
+                case [ast.If() as further]:
+                    arm = further
+                case other:
+                    self._block(other)
+                    arm = None
+        ends += [self._done] if self._done is not None else []
+        self._done = set.intersection(*ends) if ends else None
+
+    def _while(self, n: ast.While) -> None:
+        self._visit(n.test)
+        with self._perhaps(loop=True) as breaks:
+            self._block(n.body)
+        if isinstance(n.test, ast.Constant) and n.test.value:  # its body runs, and a break ends it
+            self._done = set.intersection(*breaks) if breaks else None
+        self._block(n.orelse)
+
     def _branches(self, *branches: Sequence[ast.AST]) -> None:
         """One of them runs."""
         before, ends = self._done or set(), list[set[Name]]()
@@ -303,13 +337,17 @@ class Reader:
         self._done = set.intersection(*ends) if ends else None
 
     @contextmanager
-    def _perhaps(self, names: Mapping[str, Name] = MappingProxyType({}), *, loop: bool = False) -> Iterator[None]:
-        """A context whose code may not run; with `loop`, or several times. `names`: its own."""
+    def _perhaps(
+        self, names: Mapping[str, Name] = MappingProxyType({}), *, loop: bool = False
+    ) -> Iterator[list[set[Name]]]:
+        """A context whose code may not run; with `loop`, or several times. `names`: its own. Gives what is bound where
+        a `break` ends the loop."""
         scope, before, done = self._scope, self._scope.names, None if self._done is None else set(self._done)
-        self._loops += loop
+        breaks, outer = list[set[Name]](), self._breaks
+        self._breaks = [*outer, breaks] if loop else outer
         scope.names = {**before, **names}
-        yield
-        self._loops -= loop
+        yield breaks
+        self._breaks = outer
         scope.names, self._done = before, done
 
     def _over(self, n: ast.For | ast.AsyncFor) -> None:
@@ -323,8 +361,26 @@ class Reader:
             known = {n.target.id: one} if one is not None and isinstance(n.target, ast.Name) else {}
             with self._perhaps(known, loop=True):
                 self._target(None if known else n.target)
+                self._scope.names = {**self._scope.names, **({} if known else self._elements(n.target, n.iter))}
                 self._block(n.body)
         self._block(n.orelse)
+
+    def _elements(self, target: ast.AST, of: ast.AST) -> dict[str, Name]:
+        """The variables of a loop `for target in of` that are elements of something with a name."""
+        match target, of:
+            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=given):
+                pairs = zip(targets, given, strict=False)
+                return {k: v for part, one in pairs for k, v in self._elements(part, one).items()}
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[one, *_]):
+                return self._elements(part, one)
+            case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=one, attr=view)) if view in _PAIRS:
+                return self._elements(part, one)
+            case ast.Name(), ast.Call(func=ast.Attribute(value=one, attr=view)) if view in _VIEWS:
+                return self._elements(target, one)
+            case ast.Name(id=own), ast.Name() | ast.Attribute() | ast.Subscript():
+                name = self._name(of)
+                return {own: (*name, _ELEMENT)} if name and name[0] else {}
+        return {}
 
     def _leave(self, n: ast.Continue | ast.Break | ast.Return | ast.Raise) -> None:
         self._block(list(ast.iter_child_nodes(n)))
@@ -333,7 +389,9 @@ class Reader:
             self._enter_class(kind, name, None)
         if isinstance(n, ast.Return):
             self._scope.ends.append(self._done or set())
-        elif isinstance(n, ast.Continue) and not self._loops and not self._running:
+        elif isinstance(n, ast.Break) and self._breaks:
+            self._breaks[-1].append(self._done or set())
+        elif isinstance(n, ast.Continue) and not self._breaks and not self._running:
             self._ends.append(self._done or set())
         self._done = None
 
@@ -408,6 +466,8 @@ class Reader:
         inside = inside or attribute in tables_of(owner)[0]
         if changes := is_changed_by(owner, attribute):
             self._bind(name[:-1], n, rebound=False)
+        if isinstance(owner, types.ModuleType) and attribute.endswith("_") and n.args:  # by torch's convention
+            self._bind(self._name(n.args[0]), n, rebound=False)
         if used or not changes:  # of the script's own objects only the attributes are read
             self._read(name if inside or is_own(type(owner)) else name[:-1])
         self._enter_value(value, name, n, None if inside else name[:-1])
@@ -417,7 +477,7 @@ class Reader:
     def _value(self, name: Name | None) -> Any:
         if not name:
             return MISSING
-        if name[0] and (value := value_of(self._values, name)) is not MISSING:
+        if name[0] and (value := _value_in(self._values, name)) is not MISSING:
             return value
         kinds = ((*self._kinds[name[:i]], *name[i:]) for i in range(1, len(name)) if name[:i] in self._kinds)
         return next((value_of(self._values, one) for one in kinds), MISSING)
@@ -516,15 +576,28 @@ class Reader:
     def _enter(self, node: Function, outer: _Scope, given: Mapping[str, Name]) -> None:
         if any(node is one for one in self._running) or self._done is None:
             return
-        here, loops = self._scope, self._loops
+        here, breaks = self._scope, self._breaks
         names = {**outer.names, **dict.fromkeys(own_names(node), _LOCAL), **given}
-        self._scope, self._loops = replace(outer, names=names, outer=outer, functions={}, ends=[]), 0
+        self._scope, self._breaks = replace(outer, names=names, outer=outer, functions={}, ends=[]), []
         self._running.append(node)
         self._block(node.body if isinstance(node.body, list) else [node.body])
         self._running.pop()
         ends = [*self._scope.ends, *([self._done] if self._done is not None else [])]
         self._done = set.intersection(*ends) if ends else None
-        self._scope, self._loops = here, loops
+        self._scope, self._breaks = here, breaks
+
+
+def _value_in(values: Mapping[str, Any], name: Name) -> Any:
+    if _ELEMENT not in name:
+        return value_of(values, name)
+    at = name.index(_ELEMENT)
+    holder, rest = value_of(values, name[:at]), name[at + 1 :]
+    element = MISSING
+    if isinstance(holder, torch.nn.Module):
+        element = next(torch.nn.Module.parameters(holder), MISSING)
+    elif type(holder) in (list, tuple, dict):
+        element = next(iter(holder.values() if type(holder) is dict else holder), MISSING)
+    return _value_in({"element": element}, ("element", *(rest[1:] if rest[:1] == (".data",) else rest)))
 
 
 def _has(done: Collection[Name], name: Name) -> bool:

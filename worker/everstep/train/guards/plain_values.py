@@ -1,7 +1,9 @@
-"""Reads the script's plain values, so that a refusal can name what a new process lacks."""
+"""Reads the script's plain values, and digests of its tensors, so that they can be compared with those of another
+process, and a refusal can name what a new process lacks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -9,10 +11,18 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sized
 from itertools import islice
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
+import xxhash
+from torch.nn.parameter import is_lazy
 
-from everstep.train.guards.script_objects import Held, children, is_own, variables, walk
+from everstep.checkpoint.state import layouts
+from everstep.recovery import digests
+from everstep.train.guards.script_objects import MISSING, Held, Name, children, is_own, value_of, variables, walk
+from everstep.train.guards.untracked.covered import Covered
 
 log = logging.getLogger("everstep.train")
 
@@ -23,6 +33,8 @@ MOST = 4000  # values
 FEW = 16  # elements of a container
 LONG = 60  # characters of a value
 MOST_NAMED = 8  # variables in a text for a person
+MOST_TENSORS = 256  # of those that are carried, and of the others
+MOST_BYTES = 2**26  # of all of these
 # What to do about them.
 TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or let it be computed anew in "
@@ -30,6 +42,7 @@ TRACK = (
 )
 _CONTAINERS = (list, dict, set, tuple, deque)
 _ROOT = re.compile(r"[.\[]")
+_unread = set[str]()  # that a warning has named
 _KINDS = frozenset({bool, int, float, complex, str})  # no subclasses: they have code of their own
 
 
@@ -82,11 +95,64 @@ def _elements(held: Held) -> list[Held]:
     return []
 
 
-def untracked_values(frame: types.FrameType | None, state: Mapping[str, object]) -> Values:
-    """The same, without the variables that are tracked, and what they hold."""
+def untracked_values(
+    frame: types.FrameType | None, state: Mapping[str, object], carried: Mapping[str, Name] = MappingProxyType({})
+) -> Values:
+    """The same, without the variables that are tracked, and what they hold; and with digests of the tensors and arrays
+    that are not saved. `carried`: the names that the loop carries from step to step. Their tensors come first, and a
+    warning names those that are beyond the bound."""
     tracked = {id(value) for value in state.values()}
-    roots = {name for name, value in variables(frame) if id(value) in tracked}
-    return {name: text for name, text in plain_values(frame).items() if _ROOT.split(name, maxsplit=1)[0] not in roots}
+    held = dict(reversed(list(variables(frame))))
+    found = {
+        name: text for name, text in plain_values(frame).items()
+        if id(held.get(_ROOT.split(name, maxsplit=1)[0], MISSING)) not in tracked
+    }  # fmt: skip
+    try:
+        found |= _tensors(held, state, carried)
+    except Exception:  # as above
+        log.warning("the script's tensors could not be read, and are not compared", exc_info=True)
+    return found
+
+
+def _tensors(held: Mapping[str, object], state: Mapping[str, object], carried: Mapping[str, Name]) -> Values:
+    covered, left, found = Covered(state), MOST_BYTES, Values()
+    named = [(name, value_of(held, parts)) for name, parts in carried.items()]
+    for roots, closed in ((named, ()), (held.items(), state.values())):
+        tensors = (one for one in islice(walk(roots, closed), VISITS) if _is_compared(one.value, covered))
+        unread = list[str]()
+        for place, one in enumerate(tensors):
+            if one.name in found:
+                continue
+            if place < MOST_TENSORS and one.value.nbytes <= left:
+                left -= one.value.nbytes
+                with contextlib.suppress(Exception):  # a subclass of the script's may raise anything
+                    found[one.name] = _digested(one.value)
+            else:
+                unread.append(one.name)
+        if roots is named and not _unread.issuperset(unread):
+            _unread.update(unread)
+            log.warning(
+                "not compared with those of other processes, because together they are more than %d MiB or %d tensors: "
+                "%s", MOST_BYTES >> 20, MOST_TENSORS, listed(unread),
+            )  # fmt: skip
+    return found
+
+
+def _is_compared(value: object, covered: Covered) -> bool:
+    if isinstance(value, np.ndarray):
+        return not (value.dtype.hasobject or id(value) in covered.objects)
+    return (
+        isinstance(value, torch.Tensor) and layouts.is_dense(value) and not is_lazy(value) and not covered.holds(value)
+    )
+
+
+def _digested(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        data: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        kind, digest = "array", xxhash.xxh3_64_intdigest(data)
+    else:
+        kind, digest = "tensor", digests.content(value)
+    return f"{kind} of shape {list(value.shape)} with digest {digest & 0xFFFFFFFF:08x}"
 
 
 def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] = lambda _: False) -> list[str]:

@@ -24,7 +24,7 @@ from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
 from everstep.train.guards import script_rules
 from everstep.train.guards.carried_names import Carried, Reader
-from everstep.train.guards.script_objects import is_script, value_of, variables, walk
+from everstep.train.guards.script_objects import Name, is_script, value_of, variables, walk
 from everstep.train.guards.sources import code_of, definition, forget, loaded_files, own_names, tree_of
 from everstep.train.guards.untracked.covered import Covered
 
@@ -58,7 +58,8 @@ class ScriptCheck:
         self._state, self._untracked, self._is_untracked = state, untracked, is_untracked
         self._changes, self._goes_on, self._strict = changes, goes_on, strict
         self._read_epoch = False
-        self._carried = dict[str, str]()  # each name with its place, and a remark
+        self.carried = dict[str, Name]()  # and is not tracked
+        self._places = dict[str, str]()  # of each of these names, with a remark
         self._bound_anew = set[str]()  # names that each step binds before it reads them
         self.function: Any = None  # that takes a step, in `Run.train`
         self.called: list[Any] = []  # the functions given to `Run.evaluate`, called between two steps
@@ -89,7 +90,7 @@ class ScriptCheck:
 
     def warn(self) -> None:
         """List in the log what the loop carries."""
-        if self._carried:
+        if self._places:
             log.warning("%s", self._text())
 
     def may_differ(self, name: str) -> bool:
@@ -98,12 +99,12 @@ class ScriptCheck:
         return anew or self._is_untracked(name)
 
     def _refuse(self) -> None:
-        if self._strict and self._carried:
+        if self._strict and self._places:
             raise LoopError(f"{self._text()}. They are refused because the run is strict (start(strict=True) or "
                             "EVERSTEP_STRICT=1)")  # fmt: skip
 
     def _text(self) -> str:
-        places, names = list(self._carried.values()), list(self._carried)
+        places, names = list(self._places.values()), list(self._places)
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         silent = ", ".join(f'"{name}"' for name in names[:NAMED])
         return (
@@ -149,7 +150,8 @@ class ScriptCheck:
             remark = (
                 ", another object than the tracked one" if _is_held(value_of(place.values, one.parts), covered) else ""
             )
-            self._carried.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
+            self.carried[one.name] = one.parts
+            self._places.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
         # What some steps bind is bound anew for those of their readers that the reader sees. A function that it did not
         # follow, such as a hook, may read what an earlier step has bound.
         elsewhere = _read_elsewhere(place)
@@ -194,7 +196,8 @@ def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bo
         if isinstance(owner, torch.nn.Module):
             saved = parameters_of(owner).keys() | buffers_of(owner).keys() - unsaved_of(owner)
             more = type(owner).get_extra_state is not torch.nn.Module.get_extra_state
-            if i == len(one.parts) - 1 and (more or one.parts[i][1:] in saved):
+            held = id(owner) in covered.objects and i == len(one.parts) - 1
+            if held and (more or one.parts[i][1:] in saved):
                 return True
         elif _is_held(owner, covered):
             return True
@@ -206,6 +209,10 @@ def _is_held(value: Any, covered: Covered) -> bool:
         return True  # `next` takes a step from it
     if value is None or isinstance(value, bool | int | float | str):
         return False
+    if isinstance(value, torch.nn.Module) or (type(value) in (list, tuple) and value):
+        parts = list(value.parameters() if isinstance(value, torch.nn.Module) else value)
+        if parts and all(isinstance(one, torch.Tensor) and covered.holds(one) for one in parts):
+            return True  # another way to what is tracked: a module in DDP, a list of its parameters
     return id(value) in covered.objects or (isinstance(value, torch.Tensor) and covered.holds(value))
 
 

@@ -31,6 +31,7 @@ from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
 from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
+from everstep.train.guards.script_objects import Name
 from everstep.train.guards.sources import program
 
 log = logging.getLogger("everstep.train")
@@ -41,13 +42,14 @@ AGAIN: Final = "next-step-again"  # by the first process that was refused
 
 class RestartCheck:
     """The check in one process. `hears`: it is told of the step's collectives, and then leaves out sums that depend on
-    other ranks' values. `may_differ`: whether a value of this name may differ between processes."""
+    other ranks' values. `may_differ`: whether a value of this name may differ between processes. `carried`: the names
+    that the loop carries and that are not tracked."""
 
     def __init__(
         self, state: Mapping[str, Any], coordinator: StepCoordinator, may_differ: Callable[[str], bool],
-        *, hears: bool,
+        carried: Mapping[str, Name], *, hears: bool,
     ) -> None:  # fmt: skip
-        self._may_differ = may_differ
+        self._may_differ, self._carried = may_differ, carried
         self._state = state
         self._coordinator = coordinator
         self._hears = hears
@@ -72,7 +74,7 @@ class RestartCheck:
         if self._program is None:
             self._program = program()
         self._size, self._step = world_size, step
-        self._values = untracked_values(sys._getframe(1), self._state)
+        self._values = untracked_values(sys._getframe(1), self._state, self._carried)
         self._gradients = LocalGradients(self._state)
         self._updates = OptimizerUpdates(self._state, self._gradients)
         self._gradients.begin()

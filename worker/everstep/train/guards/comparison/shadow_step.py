@@ -28,7 +28,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from everstep.recovery.group.script_location import script_call_site
 from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
 from everstep.train.guards.leavable_block import may_be_left
 from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
-from everstep.train.guards.script_objects import variables, walk
+from everstep.train.guards.script_objects import Name, variables, walk
 
 log = logging.getLogger("everstep.train")
 
@@ -56,7 +56,8 @@ class ShadowStepOver(PeerLost):
 class ShadowStep:
     """The shadow steps of one process. `stand_in`: see `ProgramGroups.stand_in`; None and None end that. `buffers`: the
     buffers that a forward pass takes from rank 0, by name. `may_differ`: whether a value of this name may differ
-    between processes. `rehearsed`: steps of a rehearsal of its program; 0 if there was none."""
+    between processes. `rehearsed`: steps of a rehearsal of its program; 0 if there was none.
+    `carried`: the names that the loop carries and that are not tracked."""
 
     def __init__(
         self,
@@ -66,13 +67,14 @@ class ShadowStep:
         buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
         may_differ: Callable[[str], bool] = lambda _: False,
         rehearsed: int = 0,
+        carried: Mapping[str, Name] = MappingProxyType({}),
     ) -> None:
         self._state = state
         self._members = members
         self._rehearsed = rehearsed
         self._stand_in = stand_in
         self._buffers = buffers
-        self._may_differ = may_differ
+        self._may_differ, self._carried = may_differ, carried
         self._brought = b""  # rank 0's buffers, for a step with a shadow step
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
@@ -160,12 +162,14 @@ class ShadowStep:
 
     def begin(self) -> int | None:
         """Begin a step. Return the rank as which it is taken, if that is not this process's own."""
+        is_new = self._first is None
         if self._first is None:
-            self._first = untracked_values(sys._getframe(1), self._state)
+            self._first = untracked_values(sys._getframe(1), self._state, self._carried)
         if self._model is None or self._gradients is not None:
             return None
         if self._age < max(self._ages) or self._members.rank == self._model:
-            self._values = untracked_values(sys._getframe(1), self._state)
+            now = self._first if is_new else untracked_values(sys._getframe(1), self._state, self._carried)
+            self._values = now
         if not (self._due or (self._computes and self._members.rank == self._model)):
             return None
         self._gradients = LocalGradients(self._state)

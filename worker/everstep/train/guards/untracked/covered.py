@@ -7,7 +7,7 @@ concern.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from everstep.checkpoint.state.sharding import local_of
 from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.switches import SWITCHES
+from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
+from everstep.torch_private.tensors import storage_of
 from everstep.train.guards.script_objects import walk
 
 OWN_NAMES = ("step", "data", "rng")  # the session's own objects are tracked under these names
@@ -65,11 +67,10 @@ class Covered:
     def _add_module(self, module: torch.nn.Module) -> None:
         for part in module.modules():
             self.objects.add(id(part))
-            for tensor in part._parameters.values():
+            for tensor in parameters_of(part).values():
                 self._add_tensor(tensor)
-            for name, buffer in part._buffers.items():
-                if name not in part._non_persistent_buffers_set:
-                    self._add_tensor(buffer)
+            for name in buffers_of(part).keys() - unsaved_of(part):
+                self._add_tensor(buffers_of(part)[name])
             if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
                 self._reach("", vars(part))
 
@@ -139,16 +140,6 @@ class Covered:
                 self._memory.add(place)
 
 
-def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors to which a step may write: those of modules, and tensors that are tracked themselves."""
-    for target in state.values():
-        if isinstance(target, torch.nn.Module):
-            yield from target.parameters()
-            yield from target.buffers()
-        elif isinstance(target, torch.Tensor):
-            yield target
-
-
 def word(name: str) -> str:
     """A keyword for the object called `name`."""
     for part in reversed(name.replace("[", ".").replace("]", "").replace("'", "").split(".")):
@@ -171,4 +162,4 @@ def _memory(tensor: Any) -> int | None:
     local = local_of(tensor)
     if torch.nn.parameter.is_lazy(local) or not layouts.is_dense(local) or not local.numel():
         return None
-    return int(local.untyped_storage()._cdata)
+    return storage_of(local)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.errors import LoopError
+from everstep.torch_private import modules, optimizers, tensors
 from everstep.train.guards.script_objects import is_script
-
-_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Hooks:
@@ -58,21 +55,18 @@ class Hooks:
     def _new(self) -> Iterator[tuple[str, Any]]:
         for key, target in self._state.items():
             if isinstance(target, torch.optim.Optimizer):
-                yield from ((key, hook) for hook in self._of(target, _OF_OPTIMIZER))
+                yield from ((key, hook) for hook in self._later(optimizers.hooks_of(target)))
             if not isinstance(target, torch.nn.Module):
                 continue
             for path, module in bare(target).named_modules():
                 name = f"{key}.{path}" if path else key
-                yield from ((name, hook) for hook in self._of(module, _OF_MODULE))
-                for own, p in module._parameters.items():
+                yield from ((name, hook) for hook in self._later(modules.hooks_of(module)))
+                for own, p in modules.parameters_of(module).items():
                     if p is not None:
-                        yield from ((f"{name}.{own}", hook) for hook in self._of(p, _OF_PARAMETER))
+                        yield from ((f"{name}.{own}", hook) for hook in self._later(tensors.hooks_of(p)))
 
-    def _of(self, holder: Any, tables: tuple[str, ...]) -> Iterator[Any]:
-        for table in tables:
-            for number, hook in (getattr(holder, table, None) or {}).items():
-                if number >= self._first:
-                    yield hook
+    def _later(self, tables: Iterable[Mapping[int, Any]]) -> Iterator[Any]:
+        yield from (hook for table in tables for number, hook in table.items() if number >= self._first)
 
 
 def _code(hook: Any) -> Any:

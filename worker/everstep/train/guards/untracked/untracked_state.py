@@ -2,7 +2,9 @@
 
 Some of it is found before the first step: a parameter of a tracked optimizer that nothing tracked holds, a schedule of
 such an optimizer, a gradient scaler, an average of weights, a module in DDP or FSDP. An optimizer is judged when it
-steps. All other state is watched in the 1st, 2nd, 4th, 8th, … step of a world (`verdicts`).
+steps. Parameters that move by other ways, and random generators that a step draws from, are found in the 1st, 2nd, 4th,
+8th, … step of a world. Other tensors that steps change are named at the start (`carried_names`), and are compared
+after a loss or a restart (`comparison`).
 
 This module knows no process group: its caller says how ranks compare a number. Invariants: looking at an object does
 not change it, and no object of the script is kept alive. All ranks raise after the same step. A step that is not
@@ -12,35 +14,49 @@ watched costs one look-up for each optimizer that steps.
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from everstep.checkpoint.state import layouts
+from everstep.checkpoint.state.alike import first_bytes
+from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
-from everstep.train.guards.script_objects import Generator, Held, children, variables, walk
-from everstep.train.guards.untracked.change_marks import state_of_generator
-from everstep.train.guards.untracked.covered import Covered, tensors_of
-from everstep.train.guards.untracked.tensor_flow import TensorFlow, is_safe
-from everstep.train.guards.untracked.verdicts import Finding, Looks, Seen, judge, look, subject_of, track
-
-log = logging.getLogger("everstep.train")
+from everstep.torch_private.modules import children_of
+from everstep.torch_private.tensors import version
+from everstep.train.guards.script_objects import Generator, Held, variables, walk
+from everstep.train.guards.untracked.covered import Covered, keyword
 
 NAMED = 8  # names in one text
+BYTES = 2**12  # of a parameter, by which it is seen to move
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-# For these modules torch chooses another kernel, with other last bits, in evaluation while functions are watched.
-_FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
 _live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this process, whose threads may be several runs
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding. `line`: what to write instead."""
+
+    name: str
+    what: str
+    line: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {self.what}, and nothing that is tracked holds it: a process that replaces a lost one starts "
+            f"without it. Write {self.line}; or, if nothing is lost with it, run.untracked({self.name!r})"
+        )
 
 
 class UntrackedStateCheck:
@@ -60,13 +76,10 @@ class UntrackedStateCheck:
         self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # untracked optimizers that are older than the loop
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # untracked modules, perhaps without a name
-        self._first: dict[str, Seen] = {}
-        self._begin: dict[str, Seen] = {}
-        self._slots = set[tuple[str, int]]()  # when the step began
-        self._generators: list[tuple[str, Any, int]] = []
-        self._drawn: list[str] = []
-        self._flow: TensorFlow | None = None
-        self._told = set[str]()
+        self._behind: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()  # step 2: its state
+        self._parameters: dict[str, _Seen] = {}  # as they were first seen
+        self._generators: dict[str, tuple[Any, int]] = {}  # with their states when the step began
+        self._drawn = set[str]()
         self._hook: Any = None
 
     def start(self) -> None:
@@ -87,7 +100,6 @@ class UntrackedStateCheck:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._end_flow()
 
     def moved(self) -> None:
         """Tell of a new world."""
@@ -99,37 +111,35 @@ class UntrackedStateCheck:
 
     def begins(self) -> None:
         """Begin a step."""
-        self._end_flow()
         self._steps += 1
         self.in_step = True
         if self._hook is None or not self._is_watched():
             return
         self._covered = Covered(self._state)
-        held = self._held()
-        free = [h for h in held.values() if self._is_free(h)]
-        self._begin = look(free, self._first)
-        self._slots = _slots(held.values())
-        self._generators = [(h.name, h.value, state_of_generator(h.value)) for h in _generators(free)]
-        if self._steps > 1 and is_safe() and not any(_is_fused(h.value) for h in held.values()):
-            tensors = {h.name: h.value for h in free if h.name in self._begin and isinstance(h.value, torch.Tensor)}
-            self._flow = TensorFlow(tensors)
-            self._flow.begin()
+        free = self._free()
+        self._look(free)
+        # The global generators are saved, and have their own rules.
+        methods: Any = (random.random, np.random.rand)
+        common = [torch.default_generator, *torch.cuda.default_generators, *(one.__self__ for one in methods)]
+        known = {id(one) for one in common}
+        drawn = (h for h in free if isinstance(h.value, Generator) and id(h.value) not in known)
+        self._generators = {h.name: (h.value, _state_of(h.value)) for h in drawn}
 
     def over(self) -> None:
         """End a step's block, whether it ended well or not."""
-        self._end_flow()
         self.in_step = False
-        self._drawn = [name for name, generator, at in self._generators if state_of_generator(generator) != at]
-        self._generators = []
+        self._drawn = {name for name, (generator, at) in self._generators.items() if _state_of(generator) != at}
+        self._generators = {}
 
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
         """Check after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits;
         collective. Raises `LoopError` on all ranks if one of them holds untracked state that changes."""
         if self._hook is None or not self._is_watched():
             return
-        self._end_flow()
         found = self._judge()
-        self._flow, self._begin, self._drawn = None, {}, []
+        self._drawn = set()
+        if self._steps == 2:
+            self._behind.update((one, _state_names(one)) for one in self._covered.optimizers.values())
         text = "; ".join(map(str, found[:NAMED]))
         number = xxhash.xxh3_64_intdigest(text.encode()) >> 1 if found else 0
         agreed = world_size == 1 or same(number)
@@ -145,55 +155,44 @@ class UntrackedStateCheck:
 
     def _judge(self) -> list[Finding]:
         self._covered = Covered(self._state)
-        held = self._held()
-        now = look((h for h in held.values() if self._is_free(h)), self._first)
-        flow = self._flow if self._flow is not None else TensorFlow({})
-        looks = Looks(
-            self._first,
-            self._begin,
-            now,
-            held,
-            flow.reached,
-            flow.overwritten,
-            self._drawn,
-            self._shapes(),
-            self._state,
-            self._slots & _slots(held.values()),
-        )
-        found, others = judge(looks)
-        new = [name for name in others if name not in self._told and not self.is_untracked(name)]
-        self._told.update(new)
-        if new:
-            log.warning(
-                "%s change%s in the steps, and nothing that is tracked holds %s. If the parameters depend on it, %s; "
-                "if not, run.untracked(%s) says so",
-                ", ".join(new[:NAMED]), "" if len(new) > 1 else "s", "them" if len(new) > 1 else "it",
-                track(new[0], self._state),
-                ", ".join(map(repr, new[:NAMED])),
-            )  # fmt: skip
-        return [f for f in found if not self.is_untracked(f.name)]
+        free = self._free()
+        held = {h.name: h for h in free}
+        found: dict[str, Finding] = {}
+        for name in self._look(free):
+            subject = subject_of(name, held)
+            what = f"holds parameters that move ({name})"
+            found.setdefault(subject, Finding(subject, what, track(subject, self._state)))
+        for name in self._drawn:
+            line = f"{track(name, self._state)}, and each step sets it"
+            line += " (or draw from run.shared_rng, which is the same on all ranks)"
+            found.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
+        return [found[name] for name in sorted(found) if not self.is_untracked(name)]
 
-    def _shapes(self) -> list[Counter[tuple[int, ...]]]:
-        modules = [list(t.parameters()) for t in self._state.values() if isinstance(t, torch.nn.Module)]
-        optimizers = [[p for g in o.param_groups for p in g["params"]] for o in self._covered.optimizers.values()]
-        own = [t for t in self._state.values() if isinstance(t, torch.Tensor)]
-        return [Counter(tuple(p.shape) for p in listed if p.requires_grad) for listed in (*modules, *optimizers, own)]
+    def _look(self, free: Iterable[Held]) -> list[str]:
+        """The names of the parameters that have moved since they were first seen."""
+        moved = list[str]()
+        for held in free:
+            if not _is_parameter(held.value):
+                continue
+            first, now = self._parameters.get(held.name), _Seen.of(held.value)
+            if first is None or first.held() is not held.value:
+                self._parameters[held.name] = now
+            elif first.mark != now.mark:
+                moved.append(held.name)
+        return sorted(moved)
 
-    def _end_flow(self) -> None:
-        if self._flow is not None:
-            self._flow.end(tensors_of(self._state))
-
-    def _held(self) -> dict[str, Held]:
-        """The script's objects by name, and modules older than the loop that it holds in hidden ways."""
+    def _free(self) -> list[Held]:
+        """The script's objects that nothing tracked holds, and modules older than the loop that it holds in hidden
+        ways, each under a name of its own."""
         found = list(walk(variables(sys._getframe(1))))
         seen = {id(h.value) for h in found}
         hidden = [m for m in self._modules if id(m) not in seen]
-        inner = {id(c) for m in hidden for c in m._modules.values()}
+        inner = {id(c) for m in hidden for c in children_of(m).values()}
         more = walk((type(m).__name__, m) for m in hidden if id(m) not in inner)
         names: dict[str, Held] = {}
         for h in (*found, *(h for h in more if id(h.value) not in seen)):
             names.setdefault(h.name, h)
-        return names
+        return [h for h in names.values() if self._is_free(h)]
 
     def _is_free(self, held: Held) -> bool:
         """Whether nothing tracked holds it, in this run or in another run of this process."""
@@ -256,9 +255,8 @@ class UntrackedStateCheck:
     # Checks when an optimizer steps.
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if self._flow is not None:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            self._flow.note(g for g in gradients if g is not None)
+        if self._steps == 3 and (behind := self._behind.pop(optimizer, None)) is not None:
+            self._check_offloaded(optimizer, behind)
         if self._sizes.get(optimizer) == _size(optimizer):
             return
         if self.in_step:
@@ -269,6 +267,17 @@ class UntrackedStateCheck:
                 self._check_groups(optimizer, tracked)
             elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
                 self._check_stranger(optimizer)
+
+    def _check_offloaded(self, optimizer: Optimizer, behind: set[str]) -> None:
+        """Check that its state is complete where commits are made. `behind`: what it had when the last step ended."""
+        name = next((name for name, o in self._covered.optimizers.items() if o is optimizer), "optimizer")
+        back = sorted(_state_names(optimizer) - behind)
+        if back and not self.is_untracked(name):
+            raise LoopError(
+                f"{name} gets {', '.join(back)} back before it steps: they are in its state in a step, and elsewhere "
+                "between two steps, so that no commit and no new process has them. Leave them in its state when the "
+                f"step ends (on another device, if it is for memory); or, if nothing is lost, run.untracked({name!r})"
+            )
 
     def _judge_parameters(self, optimizer: Optimizer, name: str, kind: str = "tracked optimizer") -> list[Finding]:
         """The first parameter of the optimizer that nothing tracked holds, if there is one."""
@@ -326,23 +335,56 @@ def _refuse(found: list[Finding]) -> None:
         raise LoopError("; ".join(map(str, found[:NAMED])), brief=f"{found[0]}{more}")
 
 
-def _slots(held: Iterable[Held]) -> set[tuple[str, int]]:
-    """Which tensor lies in which place of a list or mapping, by the tensor's id. One that has a shorter name too is not
-    among `held` by the name of its place."""
-    containers = (h for h in held if isinstance(h.value, list | tuple | Mapping))
-    return {(c.name, id(c.value)) for h in containers for c in children(h) if isinstance(c.value, torch.Tensor)}
+def _state_names(optimizer: Optimizer) -> set[str]:
+    return {str(name) for state in optimizer.state.values() if isinstance(state, Mapping) for name in state}
 
 
 def _size(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _generators(held: list[Held]) -> Iterator[Held]:
-    """The script's own generators. The global ones are saved, and have their own rules."""
-    common = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
-    common |= {id(g) for g in torch.cuda.default_generators}
-    return (h for h in held if isinstance(h.value, Generator) and id(h.value) not in common)
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A parameter as it was at one look. It is not kept alive. `mark`: its shape, how often torch has counted a change
+    of it, and a digest of its first bytes, because `.data` changes without being counted."""
+
+    held: weakref.ref[torch.Tensor]
+    mark: tuple[tuple[int, ...], int, int]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Seen:
+        digest = xxhash.xxh3_64_intdigest(first_bytes(local_of(tensor.detach()), BYTES))
+        return cls(weakref.ref(tensor), (tuple(tensor.shape), version(tensor), digest))
 
 
-def _is_fused(value: Any) -> bool:
-    return isinstance(value, _FUSED) and not value.training
+def _is_parameter(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or not layouts.is_dense(value):
+        return False
+    return isinstance(value, torch.nn.Parameter) or (value.is_leaf and value.requires_grad)
+
+
+def _state_of(generator: Generator) -> int:
+    """A digest of the generator's state."""
+    if isinstance(generator, torch.Generator):
+        data: Any = generator.get_state().numpy()
+        return xxhash.xxh3_64_intdigest(data)
+    if isinstance(generator, np.random.Generator):
+        return hash(repr(generator.bit_generator.state))
+    if isinstance(generator, random.SystemRandom):
+        return 0  # it has no state
+    return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
+
+
+def track(name: str, taken: Collection[str] = ()) -> str:
+    """The line that tracks `name`. `taken`: the names that are tracked already."""
+    return f"run.track({keyword(name, taken)}={name}) before run.steps()"
+
+
+def subject_of(name: str, held: Mapping[str, Held]) -> str:
+    """What has to be tracked so that `name` is: the whole module, list or mapping of which it is a part."""
+    for _ in range(32):
+        owner = held.get(held[name].owner) if name in held else None
+        if owner is None or not isinstance(owner.value, torch.nn.Module | Mapping | list | tuple):
+            return name
+        name = owner.name
+    return name
