@@ -107,3 +107,9 @@ def whole_number(
 def grace_seconds(environ: Mapping[str, str]) -> float:
     """Seconds between SIGTERM and SIGKILL, as the operator has set them, or 30. Raises `BadVariable`."""
     return max(1.0, number(environ, GRACE_SECONDS) or _GRACE)
+
+
+def rank_if_all_are_there(environ: Mapping[str, str], processes: int, slot: int) -> int:
+    """The rank of this worker's process number `slot` in a world of all workers, of so many `processes` each. Raises
+    `BadVariable`."""
+    return whole_number(environ, WORKER_INDEX, 0) * processes + slot

@@ -31,8 +31,8 @@ def likely_rank(environ: Mapping[str, str]) -> int:
         return env.whole_number(environ, env.LAST_RANK, 0)
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         return int(environ.get("RANK", "0"))
-    worker, processes = env.whole_number(environ, env.WORKER_INDEX, 0), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    return worker * processes + int(environ.get("LOCAL_RANK", "0"))
+    processes, slot = int(environ.get("LOCAL_WORLD_SIZE", "1")), int(environ.get("LOCAL_RANK", "0"))
+    return env.rank_if_all_are_there(environ, processes, slot)
 
 
 def make_mesh(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:

@@ -82,9 +82,8 @@ def _expected(setting: Setting, slot: int, last: Round | None) -> dict[str, str]
     if last is not None:
         return _place(last.first_process + slot, last.processes, last.rank, last.world_size)
     if setting.least == setting.most:
-        worker = env.whole_number(setting.inherited, env.WORKER_INDEX, 0)
-        rank, workers = worker * setting.processes + slot, setting.most // setting.processes
-        return _place(rank, setting.most, worker, workers)
+        rank = env.rank_if_all_are_there(setting.inherited, setting.processes, slot)
+        return _place(rank, setting.most, rank // setting.processes, setting.most // setting.processes)
     return {}
 
 
