@@ -37,6 +37,7 @@ with everstep.start(URL) as run:
             n += 1
             work(batch, n)
 """
+DECAY = "\n            for p in own:\n                p.data.mul_(0.9)"
 WARNING = "carried by the loop and not tracked: "
 
 
@@ -78,8 +79,11 @@ def test_one_warning_names_each_carried_name_with_its_line_and_what_to_write(
         COUNTED.replace("n += 1", "n = step.number"),
         COUNTED.replace("n += 1", "n = model.count = step.number"),
         COUNTED.replace("n += 1", "model.bias.data = model.bias.data * 1.0"),
+        COUNTED.replace("n = 0", "n, own = 1, list(model.parameters())").replace("n += 1", DECAY),
+        COUNTED.replace("n = 0", "n, own = 1, torch.nn.Sequential(model)")
+        .replace("n += 1", DECAY.replace("own:", "own.parameters():")),
     ],
-    ids=["untracked", "tracked", "bound anew", "part of a module", "attribute bound anew"],
+    ids=["untracked", "tracked", "bound anew", "part of a module", "attribute bound anew", "list", "module around it"],
 )  # fmt: skip
 def test_nothing_is_said_of_what_is_tracked_or_declared_untracked(body: str, play: Any) -> None:
     assert play(body) == []
@@ -93,6 +97,19 @@ def test_attribute_of_a_tracked_module_is_named_unless_the_module_saves_it(play:
     body = COUNTED.replace("n += 1", "n = model.count = step.number")
     body = body.replace("            work", "            if step.number: model.rate = 1\n            work")
     assert play(body) == [f"model.rate (train.py:{line_of('model.rate', body)})"]
+
+
+def test_buffer_of_a_module_that_is_not_tracked_is_named(play: Any) -> None:
+    """It was taken for saved, because modules save their buffers."""
+    body = COUNTED.replace("n = 0", "n, norm = 1, torch.nn.Module(); norm.register_buffer('mean', torch.zeros(1))")
+    body = body.replace("n += 1", "norm.mean = norm.mean + n")
+    assert play(body) == [f"norm.mean (train.py:{line_of('norm.mean =', body)})"]
+
+
+def test_list_of_tracked_parameters_that_gets_another_element_is_named(play: Any) -> None:
+    body = COUNTED.replace("n = 0", "n, own = 1, list(model.parameters())").replace("n += 1", "own[0] = own[0] * n")
+    at = line_of("own[0] =", body)
+    assert play(body) == [f"own[0] (train.py:{at}, another object than the tracked one)"]
 
 
 def test_tracked_list_whose_name_gets_another_list_is_named(play: Any) -> None:

@@ -201,7 +201,17 @@ def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bo
                 return True
         elif _is_held(owner, covered):
             return True
-    return not one.rebound and _is_held(value_of(values, one.parts), covered)
+    value = value_of(values, one.parts)
+    return not one.rebound and (_is_held(value, covered) or _only_shows(value, covered))
+
+
+def _only_shows(value: Any, covered: Covered) -> bool:
+    """Whether it is a module, such as DDP's, or a list, all of whose parameters or elements are tracked themselves."""
+    if isinstance(value, torch.nn.Module):
+        parts = list(torch.nn.Module.parameters(value))
+    else:
+        parts = list(value) if type(value) in (list, tuple) else []
+    return bool(parts) and all(isinstance(one, torch.Tensor) and covered.holds(one) for one in parts)
 
 
 def _is_held(value: Any, covered: Covered) -> bool:
@@ -209,10 +219,6 @@ def _is_held(value: Any, covered: Covered) -> bool:
         return True  # `next` takes a step from it
     if value is None or isinstance(value, bool | int | float | str):
         return False
-    if isinstance(value, torch.nn.Module) or (type(value) in (list, tuple) and value):
-        parts = list(value.parameters() if isinstance(value, torch.nn.Module) else value)
-        if parts and all(isinstance(one, torch.Tensor) and covered.holds(one) for one in parts):
-            return True  # another way to what is tracked: a module in DDP, a list of its parameters
     return id(value) in covered.objects or (isinstance(value, torch.Tensor) and covered.holds(value))
 
 
