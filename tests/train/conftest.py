@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.train.coordination import save_schedule
 from support.train.training_run import Launched, Start, Started
 
 
@@ -24,3 +25,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for run in made:
         run.kill()
+
+
+@pytest.fixture
+def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a folder may take longer to answer than a run waits, which then compares nothing, and warns."""
+    monkeypatch.setattr(save_schedule, "ASK_SECONDS", 60.0)

@@ -27,7 +27,8 @@ from everstep.train.guards.comparison.restart_check import AGAIN, NEXT
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
 SAVED = 2
-WAIT_SECONDS = 20.0
+pytestmark = pytest.mark.usefixtures("patient_store")
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,8 @@ def noted(folder: Path, name: str) -> list[Path]:
 def crash_when_noted(folder: Path, *, waits: bool = True) -> None:
     """`waits`: for a note of the step behind the commit, which comes from a thread of its own."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while waits and not noted(folder, NEXT) and time.monotonic() < deadline:
+    while waits and not noted(folder, NEXT):
+        assert time.monotonic() < deadline, "the step behind the commit is not noted"
         time.sleep(0.01)
     raise Crash
 
