@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from everstep_local.run.local_run import LEASE_SECONDS
+from everstep_local.apiserver.faults import Faults, Refuse
+from everstep_local.run import commands
+from everstep_local.run.control import ControlServer
+from everstep_local.run.job_file import Overrides, load, with_local_checkpoints
+from everstep_local.run.local_run import LEASE_SECONDS, LocalRun, Options
+from everstep_local.run.running import Handlers
+from everstep_operator.kube.resources import LEASES
 from everstep_operator.plan.decide.loss import INCIDENT
+from everstep_operator.runtime.clock import cancel
 from support.local.local_job import LocalJob, descendants
 from support.scenarios.player import wait_for
 
@@ -144,3 +159,68 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+SLEEPS = """
+apiVersion: everstep.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: sleeps}
+spec:
+  replicas: 1
+  rendezvous: {backend: c10d}
+  template: {spec: {containers: [{name: worker, image: x, command: [sleep, "600"]}]}}
+"""
+
+
+@asynccontextmanager
+async def running_with(faults: Faults, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalRun]:
+    """A local run in this process, whose operators reach the API server with these faults."""
+    (folder / "job.yaml").write_text(SLEEPS)
+    nothing = Overrides()
+    job = with_local_checkpoints(load(folder / "job.yaml", (), nothing), nothing, folder / "commits")
+    local = LocalRun(job, Options(folder / "out"), lambda: None)
+    monkeypatch.setattr(local.cluster, "client", partial(local.cluster.client, faults=faults))
+    with tempfile.TemporaryDirectory(prefix="everstep-run-") as sockets:  # the path of a socket has a limit
+        monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+        async with ControlServer(job.name, Handlers(local).by_verb()):
+            run = asyncio.create_task(local.run())
+            try:
+                yield local
+            finally:
+                await cancel(run)
+                local.close()
+
+
+async def test_status_and_suspend_name_why_nobody_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator dies, and the next one may not write the Lease: the pod runs on, and a suspend has no effect yet."""
+    faults = Faults()
+
+    async def until(what: str, holds: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, what
+            await asyncio.sleep(0.05)
+
+    async def says(*command: str) -> str:
+        """In one line, because a table is as wide as its terminal."""
+        done = await asyncio.to_thread(CliRunner().invoke, commands.app, command)
+        assert done.exit_code == 0, done.exception
+        return " ".join(done.output.split())
+
+    def pids() -> list[int | None]:
+        return [worker.pid for worker in view.workers] if (view := local.view()) is not None else []
+
+    async with running_with(faults, tmp_path, monkeypatch) as local:
+        await until("the pod runs", lambda: any(pids()))
+        before = pids()
+        assert "no operator has led" not in await says("status")
+        refused = faults.add(Refuse(500, message="etcd is full"), "create", "replace", resource=LEASES)
+        assert await says("kill", "--operator") == "kill operator", "the next one may lead in a moment"
+        await until("nobody has led for 10 s", local.notice)
+        why = r"no operator has led for \d+ s: the Lease cannot be reached: .*etcd is full"
+        assert re.search(why, await says("status"))
+        assert re.fullmatch(f"suspend; note: {why}", await says("suspend"))
+        assert pids() == before
+        faults.remove(refused)
+        await until("the job is suspended", lambda: pids() == [])
+        assert "no operator has led" not in await says("status")
