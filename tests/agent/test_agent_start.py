@@ -118,20 +118,36 @@ def test_the_agent_repeats_a_refusal_whole_with_the_line_to_write(tmp_path: Path
     assert max(map(len, told)) < 2000
 
 
-def test_root_that_is_read_only_is_told_with_the_volume_that_it_needs() -> None:
-    """The process has a root as a container with `readOnlyRootFilesystem` has it. Its termination log is mounted."""
+def on_a_read_only_root(*launcher: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, object]]]:
+    """The end of a launcher whose root is as that of a container with `readOnlyRootFilesystem`, and what it left in the
+    pod's termination log, which is mounted."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         last_words, script = Path(folder) / "termination-log", Path(folder) / "train.py"
         last_words.touch()
         script.touch()
-        agent = shlex.join([sys.executable, "-m", "everstep.agent.main", "--standalone", str(script)])
+        command = shlex.join([sys.executable, "-m", *launcher, str(script)])
         done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", f"mount --bind / / && mount -o remount,ro,bind / && cd / && {agent}"],
+            ["unshare", "--mount", "sh", "-c", f"mount --bind / / && mount -o remount,ro,bind / && cd / && {command}"],
             capture_output=True, text=True, timeout=100, check=False,
             env={**os.environ, "EVERSTEP_JOB_UID": "u", "EVERSTEP_TERMINATION_LOG": str(last_words), "TMPDIR": "/tmp"},
         )  # fmt: skip
-        assert "mount an emptyDir at /tmp" in done.stderr
-        assert "Traceback" not in done.stderr
-        (record,) = map(json.loads, last_words.read_text().splitlines())
-    assert (done.returncode, record["exit_code"]) == (126, 126)
-    assert "mount an emptyDir at /tmp" in record["error"]
+        return done, [json.loads(line) for line in last_words.read_text().splitlines()]
+
+
+@pytest.mark.long_but("rendezvous0")
+@pytest.mark.parametrize("rendezvous", [("--standalone",), ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")])
+def test_root_that_is_read_only_is_told_with_the_volume_that_it_needs(rendezvous: tuple[str, ...]) -> None:
+    done, records = on_a_read_only_root("everstep.agent.main", *rendezvous)
+    assert "mount an emptyDir at /tmp" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [done.returncode, *(record["exit_code"] for record in records)] == [126, 126]
+    assert "mount an emptyDir at /tmp" in str(records[0]["error"])
+
+
+@pytest.mark.long
+def test_stock_torchrun_on_a_read_only_root_ends_before_any_code_of_ours_runs() -> None:
+    """Where nobody wrote a termination log, the kubelet takes the end of the log. The operator knows its last line."""
+    done, records = on_a_read_only_root("torch.distributed.run", "--standalone")
+    assert (done.returncode, records) == (1, [])
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', "), last

@@ -42,6 +42,15 @@ def test_words_of_the_program_are_found_before_those_of_torchrun(world: Any) -> 
     assert not any("torchrun" in line for line in loss.log_lines)
 
 
+def test_torchrun_without_a_folder_for_temporary_files_is_told_the_volume_to_mount(world: Any) -> None:
+    """tests/agent/test_agent_start.py has what torchrun says on a root that is read-only."""
+    said = "FileNotFoundError: [Errno 2] No usable temporary directory found in ['/tmp', '/var/tmp', '/usr/tmp', '/']"
+    loss = loss_of(world, 1, f"Traceback (most recent call last):\n  ...\n{said}\n")
+    assert loss.cannot_start
+    assert loss.detail.startswith(f"exit code 1: {said}: mount an emptyDir at /tmp (volumes: ")
+    assert loss.detail.endswith("or let TMPDIR name a folder that can be written to")
+
+
 @pytest.mark.parametrize(
     ("code", "message", "reason"),
     [

@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 
 from everstep.agent.arguments import Program
+from everstep.contract.termination import MOUNT_TMP
 
 NOT_READABLE, NO_MODULE, NOT_EXECUTABLE, NOT_FOUND = 2, 1, 126, 127  # the exit codes of Python and shells
 
@@ -32,11 +33,7 @@ def problem(program: Program) -> CannotStart | None:
     try:
         tempfile.gettempdir()  # of the agent's socket, and of most programs
     except OSError:  # a container with `readOnlyRootFilesystem`
-        why = (
-            "no folder for temporary files can be written to: mount an emptyDir at /tmp (volumes: [{name: tmp, "
-            "emptyDir: {}}], volumeMounts: [{name: tmp, mountPath: /tmp}]), or let TMPDIR name a folder that can"
-        )
-        return CannotStart(NOT_EXECUTABLE, why)
+        return CannotStart(NOT_EXECUTABLE, f"no folder for temporary files can be written to: {MOUNT_TMP}")
     if program.module:
         return _module(program.target)
     if program.executable:

@@ -29,6 +29,11 @@ MAX_LINE = 120
 FIRST_STEPS = 4  # after which most of what is compared between ranks was compared
 MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looked at: a key has more lines than are kept
 _TOLD = "__everstep_told__"
+# What a job's author can write where a container has no folder for temporary files.
+MOUNT_TMP = (
+    "mount an emptyDir at /tmp (volumes: [{name: tmp, emptyDir: {}}], volumeMounts: [{name: tmp, mountPath: /tmp}]), "
+    "or let TMPDIR name a folder that can be written to"
+)
 
 
 def is_early(refused_after: object) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from everstep.contract.termination import MOUNT_TMP
+
 NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells and launchers
 
 # The first line of torchrun itself, after those of the program.
@@ -17,7 +19,10 @@ _ERROR = re.compile(
     r"(?:[\w.]{1,100}(?:Error|Exception|Exit|Interrupt)|.{0,200}: error|.{0,200}can't open file|"
     r".{0,200}: No module named)\b"
 )
+# Of Python's tempfile: torchrun makes a folder of that kind before any code of ours runs.
+_NO_TEMPORARY_FOLDER = "No usable temporary directory found"
 _CANNOT = re.compile(
+    rf"FileNotFoundError: .{{0,20}}{_NO_TEMPORARY_FOLDER}|"
     r"can't (?:open|run) .{0,400}(?:No such file|Permission denied|Is a directory)|No module named|"
     r"(?:^|: )(?:ModuleNotFound|Import|Syntax|Indentation|Tab|Name)Error\b|"
     r"unrecognized arguments|arguments are required|invalid choice|expected (?:one|at least one) argument|"
@@ -39,7 +44,12 @@ def error_line(lines: list[str] | tuple[str, ...]) -> str:
     return next((line for line in stripped if _ERROR.match(line[:300])), "")
 
 
+def with_remedy(error: str) -> str:
+    """The line of an error, and what to write in the job if the line does not say it."""
+    return f"{error}: {MOUNT_TMP}" if _NO_TEMPORARY_FOLDER in error else error
+
+
 def cannot_start(code: int, text: str) -> bool:
-    """Whether the program would fail again in the same way: it does not exist, cannot be run or read, or lacks a
-    module."""
+    """Whether the program would fail again in the same way: it does not exist, cannot be run or read, or lacks a module
+    or a folder for temporary files."""
     return code in (NOT_EXECUTABLE, NOT_FOUND) or _CANNOT.search(text[:1000]) is not None

@@ -274,7 +274,7 @@ def _loss_of_init(pod: WorkerPod, failed: InitFailure) -> Loss:
     error = exit_text.error_line(lines) or (lines[-1] if lines else "")
     reason = f" ({failed.reason})" if failed.reason and failed.reason != "Error" else ""
     detail = f"init container {failed.container} ended with exit code {failed.code}{reason}"
-    detail += f": {error}" if error else ""
+    detail += f": {exit_text.with_remedy(error)}" if error else ""
     hopeless = exit_text.cannot_start(failed.code, error)
     code = min(max(failed.code, 0), 255)
     return Loss(pod.index, Cause.START_FAILED, detail, pod.name, pod.node, code, failed.finished_at, lines, hopeless)
@@ -367,7 +367,7 @@ def _describe(exit_: Exit, code: int, lines: tuple[str, ...]) -> str:
     reason = f" ({exit_.reason})" if exit_.reason and exit_.reason != "Error" else ""
     # For a container that never ran, the message is the runtime's, in one sentence.
     error = lines[-1] if exit_.reason in _NEVER_RAN and lines else exit_text.error_line(lines)
-    return f"exit code {code}{reason}" + (f": {error}" if error else "")
+    return f"exit code {code}{reason}" + (f": {exit_text.with_remedy(error)}" if error else "")
 
 
 def _tail(message: str | None, lines: int = 20) -> tuple[str, ...]:
