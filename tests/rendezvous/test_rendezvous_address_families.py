@@ -23,8 +23,12 @@ from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.runtime.leader import address_of
 from everstep_operator.runtime.leader_probe import _reach
 from everstep_operator.settings import OperatorSettings
+from support import TESTS
+from support.agent.agent_job import CONF, Job, session
 from support.operator.report_server import report_server
 from support.operator.tokens import POD, Authority, Reviewer
+from support.rendezvous.agents import until
+from support.rendezvous.operator_server import OperatorServer
 
 BODY = Report(Phase.TRAIN, rank=0, world_size=2, at=100.0, step=5).encode()
 
@@ -93,25 +97,67 @@ async def follow(address: str, token_file: Path) -> None:
     assert own_address((url,)) == address
 
 
-def test_loopback_with_ipv6_alone_is_enough(tmp_path: Path) -> None:
-    """In a network of its own, from which IPv4 is taken away."""
+def in_a_network_of_ipv6_alone(call: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
+    """`call`, of a function of this module, in a network of its own, from which IPv4 is taken away."""
     script = (
         "import asyncio, pathlib, socket\n"
-        "from rendezvous.test_rendezvous_address_families import follow\n"
+        "from rendezvous import test_rendezvous_address_families as module\n"
         "try:\n"
         "    socket.create_connection(('127.0.0.1', 1))\n"
         "except ConnectionRefusedError:\n"
         "    raise SystemExit('IPv4 is there')\n"
         "except OSError:\n"
         "    pass\n"
-        f"asyncio.run(follow('::1', pathlib.Path({str(tmp_path / 'token')!r})))\n"
-        "print('reached')\n"
+        f"{call}\n"
+        "print('done')\n"
     )
     network = 'ip link set lo up && ip -4 addr flush dev lo && exec "$0" -c "$1"'
-    tests = Path(__file__).parents[1]
-    done = subprocess.run(
+    return subprocess.run(
         ["unshare", "--net", "sh", "-c", network, sys.executable, script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tests), os.environ.get("PYTHONPATH", "")))},
-        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))},
+        capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
-    assert done.stdout == "reached\n", done.stderr
+
+
+def test_loopback_with_ipv6_alone_is_enough(tmp_path: Path) -> None:
+    token_file = str(tmp_path / "token")
+    done = in_a_network_of_ipv6_alone(f"asyncio.run(module.follow('::1', pathlib.Path({token_file!r})))")
+    assert done.stdout == "done\n", done.stderr
+
+
+def train_on_two_agents(folder: Path) -> None:
+    """Five steps by `everstep-run`; the operator that keeps their rounds is here too."""
+    operators = OperatorServer(folder)
+    try:
+        leader = operators.start(8080, host="::1")  # nobody else is in this network
+        until(lambda: operators.leads(leader))
+        owner = operators.create_job()
+        with Job(folder, leader.url, *map(str, session(folder, steps=5)), nodes="2:2") as job:
+            for index in range(2):
+                token_file = operators.create_pod(owner, index).token_file
+                job.start(conf=f"{CONF},token_file={token_file}", flags=["--rdzv-backend=everstep"])
+            expect_trained(job, 5)
+    finally:
+        operators.stop()
+
+
+def train_on_one_agent(folder: Path) -> None:
+    """Two processes of an agent that has no round store."""
+    with Job(folder, "", *map(str, session(folder, steps=5)), nodes="1") as job:
+        job.start(flags=["--standalone", "--nproc-per-node=2"])
+        expect_trained(job, 5)
+
+
+def expect_trained(job: Job, steps: int) -> None:
+    codes = job.codes()
+    assert not any(codes), (codes, [agent.log.read_text()[-3000:] for agent in job.agents])
+    taken = [job.steps(int(path.stem)) for path in job.folder.glob("*.jsonl")]
+    assert [[(e["step"], e["world"]) for e in one] for one in taken] == [[(n, 2) for n in range(1, steps + 1)]] * 2
+    assert job.differing() == {}
+
+
+@pytest.mark.long_but("train_on_two_agents")
+@pytest.mark.parametrize("function", [train_on_two_agents, train_on_one_agent])
+def test_processes_train_where_the_loopback_has_ipv6_alone(function: Callable[[Path], None], tmp_path: Path) -> None:
+    done = in_a_network_of_ipv6_alone(f"module.{function.__name__}(pathlib.Path({str(tmp_path)!r}))", 115)
+    assert done.stdout.endswith("done\n"), done.stdout[-3000:] + done.stderr[-6000:]

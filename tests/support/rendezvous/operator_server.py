@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everstep.contract import labels
+from everstep.contract.addresses import host_and_port
 from everstep.membership.backends.operator_calls import Limits, OperatorCalls
 from everstep.membership.backends.operator_store import HttpStore
 from everstep_local.apiserver.cluster import MemoryCluster
@@ -66,7 +67,7 @@ class Replica:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{host_and_port(self.host, self.port)}"
 
 
 class OperatorServer:
@@ -162,7 +163,8 @@ class OperatorServer:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             listening.set()
             # The Lease names the port, which is known only now.
-            operator.elector._identity = f"{operator.elector._identity.partition('_')[0]}_{replica.host}:{replica.port}"
+            here = host_and_port(replica.host, replica.port)
+            operator.elector._identity = f"{operator.elector._identity.partition('_')[0]}_{here}"
             await start_operator(operator, group)
             serving.set()
 

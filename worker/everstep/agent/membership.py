@@ -15,6 +15,7 @@ from everstep.agent.arguments import Arguments, UsageError
 from everstep.agent.decide.events import Changed, Charged, Event, Formed, MemberCommand, NotFormed
 from everstep.agent.tasks import Tasks
 from everstep.contract import env
+from everstep.contract.addresses import loopback
 from everstep.contract.document import FINISHED, Document, DocumentInvalid, Member, Sizes
 from everstep.membership.backends import configuration
 from everstep.membership.backends.configuration import Configuration, ConfigurationInvalid
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.5
 CHARGE_SECONDS = 5.0  # for the store to count a failure; then the agent uses its own count
 AGAIN_SECONDS = 0.2
-LOCAL = "127.0.0.1"
 
 
 class Membership:
@@ -196,7 +196,7 @@ def open_driver(arguments: Arguments, processes: int, environ: Mapping[str, str]
         raise UsageError(str(e)) from e
     if arguments.local:
         _check(arguments)
-        member = Member(index, agent, incarnation, processes, LOCAL)
+        member = Member(index, agent, incarnation, processes, loopback())
         patience = JoinSettings(patience=Patience(0.0, 0.0), spread=0.0)
         return Driver(MemoryStore(), member, Sizes(1, 1), patience), Configuration(()).timeout
     try:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from everstep.contract.addresses import loopback
 from everstep.roles import wire
 from everstep.roles.directory import LOCAL_ADDRESS, Address, Over, directory
 from everstep.roles.errors import HubLost
@@ -57,7 +58,7 @@ class Hub:
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._host = host or os.environ.get(LOCAL_ADDRESS) or "127.0.0.1"
+        self._host = host or os.environ.get(LOCAL_ADDRESS) or loopback()
 
     def __enter__(self) -> Hub:
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]  # a pod may have IPv6 alone

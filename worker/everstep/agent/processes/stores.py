@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from everstep.agent.processes.control_socket import KEPT
 from everstep.contract import env
+from everstep.contract.addresses import loopback
 from everstep.torch_private import launcher
 
 TIMEOUT = timedelta(minutes=5)  # of a call; torch's default
@@ -94,7 +95,7 @@ def _host(listener: int) -> Any:
     port = known.getsockname()[1]
     known.detach()  # torch's store closes it
     return TCPStore(
-        "localhost", port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener,
+        loopback(), port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener,
         use_libuv=True,
     )  # fmt: skip
 

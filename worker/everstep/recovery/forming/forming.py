@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from everstep.contract.addresses import loopback
 from everstep.membership.torch_log import warnings_off
 from everstep.recovery.announcements import AnnouncedRound
 from everstep.recovery.errors import LoopError
@@ -168,7 +169,8 @@ class Subgroup:
 def alone() -> Any:
     """The group of a world of one, in which a script builds its objects before it joins its first round."""
     store = HashStore()
-    main, _ = _with_devices(_gloo(store, 0, 1, groups.gloo_device()), 0, 1, store)
+    device = groups.gloo_device(hostname=loopback())  # nobody connects to it
+    main, _ = _with_devices(_gloo(store, 0, 1, device), 0, 1, store)
     return main
 
 
