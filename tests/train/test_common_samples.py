@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ import everstep
 from everstep.data.common import read_samples
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.common_samples import CommonSamples, Source
+from support.agent.ordinary_scripts import TORCHRUN, play
+from support.processes import warm_agent
 from support.processes.commits import commits
 
 X = torch.arange(480.0).reshape(120, 4) / 480
@@ -86,6 +89,67 @@ def test_files_that_come_in_another_order_are_refused(tmp_path: Path) -> None:
     train(tmp_path, of_session(Subset(TensorDataset(X, X[:, :2]), list(range(96)))), 4)
     with pytest.raises(LoopError, match="of Subset reads otherwise"):
         train(tmp_path, of_session(Subset(TensorDataset(X, X[:, :2]), list(range(96))[::-1])), 8)
+
+
+# The names of the files of a data set, in an order that only some starts of a process have in common.
+ORDERS = {
+    "glob": "sorted(Path('data').glob('*'), reverse=os.environ['ORDER'] == 'other' and os.environ['RANK'] == '1')",
+    "set": "list({str(path) for path in Path('data').glob('*')})",
+}
+RANKS = """
+class Files(torch.utils.data.Dataset):
+    def __init__(self, paths):
+        self.paths = paths
+    def __len__(self):
+        return len(self.paths)
+    def __getitem__(self, index):
+        return torch.tensor(float(Path(self.paths[index]).read_text())).reshape(1)
+
+with everstep.start("commits", every_steps=2) as run:
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(run.loader(Files(ORDER), global_batch=4), until=int(os.environ["UNTIL"])):
+        with step as batch:
+            batch.scale(model(batch.data).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        say(step=step.number)
+"""
+
+
+@pytest.mark.long_but("glob-launcher0")
+@pytest.mark.parametrize(
+    ("order", "launcher"),
+    [
+        ("glob", (warm_agent.__file__, "--nproc-per-node=2", "--max-restarts=0")),
+        ("glob", (*TORCHRUN[:-1], "--nproc-per-node=2")),
+        ("set", (*TORCHRUN[:-1], "--nproc-per-node=2")),  # under the other one, processes share the seed of hashes
+    ],
+)
+def test_ranks_that_restore_with_files_in_another_order_on_one_are_refused_and_commit_nothing(
+    order: str, launcher: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(24):
+        (tmp_path / "data" / f"{number:02}").write_text(f"{number}")
+
+    def start(order_of_files: str, until: int, seed_of_hashes: str) -> Any:
+        monkeypatch.setenv("ORDER", order_of_files)
+        monkeypatch.setenv("UNTIL", str(until))
+        monkeypatch.setenv("PYTHONHASHSEED", seed_of_hashes)
+        return play(tmp_path, RANKS.replace("ORDER", ORDERS[order], 1), *launcher)
+
+    saved = start("the same", 4, "0")
+    assert saved.returncode == 0, saved.stderr[-3000:]
+    assert commits(tmp_path) == [2, 4]
+    restored = start("other", 8, "random")
+    assert restored.returncode == 1, restored.stderr[-3000:]
+    refused = re.findall(r"everstep: refused: (.*)", restored.stderr)
+    assert len(refused) == 1, restored.stderr[-3000:]
+    assert "rank 1 reads another sample than rank 0 under index " in refused[0]
+    assert "sort files, `sorted(glob(…))`, and what comes out of a set" in refused[0]
+    assert commits(tmp_path) == [2, 4]
 
 
 @pytest.mark.long
