@@ -1,4 +1,5 @@
-"""A refused script under stock torchrun, which restarts whatever fails: each further start is refused at once."""
+"""What a refused script leaves in the terminal: its sentence is the last of it. Stock torchrun restarts whatever fails,
+and each further start is refused at once."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -27,7 +31,8 @@ def train():
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
-        mine = torch.arange(64.0).reshape(64, 1)[torch.randperm(64, generator=torch.Generator().manual_seed(run.rank))]
+        own = torch.Generator().manual_seed(int(os.environ["LOCAL_RANK"]))
+        mine = torch.arange(64.0).reshape(64, 1)[torch.randperm(64, generator=own)]
         loader = run.loader(torch.utils.data.TensorDataset(mine), global_batch=4)
         for step in run.steps(loader, until=20):
             with step as batch:
@@ -44,8 +49,16 @@ except Exception as e:
 """
 CATCHES = {
     "raised from it": "raise RuntimeError('training failed') from e",
+    "raised under record": """
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main():
+        raise RuntimeError('training failed') from e
+    main()
+""",
     "caught": "print('went wrong:', type(e).__name__)",
 }
+SENTENCE = "rank 1 reads another sample than rank 0 under index 0"
 
 
 @pytest.mark.long_but("caught")
@@ -67,6 +80,26 @@ def test_start_after_a_refusal_is_refused_at_once_with_its_sentence(catches: str
     started = [(tmp_path / f"started{rank}").read_text() for rank in range(2)]
     assert (begun, started) == ("xxx", ["x", "x"]), done.stderr[-3000:]
     said = [line for line in done.stderr.splitlines() if "everstep: refused: " in line]
-    assert all("rank 1 reads another sample than rank 0 under index 0" in line for line in said), said
+    assert all(SENTENCE in line for line in said), said
     assert ["RefusedBefore" in line for line in said] == [False, True, True], "each start prints it once"
     assert "--max-restarts" in said[-1]
+    # torchrun prints its table after its processes have ended: below it are only the rules that close it.
+    *_, last, rule = [line for line in done.stderr.splitlines() if line.strip()]
+    assert rule.strip("=") == ""
+    assert SENTENCE in last
+    assert last.endswith("--max-restarts=0 saves the restarts)")
+
+
+@pytest.mark.long_but("caught")
+@pytest.mark.parametrize("catches", CATCHES)
+def test_last_line_of_everstep_run_is_the_sentence(catches: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("CATCHES", CATCHES[catches]))
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    argv = (warm_agent.__file__, "--nproc-per-node=2", script, tmp_path)
+    done = warm().run(*argv, cwd=tmp_path, timeout=240, env=variables)
+    assert done.returncode == 1, done.stderr[-3000:]
+    last = done.stderr.splitlines()[-1]
+    assert " everstep-run: exit code 1: " in last
+    assert SENTENCE in last
+    assert last.endswith("compare_samples=False) (the script is refused, and not restarted)"), last
