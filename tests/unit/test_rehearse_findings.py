@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.rehearse.findings import Finding, Kind, find
-from everstep.rehearse.plan import AUTO, Kill, Scenario, calm, scenarios
+from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import BUFFERS, Record
 
@@ -144,6 +144,7 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
             "tracks them: hidden (train.py:3)",
         ),
         (replace(played(RANK), code=1, refused="track k"), Kind.REFUSED, "track k"),
+        (replace(played(RANK), refused="track k"), Kind.REFUSED, "track k. A later start went on from the last commit"),
         (played(RANK, 0), Kind.ENDED, "nobody was killed"),
         (replace(played(RANK), steps=dict(list(CALM.steps.items())[:13])), Kind.ENDED, "ended after step 13"),
     ],
@@ -228,6 +229,14 @@ def test_one_rank_is_lost_early_and_late_and_is_rank_0_too(steps: int) -> None:
     assert [kill.step for kill in lost.kills] == sorted({kill.step for kill in lost.kills})
     assert (lost.kills[0].step, lost.kills[-1].step) == (2, steps - 2)
     assert {kill.point for kill in lost.kills} == set(AUTO)
+
+
+def test_kills_of_one_rank_are_in_several_phases_of_each_short_period() -> None:
+    """A script's own rhythm of two steps or of five is met in more than one of its phases."""
+    for steps in range(LEAST_STEPS, 80):
+        (lost,) = (s for s in scenarios(RANKS, steps, ("rank",)) if s.kills)
+        for period in PERIODS if steps >= 18 else ():
+            assert len({kill.step % period for kill in lost.kills}) >= 2, (steps, period)
 
 
 def test_links_of_the_folder_lead_into_the_copy_and_nothing_is_written_through_them(tmp_path: Path) -> None:

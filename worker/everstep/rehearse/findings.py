@@ -141,7 +141,8 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.SIZE, title, text)
     if run.refused:
         beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
-        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}", run.last)
+        later = "" if run.code else ". A later start went on from the last commit, and came to the end"
+        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}{later}", run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)

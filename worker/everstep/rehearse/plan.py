@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 
 # Where in its step a rank dies:
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
@@ -15,6 +16,7 @@ KINDS = ("rank", "all", "size", "store")
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
 EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
+PERIODS = range(2, 7)  # in steps
 SETTINGS = (
     "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every, last, begins and away
 )
@@ -81,6 +83,23 @@ def check(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] =
         raise PlanError(f"--at {bad[0].name}: there are steps 0 to {steps - 1} and ranks 0 to {ranks - 1}")
 
 
+def _apart_in_phase(steps: int) -> tuple[int, ...]:
+    """The steps of the kills of one rank: about evenly over the run, and in as many phases of each short period as
+    there can be. What a script does in every fifth step, and forgets in the sixth, is lost in some phase alone."""
+    gap = (steps - 2 * EDGE) // (len(AUTO) - 1)
+    most = min((gap - 1) // 2, max(PERIODS) // 2)
+    reach = range(-most, most + 1)
+    even = [EDGE + i * (steps - 2 * EDGE) // (len(AUTO) - 1) for i in range(len(AUTO))]
+    moves = product(reach, repeat=len(AUTO) - 2)
+    places = [(EDGE, *(a + b for a, b in zip(even[1:-1], move, strict=True)), even[-1]) for move in moves]
+
+    def phases(steps: tuple[int, ...]) -> tuple[int, int]:
+        moved = sum(abs(a - b) for a, b in zip(steps, even, strict=True))
+        return sum(len({step % period for step in steps}) for period in PERIODS), -moved
+
+    return max(places, key=phases)
+
+
 def calm(ranks: int, steps: int) -> Scenario:
     """The first run, which says how many steps the script has."""
     return Scenario(CALM, "calm", (ranks,), steps)
@@ -96,10 +115,8 @@ def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ..
         return [*found, Scenario("at", ", ".join(map(str, at)), (ranks,), steps, at)]
     lost = Kill(everybody, half, "backward")
     if "rank" in kinds:
-        kills = tuple(
-            Kill(((0 if i % 2 else ranks - 1),), EDGE + i * (steps - 2 * EDGE) // (len(AUTO) - 1), point)
-            for i, point in enumerate(AUTO)
-        )
+        places = _apart_in_phase(steps)
+        kills = tuple(Kill((0 if i % 2 else ranks - 1,), places[i], point) for i, point in enumerate(AUTO))
         found.append(Scenario("rank", f"one rank killed, {len(kills)} times", (ranks,), steps, kills))
     if "all" in kinds:
         found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))

@@ -35,7 +35,8 @@ LOOK_SECONDS, AWAY_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
 
 @dataclass
 class Played:
-    """How a scenario ended. `refused`: the sentence by which Everstep refused the script, or ""."""
+    """How a scenario ended. `refused`: the sentence by which Everstep refused the script, or "". A later
+    start may have come to the end all the same."""
 
     scenario: Scenario
     steps: record.Steps
@@ -110,7 +111,7 @@ class Player:
         changed = {n for n, s in _stamps(where).items() if before.get(n) != s} if where is not None else set()
         return Played(
             scenario, record.read(place), code, seconds, _killed(place), log,
-            hung, refusal_in(log) if code else "", not record.began_again(place),
+            hung, refusal_in(log), not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
