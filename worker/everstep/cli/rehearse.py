@@ -175,11 +175,14 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
             task = bar.add_task(scenario.title, total=scenario.steps)
             run = player.play(scenario, lambda done: bar.update(task, completed=done))
             bar.update(task, completed=run.last)
-            if not bar.console.is_terminal:
-                say_error(f"{scenario.title}: {run.last} steps in {run.seconds:.0f} s")
             return run
 
-        runs.append(play(first))
+        def ended(run: Played) -> None:
+            runs.append(run)
+            if not bar.console.is_terminal:
+                say_error(f"{run.scenario.title}: {run.last} steps in {run.seconds:.0f} s")
+
+        ended(play(first))
         if compare.find(runs):
             return
         further, seconds = rest(runs[0].last), runs[0].seconds
@@ -188,7 +191,7 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
         with ThreadPoolExecutor(room) as pool:
             try:
                 for run in pool.map(play, further):
-                    runs.append(run)
+                    ended(run)
             except BaseException:
                 player.stop()  # else Ctrl-C would wait for the runs in progress
                 raise

@@ -109,6 +109,9 @@ def find(runs: list[Played]) -> list[Finding]:
             found += [problem] if problem is not None else []
             continue
         mine = _compared(calm, run, chance)
+        if run.refused and not any(one.certain for one in mine):
+            text = f"{run.refused}. A later start went on from the last commit, and came to the end"
+            mine.append(Finding(Kind.REFUSED, (run.scenario.title,), text, run.last))
         if again is not None and not run.scenario.resized and not any(one.certain for one in mine):
             mine += _written(calm, again, run)
         found += mine
@@ -133,16 +136,15 @@ def _joined(found: list[Finding]) -> list[Finding]:
 
 def _ended(run: Played) -> Finding | None:
     title = (run.scenario.title,)
-    if run.refused and run.scenario.resized and run.in_library and not _went_on(run):
+    if run.refused and run.code and run.scenario.resized and run.in_library and not _went_on(run):
         text = (
             f"refused with another number of ranks: {run.refused}. Where the job has one size (--nnodes=N), that is as "
             "it should be"
         )
         return Finding(Kind.SIZE, title, text)
-    if run.refused:
+    if run.refused and run.code:
         beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
-        later = "" if run.code else ". A later start went on from the last commit, and came to the end"
-        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}{later}", run.last)
+        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}", run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
