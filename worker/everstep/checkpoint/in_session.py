@@ -100,7 +100,7 @@ class InSession:
         return f"{self._store.url.rstrip('/')}/{name}"
 
     def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
-        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see `attachments`. `now`: it is
+        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see above. `now`: it is
         over; return when that is done."""
         if now:
             attach(self._store, handle, name, data)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from everstep.storage import ObjectStore
 
 DAMAGED, USAGE, STORE = 1, 2, 3
-PATIENCE = 15.0  # seconds that a store may stay away while a person waits
 
 Url = Annotated[str, typer.Argument(help="A folder, or file://, s3://, gs://, az:// and every other fsspec URL.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="The commit of this step; else the newest.")]
@@ -60,7 +59,7 @@ def translated() -> Iterator[None]:
 
 def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> ObjectStore:
     """A store to look at (any will do), or with `to_write` one that can hold a log."""
-    from everstep.storage import RetryingStore, RetryPolicy, open_store, probe  # noqa: PLC0415
+    from everstep.storage import open_for_command, probe  # noqa: PLC0415
 
     given = {}
     for option in options or ():
@@ -68,7 +67,7 @@ def open_for(url: str, options: list[str] | None, *, to_write: bool = False) -> 
         if not equals:
             fail(f"--storage-option {redact.text(option)}: expected NAME=VALUE", USAGE)
         given[name] = value
-    store = RetryingStore(open_store(url, given or None, single_committer=not to_write), RetryPolicy(outage=PATIENCE))
+    store = open_for_command(url, given or None, single_committer=not to_write)
     if to_write:
         probe(store)
     return store

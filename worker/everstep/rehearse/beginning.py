@@ -15,7 +15,6 @@ from pathlib import Path
 from everstep.contract import redact
 from everstep.rehearse.plan import PlanError
 
-PATIENCE = 15.0  # seconds that a store may stay away while a person waits
 _AT_STEP = re.compile(r"(.+)@(\d{1,18})")
 
 
@@ -38,12 +37,12 @@ def fetch(text: str, folder: Path) -> Beginning:
     from everstep.checkpoint.errors import CheckpointError  # noqa: PLC0415
     from everstep.checkpoint.log.commitlog import now  # noqa: PLC0415
     from everstep.checkpoint.retention.catalog import Catalog  # noqa: PLC0415
-    from everstep.storage import RetryingStore, RetryPolicy, StorageError, open_store  # noqa: PLC0415
+    from everstep.storage import StorageError, open_for_command, open_store  # noqa: PLC0415
 
     found = _AT_STEP.fullmatch(text)
     url, step = (found[1], int(found[2])) if found is not None else (text, None)
     try:
-        source = RetryingStore(open_store(url, single_committer=True), RetryPolicy(outage=PATIENCE))
+        source = open_for_command(url)
         catalog = Catalog(source)
         if not catalog.begun():
             raise PlanError(

@@ -224,8 +224,9 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         found.append(Finding(Kind.UNSAVED, title, text))
     held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
-    statistics = None if run.scenario.resized else _first_tracked(calm, run, chance, buffers=True)
-    if first is None and statistics is not None:
+    alike = first is None and not run.scenario.resized
+    statistics = _first_tracked(calm, run, chance, buffers=True) if alike else None
+    if statistics is not None:
         step, names = statistics
         text = (
             f"{_listed(names)} differ from the calm run's from step {step} on, and no parameter does. Each rank has "

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from everstep.storage import ObjectStore
 
 NOTES = "program-*.json"
-PATIENCE = 15.0  # seconds that a store may stay away while a person waits
 PROVEN = frozenset({"rank", "all"})  # a stamp leaves out what would be compared after either
 
 
@@ -93,10 +92,10 @@ def _beside(script: Path) -> Path:
 
 
 def _store(place: str) -> ObjectStore:
-    from everstep.storage import RetryingStore, RetryPolicy, open_store  # noqa: PLC0415  few rehearsals need a store
+    from everstep.storage import open_for_command  # noqa: PLC0415  few rehearsals need a store
 
     with _translated(place):
-        return RetryingStore(open_store(place, single_committer=True), RetryPolicy(outage=PATIENCE))
+        return open_for_command(place)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from everstep.storage.errors import (
     Truncated,
     Unsynced,
 )
-from everstep.storage.opening import open_store
+from everstep.storage.opening import open_for_command, open_store
 from everstep.storage.probe import probe
 from everstep.storage.retry import RetryingStore, RetryPolicy
 from everstep.storage.upload import Data, ObjectWriter, Upload
@@ -43,6 +43,7 @@ __all__ = [
     "Unsynced",
     "Upload",
     "check_name",
+    "open_for_command",
     "open_store",
     "probe",
 ]

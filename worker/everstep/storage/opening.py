@@ -18,6 +18,7 @@ from everstep.storage.backends.memory import MemoryStore
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import StoreUnusable
 from everstep.storage.locks import ForkLock
+from everstep.storage.retry import RetryingStore, RetryPolicy
 
 # --- paths
 # Which folder a path means, and which texts are no path: a URL with a slash too few must not make a folder `s3:`.
@@ -106,6 +107,7 @@ def normal(url: str) -> tuple[str, str, str]:
 if TYPE_CHECKING:
     from everstep.storage.backends.fsspec_store import FsspecStore
 
+PATIENCE = 15.0  # seconds
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = ForkLock()
 
@@ -139,6 +141,13 @@ def open_store(
                 return _memory.setdefault(rest, MemoryStore(rest, part_size))
         case _:
             return _remote(url, scheme, options, single_committer, part_size)
+
+
+def open_for_command(
+    url: str, options: Mapping[str, Any] | None = None, *, single_committer: bool = True
+) -> ObjectStore:
+    """The same for a command that a person waits for: a store may stay away for `PATIENCE` seconds."""
+    return RetryingStore(open_store(url, options, single_committer=single_committer), RetryPolicy(outage=PATIENCE))
 
 
 def _remote(
