@@ -40,6 +40,7 @@ COUNTED = 'before(StepCoordinator, "agree", lambda self: self.step == 6)'
 WRITES = 'before(LocalStore, "put", lambda self, name, *_: name.startswith("data/") and name.endswith(".safetensors"))'
 
 
+@pytest.mark.long_but("1-counted")
 @pytest.mark.parametrize("moment", [COUNTED, WRITES], ids=["counted", "writes"])
 @pytest.mark.parametrize("lost", [1, 0])
 def test_save_that_is_lost_with_a_rank_is_made_in_one_of_the_next_steps(lost: int, moment: str, tmp_path: Path) -> None:

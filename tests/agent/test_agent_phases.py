@@ -107,7 +107,7 @@ def fields(etcd: EtcdCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made.close()
 
 
-@pytest.mark.long_but("save-put_data-other-process", "grow-receiving_last-new-process")
+@pytest.mark.long_but("save-put_data-other-process")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_struck_at_a_point_of_a_recovery_all_go_on_with_the_bits_of_an_undisturbed_run(
     cell: Cell, fields: Fields

@@ -78,6 +78,7 @@ def test_owner_deleted_takes_its_dependents(control_plane: ControlPlane, namespa
     until(lambda: not exists(control_plane, f"/api/v1/namespaces/{namespace}/pods/child"), "garbage collection")
 
 
+@pytest.mark.long
 def test_token_bound_to_a_pod_ends_with_the_pod(control_plane: ControlPlane, namespace: str) -> None:
     uid = create(control_plane, pod(namespace, "bearer"))["metadata"]["uid"]
     issued = control_plane.kubectl(

@@ -42,6 +42,7 @@ def job() -> JobView:
     return JobView(NS, "digits", "uid", 1, "1", spec, parse_status({}), datetime.now(UTC))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT + 60)
 async def test_two_pods_of_the_operator_all_reduce(machine: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)

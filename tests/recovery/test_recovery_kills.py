@@ -101,6 +101,7 @@ def test_killed_in_every_phase_of_a_recovery(play: Play) -> None:
     assert agents.differing() == {}
 
 
+@pytest.mark.long
 def test_samples_of_each_step_are_those_of_an_undisturbed_run(play: Play) -> None:
     agents = play(Wanted(seen=True, micro_batch=None, workers=1), seed=7)
     agents.begin(3)

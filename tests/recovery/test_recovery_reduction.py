@@ -44,6 +44,7 @@ class Loop:
         self._untracked_check.over()
 
 
+@pytest.mark.long
 def test_parameter_that_required_no_gradient_when_ddp_was_made_is_refused_once_it_learns() -> None:
     module = net()
     module[0].requires_grad_(False)

@@ -74,6 +74,7 @@ def rehearse(project: Path, script: str, *options: str) -> tuple[int, dict[str, 
     return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_state_that_begins_late_in_a_run_is_found_from_its_commit_and_the_run_keeps_each_byte(trained: Path) -> None:
     commits = trained.parent / "real-commits"
     before = content(commits)
@@ -88,6 +89,7 @@ def test_state_that_begins_late_in_a_run_is_found_from_its_commit_and_the_run_ke
     assert content(commits) == before
 
 
+@pytest.mark.long
 def test_right_script_is_passed_from_its_newest_commit(trained: Path) -> None:
     commits = trained.parent / "real-commits"
     right = text(10_000).replace("late >= 8", "step.number >= 108").replace("late += 1", "pass")
@@ -96,6 +98,7 @@ def test_right_script_is_passed_from_its_newest_commit(trained: Path) -> None:
     assert {run["steps"] for run in report["runs"]} == {12}
 
 
+@pytest.mark.long_but("{commits}@55-no commit of step 55; there are steps 100, ")
 @pytest.mark.parametrize(
     ("place", "says"),
     [
@@ -122,6 +125,7 @@ def test_commit_of_another_model_is_refused_with_what_to_name_instead(trained: P
     assert "If the commit of --from is of another model: name one that this script has saved" in found["text"]
 
 
+@pytest.mark.long
 def test_script_that_takes_no_step_behind_the_commit_is_told_why(trained: Path) -> None:
     code, report, _ = rehearse(trained, text(100), "--from", f"{trained.parent / 'real-commits'}@100")
     assert code == 1

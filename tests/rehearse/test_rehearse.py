@@ -74,6 +74,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "project"
 
 
+@pytest.mark.long
 def test_counter_of_an_own_class_is_found_with_its_name_and_its_step(folder: Path) -> None:
     code, report, shown = rehearse(
         folder, "--steps", "30", "--kill", "rank,all", before=COUNTER,
@@ -116,6 +117,7 @@ def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) ->
     assert next(f["kind"] for f in report["findings"] if f["certain"]) in ("chance", "refused")
 
 
+@pytest.mark.long
 def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(folder: Path) -> None:
     """The usual form of a hidden state: made in the first step, and used in the others."""
     before = "torch.manual_seed(0)\nhidden = None"
@@ -237,6 +239,7 @@ def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder
     assert done.returncode == 0
 
 
+@pytest.mark.long_but("options0---steps 5: at least 12", "options4---at 1@3: write RANK@STEP:POINT")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -49,6 +49,7 @@ def ends_well(folder: Path, command: str) -> None:
     assert "0 found, 0 warnings" in done.stdout
 
 
+@pytest.mark.long
 def test_target_for_make_rehearses(tmp_path: Path) -> None:
     head, command = block("make").splitlines()
     assert (head.partition(":")[0], command[0]) == ("rehearse", "\t")

@@ -11,11 +11,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from everstep.contract.stamp import Program, Stamp
+from everstep.rehearse import stamp as stamps
+from everstep.train.guards.comparison.rehearsed import program_of_process
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -146,6 +150,7 @@ def run_with_a_loss(folder: Path, *, at: int = 10) -> Run:
     return Run(agent.wait(), log.read_text(), [counts[step] for step in sorted(counts)])
 
 
+@pytest.mark.long
 def test_rehearsal_that_found_nothing_leaves_a_stamp_and_says_where(
     rehearsed: tuple[Path, dict[str, Any], str],
 ) -> None:
@@ -157,13 +162,22 @@ def test_rehearsal_that_found_nothing_leaves_a_stamp_and_says_where(
     assert (set(body["program"]["modules"]), body["ranks"], body["steps"]) == ({"__main__", "net"}, 2, 12)
 
 
-def test_new_process_of_a_rehearsed_program_computes_its_first_steps_once(folder: Path) -> None:
+def test_new_process_of_a_rehearsed_program_computes_its_first_steps_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stamp is written as a rehearsal of 12 steps would, which takes half a minute."""
+    folder = project(tmp_path / "project")
+    monkeypatch.setattr(sys, "argv", ["train.py", STEPS])
+    modules = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in (("__main__", RIGHT), ("net", NET))}
+    program = replace(program_of_process(Program({}, "", {"torch": ""}, "")), modules=modules)
+    stamps.write(None, folder / "train.py", Stamp(program, 2, 12, "2026-11-29T20:01:02Z"))
     run = run_with_a_loss(folder)
     assert run.code == 0
     assert run.blocks[:12] == [1] * 12
     assert "this program was rehearsed" in run.log
 
 
+@pytest.mark.long
 def test_stamp_below_the_checkpoint_url_counts_too(folder: Path) -> None:
     below = folder.parent / "commits" / "rehearsed"
     below.mkdir(parents=True)
@@ -173,6 +187,7 @@ def test_stamp_below_the_checkpoint_url_counts_too(folder: Path) -> None:
     assert "this program was rehearsed" in run.log
 
 
+@pytest.mark.long
 def test_program_that_has_changed_since_is_compared_and_the_log_says_what_has(folder: Path) -> None:
     (folder / "net.py").write_text(NET + "# another text\n")
     run = run_with_a_loss(folder)
@@ -180,6 +195,7 @@ def test_program_that_has_changed_since_is_compared_and_the_log_says_what_has(fo
     assert "new processes are compared: the module net has another text" in run.log
 
 
+@pytest.mark.long
 def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folder: Path) -> None:
     late = SCRIPT.replace("COUNTS", "seen.append(0)").replace("LATE", "30")
     (folder / "train.py").write_text(late)
@@ -193,6 +209,7 @@ def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folde
     assert "its gradients were not compared until now, because 12 steps of the script were rehearsed" in run.log
 
 
+@pytest.mark.long
 def test_rehearsal_that_finds_something_takes_an_earlier_stamp_away(folder: Path) -> None:
     (folder / "train.py").write_text(
         RIGHT.replace("run.track(model=model, optimizer=optimizer)", "run.track(model=model)")
@@ -202,6 +219,7 @@ def test_rehearsal_that_finds_something_takes_an_earlier_stamp_away(folder: Path
     assert not (folder / STAMP).exists()
 
 
+@pytest.mark.long_but("options0")
 @pytest.mark.parametrize("options", [["--kill", "rank"], ["--at", "1@5:begin"]])
 def test_stamp_is_refused_where_the_rehearsal_does_not_prove_enough(tmp_path: Path, options: list[str]) -> None:
     folder = project(tmp_path / "project")

@@ -87,6 +87,7 @@ class Parsed(HTMLParser):
         return sum(attrs.get("class") == name for _, attrs in self.tags)
 
 
+@pytest.mark.long
 def test_rows_that_are_doubled_and_lines_that_are_others_are_warnings_and_stand_in_the_page(tmp_path: Path) -> None:
     script = SCRIPT.replace("    for step in", '    started = [0]\n    run.untracked("started")\n    for step in')
     script = script.replace(

@@ -156,7 +156,7 @@ def expect_trained(job: Job, steps: int) -> None:
     assert job.differing() == {}
 
 
-@pytest.mark.long_but("train_on_two_agents")
+@pytest.mark.long
 @pytest.mark.parametrize("function", [train_on_two_agents, train_on_one_agent])
 def test_processes_train_where_the_loopback_has_ipv6_alone(function: Callable[[Path], None], tmp_path: Path) -> None:
     done = in_a_network_of_ipv6_alone(f"module.{function.__name__}(pathlib.Path({str(tmp_path)!r}))", 115)

@@ -113,6 +113,7 @@ def test_agents_that_are_killed_are_left_behind_and_replaced_and_the_job_ends_we
     assert sorted(codes) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
 
 
+@pytest.mark.long
 def test_agents_that_fail_for_good_leave_the_job_to_those_that_the_operator_starts_in_their_place(
     operated: Callable[..., TorchrunJob], operator: OperatorServer
 ) -> None:

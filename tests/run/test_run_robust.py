@@ -191,6 +191,7 @@ async def running_with(faults: Faults, folder: Path, monkeypatch: pytest.MonkeyP
                 local.close()
 
 
+@pytest.mark.long
 async def test_status_and_suspend_name_why_nobody_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator dies, and the next one may not write the Lease: the pod runs on, and a suspend has no effect yet."""
     faults = Faults()

@@ -140,6 +140,7 @@ def saved(model: torch.nn.Module, url: Path) -> None:
         checkpointer.save(1, {"model": model})
 
 
+@pytest.mark.long_but("options0-Masked")
 @pytest.mark.parametrize("make", [Masked, lambda: Masked().double(), OfAPart])
 @pytest.mark.parametrize("options", [{}, {"strict": False}])
 def test_checkpointer_alone_makes_a_buffer_that_is_none_until_the_first_pass(

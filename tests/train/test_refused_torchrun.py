@@ -61,7 +61,7 @@ CATCHES = {
 SENTENCE = "rank 1 reads another sample than rank 0 under index 0"
 
 
-@pytest.mark.long_but("caught")
+@pytest.mark.long
 @pytest.mark.parametrize("catches", CATCHES)
 def test_start_after_a_refusal_is_refused_at_once_with_its_sentence(catches: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -70,6 +70,7 @@ def test_one_warning_names_each_carried_name_with_its_line_and_what_to_write(
     assert "everstep rehearse" in caplog.text
 
 
+@pytest.mark.long_but("tracked", "bound anew")
 @pytest.mark.parametrize(
     "body",
     [
@@ -119,6 +120,7 @@ def test_tracked_list_whose_name_gets_another_list_is_named(play: Any) -> None:
     assert play(body) == [f"n (train.py:{at}, another object than the tracked one)"]
 
 
+@pytest.mark.long_but("enumerated")
 @pytest.mark.parametrize(
     "around",
     ["enumerate(run.steps({}))", "(step for step in run.steps({}))", "list_of(run.steps({}))"],
@@ -219,6 +221,7 @@ def test_environment_makes_a_run_strict(play: Any, monkeypatch: pytest.MonkeyPat
         play(COUNTED)
 
 
+@pytest.mark.long_but("optimizr-; did you mean 'optimizer'")
 @pytest.mark.parametrize(
     ("name", "near"), [("optimizr", "; did you mean 'optimizer'"), ("zzzz", "as the warning prints")]
 )
@@ -227,6 +230,7 @@ def test_untracked_name_that_the_script_does_not_have_is_refused(name: str, near
         play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))
 
 
+@pytest.mark.long_but("n")
 @pytest.mark.parametrize("name", ["model.weight", "Linear", "n", "batch.data"])
 def test_untracked_name_of_a_variable_an_attribute_or_a_class_is_taken(name: str, play: Any) -> None:
     play(COUNTED.replace("n = 0", f"n = 0\n    run.untracked({name!r})"))

@@ -133,6 +133,7 @@ def bound_token(control_plane: Any, namespace: str, pod: str, uid: str, audience
     return str(done.stdout.strip())
 
 
+@pytest.mark.long
 async def test_pod_bound_token_names_its_pod_and_dies_with_it(
     client: HttpKubeClient, namespace: str, control_plane: Any
 ) -> None:

@@ -37,6 +37,7 @@ async def everything(place: Place) -> dict[str, str]:
     return {**pods, "job": job.metadata.resource_version}
 
 
+@pytest.mark.long
 async def test_plan_for_a_lost_worker_changes_nothing_and_is_what_the_operator_then_does(
     crd: Any, place: Place, tmp_path: Path
 ) -> None:

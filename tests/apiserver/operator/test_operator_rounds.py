@@ -123,6 +123,7 @@ async def test_largest_document_is_kept(place: Place) -> None:
     assert await rounds.of(life.ref).swap(version, encode(Document(SIZES))) is not None
 
 
+@pytest.mark.long
 async def test_document_goes_with_its_job(place: Place) -> None:
     await wait_until_collected(place)
     life = Life(place, await place.create_job())

@@ -166,6 +166,7 @@ async def stalled(place: Place) -> str:
     return str(found["message"]) if found.get("status") == "True" else ""
 
 
+@pytest.mark.long
 async def test_object_beside_the_pods_that_a_quota_refuses_is_told_with_its_name_and_its_reason(place: Place) -> None:
     await allow_none(place, "services", SERVICES, {"spec": {"clusterIP": "None"}})
     await place.create_job()
@@ -255,6 +256,7 @@ async def test_name_held_by_a_pod_that_does_not_end_is_told_with_its_age(place: 
         await place.running("digits-w0-0", "digits-w1-0")
 
 
+@pytest.mark.long
 async def test_worker_that_does_not_start_in_time_is_replaced_uncharged(place: Place) -> None:
     await place.create_job(recovery={"startTimeoutSeconds": 10})
     async with Operators(place).run():
