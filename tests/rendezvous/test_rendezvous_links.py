@@ -90,7 +90,7 @@ class Crew:
     def meet(self, limit: float = LIMIT) -> None:
         """Wait until all neighbours have met."""
         followers = [f for peers in self.monitors.values() for f in peers._followed.values() if f.stays]
-        until(lambda: all(f._met for f in followers), limit)
+        until(lambda: all(f._connected for f in followers), limit)
 
     def said(self) -> list[tuple[str, str, str]]:
         return sorted((name, what, who) for name, heard in self.heard.items() for what, who, _ in heard.said)
@@ -259,7 +259,7 @@ def test_connection_that_a_dying_listener_still_took_is_looked_at_again_at_once(
     follower = _Follower(peer(listener), heard, stopped=pauses)
     held, _ = listener.accept()
     held.sendall(f"{HELLO}b\n".encode())
-    until(lambda: follower._met)
+    until(lambda: follower._connected)
     held.close()
     assert select.select([listener], [], [], LIMIT)[0], "it connects again, and nobody accepts that"
     listener.close()

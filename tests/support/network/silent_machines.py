@@ -74,7 +74,7 @@ class SilentNode:
                 stack.callback(self.drivers[-1].stop)
         assert {formed.number for formed in self.join(self.drivers)} == {1}
         followers = [f for driver in self.drivers for f in driver._peers._followed.values()]  # type: ignore[union-attr]
-        until(lambda: all(f._met for f in followers))
+        until(lambda: all(f._connected for f in followers))
         until(lambda: self.spare.operator.leader_probe._reached_address is not None)
 
     def cut(self) -> float:

@@ -57,7 +57,7 @@ class Crew:
             self.add(name, linked=linked, settings=settings)
         rounds = self.join(names)
         followers = [f for peers in self.monitors.values() for f in peers._followed.values()]
-        until(lambda: all(f._met for f in followers))
+        until(lambda: all(f._connected for f in followers))
         return rounds
 
     def stop(self) -> None:

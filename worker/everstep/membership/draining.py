@@ -35,13 +35,13 @@ def marked(document: Document, agent: str) -> tuple[str, ...]:
 
 def leavers(document: Document) -> tuple[str, ...] | str:
     """The agents that leave the round now, at the end of a step; or why nobody leaves."""
-    asked, staying = divide(document)
+    stopping, staying = divide(document)
     if document.gone or document.broken is not None or document.done:
         return f"round {document.round} is over or about to end: nobody leaves it at the end of a step"
     if not enough_stay(document):
         return f"{len(staying)} would stay, and sizes are {document.sizes}: all stop together"
     waiting = {member.agent for member in document.joining}
-    leaving = tuple(agent for agent in asked if agent not in waiting)
+    leaving = tuple(agent for agent in stopping if agent not in waiting)
     return leaving or f"no member of round {document.round} is asked to stop, or all that are ask for the next"
 
 

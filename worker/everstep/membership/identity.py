@@ -23,10 +23,11 @@ def own_address(urls: tuple[str, ...]) -> str:
     for url in urls:
         split = urlsplit(url)
         try:
-            found = socket.getaddrinfo(split.hostname, split.port, type=socket.SOCK_DGRAM)
+            addresses = socket.getaddrinfo(split.hostname, split.port, type=socket.SOCK_DGRAM)
         except OSError:
             continue
-        for family, *_, address in found:  # a name may have addresses of both families, and this machine routes to one
+        # A name may have addresses of both families, and this machine routes to one of them.
+        for family, *_, address in addresses:
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing
                 return str(probe.getsockname()[0])

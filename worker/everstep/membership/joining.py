@@ -85,12 +85,12 @@ class Joining:
                     self._start()
                     started = True
                 document = decoded(self._view)
-                settled = proposals.outcome(document, self._join_request)
-                if isinstance(settled, Admitted):
-                    return self._view, settled.round
-                if isinstance(settled, Closed):
-                    why = f"{self._agent} cannot join, the job is closed: {settled.why}"
-                    raise RendezvousClosed(why, settled.why, before=not waited and self._join_request.after == 0)
+                outcome = proposals.outcome(document, self._join_request)
+                if isinstance(outcome, Admitted):
+                    return self._view, outcome.round
+                if isinstance(outcome, Closed):
+                    why = f"{self._agent} cannot join, the job is closed: {outcome.why}"
+                    raise RendezvousClosed(why, outcome.why, before=not waited and self._join_request.after == 0)
                 waited = True
                 now = self._clock()  # after the calls above: a store in trouble takes seconds to answer
                 if document is not None and is_spare(document, self._agent):
@@ -215,13 +215,13 @@ def decoded(view: View) -> Document | None:
 
 def read_join_requests(store: RoundStore) -> dict[str, JoinRequest]:
     """The join requests of the present agents. A presence that is no join request is left out: it counts as expired."""
-    found = {}
+    requests = {}
     for agent, value in store.present().items():
         try:
-            found[agent] = _decode_join_request(value)
+            requests[agent] = _decode_join_request(value)
         except DocumentInvalid as e:
             log.warning("the presence of %s is ignored: %s", agent, e)
-    return found
+    return requests
 
 
 # Cached, so that threads of one process that watch one job (tests, simulations) decode each document once.

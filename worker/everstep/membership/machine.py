@@ -152,7 +152,7 @@ class IndexAssignment:
     def _sit(self, member: Member) -> tuple[str, bool] | None:
         seat = self._seats.get(member.index)
         if seat is None and len(self._seats) >= MAX_MEMBERS:
-            self._seats = {index: one for index, one in self._seats.items() if self._is_here(one.agent)}
+            self._seats = {index: taken for index, taken in self._seats.items() if self._is_here(taken.agent)}
             if len(self._seats) >= MAX_MEMBERS:
                 return f"{MAX_MEMBERS} workers have a seat already", False
         # The greater of the two: an agent without an incarnation must not open the seat to an older incarnation.

@@ -111,8 +111,8 @@ def world_state(document: Document | None, number: int, agent: str) -> WorldStat
     if document.done:
         return Finishing(len(document.done))
     if agent in document.stopping:
-        asked, _ = divide(document)
-        return Stopping(len(asked), enough_stay(document))
+        stopping, _ = divide(document)
+        return Stopping(len(stopping), enough_stay(document))
     count = growth(document)
     return Growing(count, document.boundary) if count else Whole()
 

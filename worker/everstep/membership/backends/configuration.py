@@ -208,33 +208,33 @@ def _wants_tls(values: dict[str, Any]) -> bool:
 
 def _of_secret(folder: Path) -> dict[str, Any]:
     """The keys for etcd that a mounted Secret holds."""
-    found: dict[str, Any] = {key: str(folder / name) for key, name in _IN_SECRET.items() if (folder / name).is_file()}
+    keys: dict[str, Any] = {key: str(folder / name) for key, name in _IN_SECRET.items() if (folder / name).is_file()}
     try:
         if (user := folder / "username").is_file():
-            found["user"] = user.read_text().strip()
+            keys["user"] = user.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigurationInvalid(f"--rdzv-conf: secret_dir: {e}") from e
-    if not found:
+    if not keys:
         names = ", ".join(("username", *_IN_SECRET.values()))
         raise ConfigurationInvalid(f"--rdzv-conf: secret_dir={folder}: none of {names} is there")
-    return found
+    return keys
 
 
 def _values(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     try:
-        found = translated(config, keys)
+        translation = translated(config, keys)
     except Clash as e:
         raise ConfigurationInvalid(f"--rdzv-conf: {e}") from e
-    unknown = sorted(set(found.values) - set(keys))
+    unknown = sorted(set(translation.values) - set(keys))
     if unknown:
         raise ConfigurationInvalid(f"--rdzv-conf: {', '.join(_unknown(key, keys) for key in unknown)}")
-    if found.unused:
-        told = "; ".join(f"{key} ({why})" for key, why in sorted(found.unused.items()))
-        log.warning("--rdzv-conf: without meaning here: %s", told)
+    if translation.unused:
+        unused = "; ".join(f"{key} ({why})" for key, why in sorted(translation.unused.items()))
+        log.warning("--rdzv-conf: without meaning here: %s", unused)
     values: dict[str, Any] = {}
-    for key, value in found.values.items():
+    for key, value in translation.values.items():
         if key in _SECONDS:
-            values[key] = _seconds(key, value, found.given.get(key, key))
+            values[key] = _seconds(key, value, translation.given.get(key, key))
         elif key == "allowed":
             values[key] = _sizes(value)
         else:

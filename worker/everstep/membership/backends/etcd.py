@@ -79,20 +79,20 @@ class EtcdStore(Watching):
         return 0.0
 
     def renew(self, agent: str) -> bool:
-        held = self._leases.get(agent)
-        if held is None:
+        lease = self._leases.get(agent)
+        if lease is None:
             return False
-        answer = self._gateway.call("/v3/lease/keepalive", {"ID": held[0]})
+        answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease[0]})
         if int(answer.get("result", {}).get("TTL", 0)) > 0:
             return True
         self._leases.pop(agent, None)
         return False
 
     def withdraw(self, agent: str) -> None:
-        held = self._leases.pop(agent, None)
-        if held is not None:
+        lease = self._leases.pop(agent, None)
+        if lease is not None:
             with contextlib.suppress(StoreUnavailable, NotFound):  # the lease expires, or has expired
-                self._gateway.call("/v3/lease/revoke", {"ID": held[0]})
+                self._gateway.call("/v3/lease/revoke", {"ID": lease[0]})
 
     def present(self) -> Mapping[str, bytes]:
         answer = self._gateway.call("/v3/kv/range", {"key": _b64(self._present), "range_end": _end(self._present)})
@@ -162,13 +162,13 @@ class EtcdStore(Watching):
 
     def _read_stream(self) -> bool:
         """Read the stream until it ends; whether any message came."""
-        heard = False
+        received = False
         ends = {"range_end": _end(self._present), "filters": ["NOPUT"]}
         wanted = [self._wanted(_DOCUMENT, self._document, {}), self._wanted(_EXPIRATIONS, self._present, ends)]
         for message in self._gateway.stream("/v3/watch", wanted, SILENCE):
             if self._closed:
-                return heard
-            heard = True
+                return received
+            received = True
             result = message.get("result")
             if not isinstance(result, dict):
                 self._gateway.forget_token()
@@ -177,13 +177,13 @@ class EtcdStore(Watching):
                 if "compact_revision" in result:
                     log.info("etcd compacted what the watch had not seen: reading anew")
                     self._next = {}
-                    return heard
+                    return received
                 self._gateway.forget_token()
                 raise StoreUnavailable(f"the watch was cancelled: {result.get('cancel_reason', '')}")
             for event in result.get("events", []):
-                self._take(event)
+                self._apply_event(event)
             self._passed(result)
-        return heard
+        return received
 
     def _wanted(self, watch: str, key: str, more: Mapping[str, Any]) -> dict[str, Any]:
         # Progress notices move an idle watch's start revision forward, so that a compaction does not pass it.
@@ -197,7 +197,7 @@ class EtcdStore(Watching):
             revisions = [int(event["kv"]["mod_revision"]) for event in events] or [int(result["header"]["revision"])]
             self._next[watch] = max(self._next[watch], max(revisions) + 1)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _apply_event(self, event: Mapping[str, Any]) -> None:
         row = event["kv"]
         key, revision = _unb64(row["key"]).decode(errors="replace"), int(row["mod_revision"])
         deleted = event.get("type") == "DELETE"

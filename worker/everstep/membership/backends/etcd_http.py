@@ -71,15 +71,15 @@ class Access:
 
 def endpoints(text: str, *, tls: bool = False) -> tuple[str, ...]:
     """`host[:port][,host[:port]...]`, each with `http://` or `https://` if wanted, as URLs. Raises ValueError."""
-    found = []
+    urls = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         split = urlsplit(part if "://" in part else f"{'https' if tls else 'http'}://{part}")
         if split.scheme not in ("http", "https") or not split.hostname or split.path not in ("", "/") or split.username:
             raise ValueError(f"endpoint {part!r}: [http[s]://]host[:port] is expected")
-        found.append(f"{split.scheme}://{host_and_port(split.hostname, split.port or DEFAULT_PORT)}")
-    if not 1 <= len(found) <= MAX_ENDPOINTS:
-        raise ValueError(f"{len(found)} endpoints in {text!r}: 1 to {MAX_ENDPOINTS} are expected, with commas between")
-    return tuple(found)
+        urls.append(f"{split.scheme}://{host_and_port(split.hostname, split.port or DEFAULT_PORT)}")
+    if not 1 <= len(urls) <= MAX_ENDPOINTS:
+        raise ValueError(f"{len(urls)} endpoints in {text!r}: 1 to {MAX_ENDPOINTS} are expected, with commas between")
+    return tuple(urls)
 
 
 class Gateway:

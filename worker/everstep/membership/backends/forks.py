@@ -20,14 +20,14 @@ class Forkable(Protocol):
 _all: weakref.WeakSet[Forkable] = weakref.WeakSet()
 
 
-def after_fork(one: Forkable) -> None:
+def after_fork(owner: Forkable) -> None:
     """Have `one.forked()` called in every child that is forked from now on."""
-    _all.add(one)
+    _all.add(owner)
 
 
 def _in_child() -> None:
-    for one in list(_all):
-        one.forked()
+    for owner in list(_all):
+        owner.forked()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -204,12 +204,12 @@ class OperatorCalls:
         leader = self._leader
         if leader is not None:
             try:
-                found = self._send(leader, wanted)
+                answer = self._send(leader, wanted)
             except (HTTPError, StoreUnavailable):
-                found = None
-            if found is not None and found.status in wanted.expect:
+                answer = None
+            if answer is not None and answer.status in wanted.expect:
                 self._was_accepted()
-                return found
+                return answer
             self._leader = None
         return self._ask(wanted)
 
@@ -226,31 +226,31 @@ class OperatorCalls:
         why, left = "", self._limits.tries
         while left > 0:
             try:
-                found, at = self._send(self._url, wanted), self._url
-                if found.status == 307:
-                    at = self._target(found, wanted)
-                    found = self._send(at, wanted)
+                reply, at = self._send(self._url, wanted), self._url
+                if reply.status == 307:
+                    at = self._target(reply, wanted)
+                    reply = self._send(at, wanted)
             except HTTPError as e:
                 why = _explain(e)
                 left -= 2 if isinstance(e, ReadTimeoutError) else 1
                 continue
-            if found.status == 307:
+            if reply.status == 307:
                 raise StoreUnavailable(f"{at} was named as the operator's leader and names another: it is not settled")
-            if found.status not in wanted.expect:
-                raise self._again(at, found) or _error(at, found)
+            if reply.status not in wanted.expect:
+                raise self._again(at, reply) or _error(at, reply)
             self._was_accepted()
             if at != self._url:
                 self._leader = at
-            return found
+            return reply
         raise StoreUnavailable(f"the operator at {self._url} does not answer: {why}")
 
     def _was_accepted(self) -> None:
         with self._lock:
             self._accepted, self._unauthorized_since = True, None
 
-    def _again(self, at: str, found: Reply) -> StoreUnavailable | None:
+    def _again(self, at: str, reply: Reply) -> StoreUnavailable | None:
         """The error to raise for a 401 that is not final yet; None if it is final, or no 401."""
-        if found.status != 401:
+        if reply.status != 401:
             return None
         with self._lock:
             if not self._accepted:
@@ -260,13 +260,13 @@ class OperatorCalls:
         if now - since >= self._limits.unauthorized:
             return None
         return StoreUnavailable(
-            f"{at} answers 401: {found.reason} (the token was accepted before: tried again for"
+            f"{at} answers 401: {reply.reason} (the token was accepted before: tried again for"
             f" {self._limits.unauthorized:g} s)"
         )
 
-    def _target(self, found: Reply, wanted: _Call) -> str:
+    def _target(self, reply: Reply, wanted: _Call) -> str:
         """The target of a redirect. Refused if the token could go to a server for which it was not meant."""
-        location = found.headers.get("Location", "")
+        location = reply.headers.get("Location", "")
         url = location.removesuffix(wanted.path)
         try:
             split, mine = urlsplit(url), urlsplit(self._url)
@@ -286,10 +286,10 @@ class OperatorCalls:
     def _send(self, url: str, wanted: _Call) -> Reply:
         """One request, and a second one if the token was refused and the file holds another by now."""
         token = self._token()
-        found = self._raw(url, wanted, token)
-        if found.status in (401, 403) and (fresh := self._token()) != token:
-            found = self._raw(url, wanted, fresh)
-        return found
+        reply = self._raw(url, wanted, token)
+        if reply.status in (401, 403) and (fresh := self._token()) != token:
+            reply = self._raw(url, wanted, fresh)
+        return reply
 
     def _token(self) -> str:
         if not self._token_file:
@@ -359,13 +359,13 @@ def _context(ca_file: str) -> ssl.SSLContext:
         raise StoreRefused(f"cannot load the certificates ({ca_file}): {e}") from e
 
 
-def _error(url: str, found: Reply) -> Exception:
-    text = f"{url} answers {found.status}: {found.reason}"
-    if not is_refusal(found.status, found.data):
-        if found.status == 404:
+def _error(url: str, reply: Reply) -> Exception:
+    text = f"{url} answers {reply.status}: {reply.reason}"
+    if not is_refusal(reply.status, reply.data):
+        if reply.status == 404:
             text += " (it is no Everstep operator, or one of an older release without a round store)"
         return StoreUnavailable(text)
-    if found.status == 401:
+    if reply.status == 401:
         text += " (the token is that of this pod, from EVERSTEP_TOKEN_FILE or `token_file`)"
     return StoreRefused(text)
 

@@ -85,13 +85,13 @@ class HttpStore(Watching):
     def present(self) -> Mapping[str, bytes]:
         reply = self._calls.call("GET", PRESENCE_PATH, expect=(200,), limit=2 * MAX_PRESENT_BYTES)
         try:
-            found = json.loads(reply.data)
+            presence = json.loads(reply.data)
         except (ValueError, RecursionError) as e:
             raise StoreUnavailable(f"the operator's list of agents cannot be read: {e}") from e
         # An agent that is missing in the list counts as expired. So the answer must be a well-formed list.
-        if not isinstance(found, dict) or any(not (isinstance(v, str) and v[:1] == "{") for v in found.values()):
+        if not isinstance(presence, dict) or any(not (isinstance(v, str) and v[:1] == "{") for v in presence.values()):
             raise StoreUnavailable("what answers for the operator gives no list of agents")
-        return {agent: value.encode() for agent, value in found.items()}
+        return {agent: value.encode() for agent, value in presence.items()}
 
     # --- inside
 
@@ -109,26 +109,26 @@ class HttpStore(Watching):
         with self._changed:
             return Known(self._view, self._counted)
 
-    def _merge(self, found: View | None, asked: Known) -> View:
-        """The newest view after the answer `found`; `asked` was known when the request was sent.
+    def _merge(self, answer: View | None, known: Known) -> View:
+        """The newest view after `answer`; `known` is what was known when the request was sent.
 
-        An older answer changes nothing. The expirations in `found` are the operator's count; those of the view are
+        An older answer changes nothing. The expirations in `answer` are the operator's count; those of the view are
         counted here.
         """
         with self._changed:
             view = self._view
-            if found is None:
+            if answer is None:
                 return view or View(None, 0, 0)
             # An answer without a document is believed, unless a document came while that answer was on its way.
-            newer = view is None or found.version >= view.version or (found.version == 0 and view is asked.view)
-            newest = found if newer or view is None else view
+            newer = view is None or answer.version >= view.version or (answer.version == 0 and view is known.view)
+            newest = answer if newer or view is None else view
             expirations = 0 if view is None else view.expirations
             # A smaller count is believed under the same condition: the next leader may have begun anew.
-            if found.expirations > self._counted or (
-                found.expirations < self._counted and asked.counted == self._counted
+            if answer.expirations > self._counted or (
+                answer.expirations < self._counted and known.counted == self._counted
             ):
                 expirations += self._counted != NOTHING_COUNTED
-                self._counted = found.expirations
+                self._counted = answer.expirations
             # After a time without a document, versions may begin anew.
             era = 0 if view is None else view.era + (newest.version < view.version)
             self._view = View(newest.document, newest.version, expirations, era)
@@ -138,10 +138,10 @@ class HttpStore(Watching):
 
     def _follow(self) -> bool:
         known = self._known()
-        found = self._look(f"{_path(known)}&wait={WAIT:g}", WAIT + 5.0)
+        answer = self._look(f"{_path(known)}&wait={WAIT:g}", WAIT + 5.0)
         # An answer that changes nothing is older than the known view. False, so that the operator is not asked again at
         # once for the same answer.
-        return self._merge(found, known) != known.view or found is None
+        return self._merge(answer, known) != known.view or answer is None
 
     def _disconnect(self) -> None:
         self._calls.close()

@@ -44,20 +44,20 @@ class Sockets:
         """End all of them: each reader sees the end of its connection."""
         with self._lock:
             self._closed, mine = True, list(self._open)
-        for one in mine:
+        for connection in mine:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _check(self) -> None:
         if self._closed:
             raise StoreUnavailable("this agent has closed its round store")
 
-    def _made(self, one: socket.socket) -> None:
+    def _made(self, connection: socket.socket) -> None:
         with self._lock:
-            self._open.add(one)
+            self._open.add(connection)
         if self._closed:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _tracking(self, pool: Any) -> Any:
         parent, made = pool.ConnectionCls, self._made

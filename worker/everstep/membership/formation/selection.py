@@ -29,47 +29,47 @@ def assign(previous: Sequence[Member], chosen: Iterable[Member], group: int = 1)
     members in a row, from rank 0 on, hold one replica of the model."""
     pool = {member.agent: member for member in chosen}
     survivors = [(rank, pool[old.agent]) for rank, old in enumerate(previous) if old.agent in pool]
-    places = _in_order(survivors, len(pool)) if group == 1 else _in_parts(survivors, len(pool), group)
-    placed = {member.agent for member in places if member is not None}
+    ranks = _in_order(survivors, len(pool)) if group == 1 else _in_parts(survivors, len(pool), group)
+    placed = {member.agent for member in ranks if member is not None}
     others = [member for member in pool.values() if member.agent not in placed]
     others.sort(key=lambda m: (m.index, m.agent))
-    return tuple(_fill(places, others, previous))
+    return tuple(_fill(ranks, others, previous))
 
 
 def _in_order(survivors: Sequence[tuple[int, Member]], size: int) -> list[Member | None]:
-    places: list[Member | None] = [None] * size
+    ranks: list[Member | None] = [None] * size
     for position, (rank, member) in enumerate(survivors):
         # At most the highest rank that leaves room for the survivors behind. Both terms grow strictly, so no two
         # survivors get one rank.
-        places[min(rank, size - len(survivors) + position)] = member
-    return places
+        ranks[min(rank, size - len(survivors) + position)] = member
+    return ranks
 
 
 def _in_parts(survivors: Sequence[tuple[int, Member]], size: int, group: int) -> list[Member | None]:
     """The places of the survivors. A survivor that must move has none if no rank with its place in a group is free."""
-    places: list[Member | None] = [None] * size
+    ranks: list[Member | None] = [None] * size
     for rank, member in survivors:
         if rank < size:
-            places[rank] = member
-    free = [deque(rank for rank in range(part, size, group) if places[rank] is None) for part in range(group)]
+            ranks[rank] = member
+    free = [deque(rank for rank in range(part, size, group) if ranks[rank] is None) for part in range(group)]
     for rank, member in survivors:
         if rank >= size and free[rank % group]:
-            places[free[rank % group].popleft()] = member
-    return places
+            ranks[free[rank % group].popleft()] = member
+    return ranks
 
 
-def _fill(places: list[Member | None], joiners: list[Member], previous: Sequence[Member]) -> list[Member]:
+def _fill(ranks: list[Member | None], joiners: list[Member], previous: Sequence[Member]) -> list[Member]:
     """Give each joiner the rank that its index had, if that is free, and the others the lowest free ranks."""
     had = {member.index: rank for rank, member in enumerate(previous)}
     rest = []
     for joiner in joiners:
-        rank = had.get(joiner.index, len(places))
-        if rank < len(places) and places[rank] is None:
-            places[rank] = joiner
+        rank = had.get(joiner.index, len(ranks))
+        if rank < len(ranks) and ranks[rank] is None:
+            ranks[rank] = joiner
         else:
             rest.append(joiner)
     waiting = iter(rest)
-    return [next(waiting) if member is None else member for member in places]
+    return [next(waiting) if member is None else member for member in ranks]
 
 
 # --- reachability
@@ -190,16 +190,16 @@ def _preferred(document: Document, pool: Sequence[Member]) -> list[Member]:
     turn: dict[str, int] = {}
     taken: Counter[int] = Counter()
     for agent in stay:
-        whole, place = partners[rank[agent] // group] == group, rank[agent] % group
-        taken[place] += not whole
-        turn[agent] = 0 if whole else taken[place]
+        whole, part = partners[rank[agent] // group] == group, rank[agent] % group
+        taken[part] += not whole
+        turn[agent] = 0 if whole else taken[part]
 
-    def order(member: Member) -> tuple[bool, int, int, int, str]:
+    def priority(member: Member) -> tuple[bool, int, int, int, str]:
         agent = member.agent
         last = MAX_MEMBERS
         return agent in stopping, turn.get(agent, last), rank.get(agent, last), member.index, agent
 
-    return sorted(pool, key=order)
+    return sorted(pool, key=priority)
 
 
 def _names(agents: list[str]) -> str:

@@ -68,10 +68,10 @@ class FarProbe:
             for member in self._members:
                 if self._stopped.wait(pause):
                     return
-                found = probe(member, self._stopped.is_set, attempts=1, rest=MOST_REST)
-                if isinstance(found, Reached):
-                    found.connection.close()
-                elif isinstance(found, Silent) and not self._stopped.is_set():
+                result = probe(member, self._stopped.is_set, attempts=1, rest=MOST_REST)
+                if isinstance(result, Reached):
+                    result.connection.close()
+                elif isinstance(result, Silent) and not self._stopped.is_set():
                     self._suspect(member)
             pause = LATER_LAPS
 
@@ -115,11 +115,11 @@ class Listener:
                 if key.fileobj is self._listener:
                     self._greet()
                 elif key.fileobj in self._guests and isinstance(key.fileobj, socket.socket):
-                    self._heard(key.fileobj)
+                    self._receive(key.fileobj)
                 else:
                     self._waker.drain()
-        for one in (*self._guests, self._listener):
-            one.close()
+        for sock in (*self._guests, self._listener):
+            sock.close()
         self._waker.close()
         self._selector.close()
 
@@ -139,7 +139,7 @@ class Listener:
             self._guests.add(guest)
             self._selector.register(guest, selectors.EVENT_READ)
 
-    def _heard(self, guest: socket.socket) -> None:
+    def _receive(self, guest: socket.socket) -> None:
         if _ended(guest):
             self._guests.remove(guest)
             self._selector.unregister(guest)
@@ -274,7 +274,7 @@ class PeerMonitor:
     def _suspect(self, member: Member, observer: PeerObserver) -> None:
         """Follow a far member that does not answer, with a thread of its own."""
         with self._lock:
-            self._followed = {key: one for key, one in self._followed.items() if not one.over}
+            self._followed = {key: follower for key, follower in self._followed.items() if not follower.over}
             if key_of(member) not in self._followed and len(self._followed) < MOST_FOLLOWED:
                 self._followed[key_of(member)] = _Follower(member, observer, stays=False)
 
@@ -298,7 +298,7 @@ class _Follower:
     ) -> None:
         self._member, self._observer = member, observer
         self.stays, self.unreached, self.over = stays, False, False
-        self._met, self._refusals = False, 0
+        self._connected, self._refusals = False, 0
         self._unclear = 0  # inconclusive attempts in a row
         self._times = 0  # how often the two have lost each other; 0: not reported yet
         self._rest = MOST_REST
@@ -324,13 +324,13 @@ class _Follower:
     def _try(self) -> bool:
         """Make one attempt and act on its result; whether to go on."""
         once = self.unreached
-        found = probe(
+        result = probe(
             self._member, self._stopped.is_set, attempts=1 if once else ATTEMPTS,
             rest=PATIENCE if once else self._rest,
         )  # fmt: skip
-        match found:
+        match result:
             case Reached(connection):
-                self._met, self._refusals, began = True, 0, time.monotonic()
+                self._connected, self._refusals, began = True, 0, time.monotonic()
                 self._hold(connection)
                 if time.monotonic() - began >= PAUSE:
                     self._unclear = 0
@@ -340,7 +340,7 @@ class _Follower:
             case Gone(why):
                 if self._stopped.is_set():
                     return False
-                if self._met:
+                if self._connected:
                     while not self._observer.lost(self._member.agent, why) and not self._stopped.wait(TELL_AGAIN):
                         pass
                     return False
@@ -355,7 +355,7 @@ class _Follower:
             case Unclear():
                 self._rest_after_nothing()
             case _:
-                assert_never(found)
+                assert_never(result)
         return True
 
     def _rest_after_nothing(self) -> None:

@@ -110,8 +110,8 @@ def connect(
             until = time.monotonic() + (spacing if number + 1 < attempts else rest)
             # Poll at least once for each attempt: a process that got no processor meanwhile still finds the answer.
             while True:
-                found = poll.poll(max(0.0, min(SPACING, until - time.monotonic())) * 1e3)
-                for descriptor, _ in found:
+                ready = poll.poll(max(0.0, min(SPACING, until - time.monotonic())) * 1e3)
+                for descriptor, _ in ready:
                     poll.unregister(descriptor)
                     code = tried[descriptor].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if code == 0:
@@ -121,7 +121,7 @@ def connect(
                     last = code
                 if stopped():
                     return last
-                if time.monotonic() >= until and not found:
+                if time.monotonic() >= until and not ready:
                     break
         return last
     finally:
@@ -153,7 +153,7 @@ class Pulse:
     """Watches whether sent bytes are acknowledged. The caller calls `beat` now and then."""
 
     def __init__(self, connection: socket.socket, now: float) -> None:
-        self._connection, self._heard = connection, now
+        self._connection, self._acknowledged = connection, now
 
     @property
     def round_trip(self) -> float:
@@ -169,11 +169,11 @@ class Pulse:
         """Send a byte if the last one was acknowledged. False if its acknowledgement is overdue. Raises OSError."""
         unacknowledged, round_trip = self._info()
         if not unacknowledged:
-            self._heard = now
+            self._acknowledged = now
             with contextlib.suppress(BlockingIOError):
                 self._connection.send(b".", socket.MSG_DONTWAIT)
             return True
-        return now - self._heard < min(MOST_QUIET, QUIET + round_trip / 2)
+        return now - self._acknowledged < min(MOST_QUIET, QUIET + round_trip / 2)
 
     def _info(self) -> tuple[int, float]:
         """How many sent segments are not acknowledged, and the round-trip time."""

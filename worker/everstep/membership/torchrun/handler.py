@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 CONNECT = 2.0  # seconds for one attempt to connect to rank 0's store; then the round is checked again
 STORE_TIMEOUT = timedelta(seconds=300)  # of a call on that store; torch's default
 LOOK = 0.01  # seconds between checks of how many members have arrived
-MEET = 60.0  # seconds for the members to arrive, at least, however long the join took
+ARRIVAL_TIMEOUT = 60.0  # seconds for the members to arrive, at least, however long the join took
 AGAIN = 0.2  # seconds between attempts at a write that the round store did not answer
 # torch's variable. With it, the processes make a process-group store of their own, at a free port of rank 0's machine.
 NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -112,18 +112,18 @@ class RoundHandler(RendezvousHandler):
         self._server = server
         while True:
             formed = self._join(deadline - time.monotonic(), server.port)
-            deadline = max(deadline, time.monotonic() + MEET)
+            deadline = max(deadline, time.monotonic() + ARRIVAL_TIMEOUT)
             with warnings_off():  # members may die now, and this handler logs that itself
-                found = self._meet(formed, server, deadline)
-            if found is not None:
+                arrived = self._await_peers(formed, server, deadline)
+            if arrived is not None:
                 break
         if formed.rank != 0:
             self._server = None
         self._number, self._in_round = formed.number, True
         # torchrun starts its processes with this environment. It holds the round, so their commits can be fenced.
         os.environ |= {env.ROUND: str(formed.number), env.RENDEZVOUS: formed.rendezvous}
-        store, place = found
-        return RendezvousInfo(store, formed.rank, formed.world_size, place)
+        store, address = arrived
+        return RendezvousInfo(store, formed.rank, formed.world_size, address)
 
     def _join(self, timeout: float, port: int) -> Round:
         try:
@@ -138,7 +138,9 @@ class RoundHandler(RendezvousHandler):
         except (JoinRefused, DocumentInvalid) as e:
             raise RendezvousStateError(str(e)) from e
 
-    def _meet(self, formed: Round, server: TCPStore, deadline: float) -> tuple[Store, RendezvousStoreInfo] | None:
+    def _await_peers(
+        self, formed: Round, server: TCPStore, deadline: float
+    ) -> tuple[Store, RendezvousStoreInfo] | None:
         """Wait until all members have come. Returns the round's store and the address of the processes' store, or None
         if the round broke before.
 
@@ -156,13 +158,13 @@ class RoundHandler(RendezvousHandler):
                 time.sleep(LOOK)
                 here = store.add(key, 0)
             own = PrefixStore(f"everstep/round/{formed.number}", store)
-            return own, self._place(formed, own)
+            return own, self._process_store(formed, own)
         except DistError as e:
             log.warning("the store of round %d is gone: %s", formed.number, e)
             self._await_break(deadline)
             return None
 
-    def _place(self, formed: Round, store: Store) -> RendezvousStoreInfo:
+    def _process_store(self, formed: Round, store: Store) -> RendezvousStoreInfo:
         if not self.use_agent_store:
             return RendezvousStoreInfo.build(formed.rank, store, local_addr=self._address)
         first = formed.members[0]
