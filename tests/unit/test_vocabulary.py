@@ -109,8 +109,26 @@ def test_documented_metrics_are_those_that_are_exported() -> None:
 
 # Each of these names anything: an error, a version, a folder. What a variable contains has a name of its own.
 VAGUE = frozenset(
-    ["asked", "comes", "found", "gave", "heard", "held", "meet", "met", "one", "place", "places", "put_up", "said"]
-    + ["settle", "settled", "told", "torchs", "worth"]
+    [
+        "asked",
+        "comes",
+        "found",
+        "gave",
+        "heard",
+        "held",
+        "meet",
+        "met",
+        "one",
+        "place",
+        "places",
+        "put_up",
+        "said",
+        "settle",
+        "settled",
+        "told",
+        "torchs",
+        "worth",
+    ]
 )
 FOLDERS = ["operator", "local", "worker/everstep/membership"]
 
