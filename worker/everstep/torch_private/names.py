@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from everstep.contract.refusal import Refusal
 from everstep.torch_private.table import TABLE, TESTED, Names
 
 SHOWN: Final = 8  # missing names that an error lists
+ASIDE: Final = (("accelerate", "transformers"),)  # they take as long as all others but torch together
 
 
 class LibraryUnusable(Refusal, RuntimeError):
@@ -46,12 +48,26 @@ def check_once() -> None:
 def look() -> tuple[list[str], list[tuple[Names, str]]]:
     """Import all that the table names. Returns the libraries that are not installed, and the names that the others
     lack, each with its row."""
+    import multiprocessing  # noqa: PLC0415  every start imports this module, and calls this nowhere
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
+
     absent = [one for one in TESTED if importlib.util.find_spec(one) is None]
     rows = [row for row in TABLE if row.library not in absent]
+    found = _look_at([row for row in rows if row.library == "torch"])
+    # The others import torch: they are looked at side by side in copies of a process that has it.
+    parts = [[row for row in rows if row.library in part] for part in ASIDE]
+    parts.append([row for row in rows if row.library not in {"torch", *chain(*ASIDE)}])
+    with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as processes:
+        for part in processes.map(_look_at, parts):
+            found += part
+    return absent, found
+
+
+def _look_at(rows: Sequence[Names]) -> list[tuple[Names, str]]:
+    """Import what the rows name, and find what is missing of it."""
     for row in rows:
         _import(row.holder)
-    found = missing(rows)
-    return absent, found + [(row, row.holder) for row in rows if _is_gone(row.holder)]
+    return missing(rows) + [(row, row.holder) for row in rows if _is_gone(row.holder)]
 
 
 def version_of(library: str) -> str:
