@@ -74,15 +74,15 @@ techniques: setup  ## docs/techniques.md from the recipes and the figures that t
 	$(BIN)/python tests/support/recipes/techniques.py
 
 LANES := unit ordinary recipes servers nodes alone
-NIGHTLY := long long-nodes
+NIGHTLY := long long-nodes long-alone
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
 # of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
 test: setup  ## lint, and each mechanism: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/python tests/lanes/lanes.py --lint $(LANES)
 
-nightly: setup  ## every test there is, on one commit: outcomes and seconds are in results.json
-	$(BIN)/python tests/lanes/lanes.py --lint --whole --results results.json $(LANES) $(NIGHTLY)
+nightly: setup  ## every test there is, on one commit: results.json has outcomes and seconds. Begun again, it goes on
+	$(BIN)/python tests/lanes/lanes.py --lint --whole --go-on --results results.json $(LANES) $(NIGHTLY)
 
 durations: setup  ## play the lanes, and keep each test's seconds: by them the longest begin first
 	$(BIN)/python tests/lanes/lanes.py --record $(LANES)

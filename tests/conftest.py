@@ -16,7 +16,7 @@ import pytest
 
 from support import ROOT, TESTS
 from support.checkpoint.events import Events
-from support.lanes import durations
+from support.lanes import durations, left_out
 from support.lanes.hung import Hung
 from support.lanes.long import Long
 from support.processes.forked import Forked
@@ -67,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--prepare", action="store_true", help="install and build what the chosen tests need, and run none of them"
     )
     parser.addoption(durations.OPTION, action="store_true", help="the files of tests that took longest begin first")
+    parser.addoption(left_out.OPTION, type=Path, metavar="FILE", help="leave out the tests that this file lists")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Long())
     if config.getoption(durations.OPTION):
         config.pluginmanager.register(durations.LongestFirst(durations.read()))
+    listed = config.getoption(left_out.OPTION)
+    if listed is not None:
+        config.pluginmanager.register(left_out.LeftOut(listed))
     config.pluginmanager.register(Hung(slack=60, limit=float(config.getini("timeout"))))
     if config.option.collectonly or hasattr(config, "workerinput"):  # xdist's workers have what their controller has
         return

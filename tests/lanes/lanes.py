@@ -2,13 +2,15 @@
 
 A lane that fails is the last one that runs. What the lanes need is built beside the first ones (`background.py`); a
 lane waits for what it needs itself. What its tests start is made sure of first (`testcluster/packages.py`). With
-`--whole` a lane that fails does not end the run.
+`--whole` a lane that fails does not end the run. With `--go-on` what an earlier run on the same commit passed is not
+played again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from pathlib import Path
 from support import ROOT
 from support.lanes import durations, ledger, results
 from support.lanes.background import Background
-from support.lanes.repeats import Outcome, Repeated, play, report
+from support.lanes.repeats import MOST, WHOLE_MOST, Outcome, Record, Repeated, play, report
 from testcluster import builds, packages
 from testcluster.proc import ClusterError
 
@@ -27,6 +29,7 @@ STATE = ROOT / ".everstep" / "lanes"
 REPEATED = ROOT / ".everstep" / "repeated-tests.txt"
 LEDGER = ROOT / ".everstep" / "repeated.jsonl"
 BUDGET = "EVERSTEP_BUDGET"  # 1: a lane over its budget fails the run
+EARLIER = ".earlier"  # the end of the name of what earlier runs on this commit recorded
 LIMIT, WHOLE_LIMIT = 3600.0, 6 * 3600.0  # seconds for a lane
 
 
@@ -75,7 +78,8 @@ LANES = {
         ("unit", "ordinary", "rehearse", "recipes", *OF_SERVERS), ("-m", "long and not kind"), 2, BY_TEST, WHOLE_LIMIT,
         (*SERVERS, "s3rver"),
     ),
-    "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind"), 1, (), WHOLE_LIMIT, NODES),
+    "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind and not alone"), 2, BY_TEST, WHOLE_LIMIT, NODES),
+    "long-alone": Lane(("cluster", "e2e"), ("-m", "long and kind and alone"), 1, (), WHOLE_LIMIT, NODES),
 }  # fmt: skip
 
 
@@ -128,7 +132,11 @@ def _play(run: Run, background: Background, arguments: argparse.Namespace) -> No
             began = time.monotonic()
             before = 0 if whole else len(run.repeated)
             limit = WHOLE_LIMIT if whole else LIMIT
-            outcome = play(name, lane.arguments(), lane.parallel(), STATE, before=before, limit=limit)
+            most = WHOLE_MOST if whole else MOST
+            earlier = _earlier(name) if arguments.go_on else None
+            outcome = play(
+                name, lane.arguments(), lane.parallel(), STATE, most=most, before=before, limit=limit, earlier=earlier
+            )
             run.enter(name, outcome, time.monotonic() - began)
             if arguments.results:
                 results.write(run.results, arguments.results)
@@ -136,11 +144,33 @@ def _play(run: Run, background: Background, arguments: argparse.Namespace) -> No
             return
 
 
+def _take_up(commit: str, go_on: bool) -> None:
+    """Forget what runs on another commit passed; without `go_on`, also those on this one."""
+    path = STATE / "commit"
+    STATE.mkdir(parents=True, exist_ok=True)
+    same = path.exists() and path.read_text() == commit and not commit.endswith("-dirty")
+    if not (go_on and same):
+        for old in (*STATE.glob(f"*{EARLIER}"), *STATE.glob("*.jsonl")):
+            old.unlink()
+    path.write_text(commit)
+
+
+def _earlier(name: str) -> Record | None:
+    """What the runs on this commit have of a lane so far: the last one's record is added to those before it."""
+    kept, last = STATE / f"{name}{EARLIER}", STATE / f"{name}.jsonl"
+    if last.exists():
+        with kept.open("a") as record:
+            record.write(last.read_text())
+        last.unlink()
+    return Record.read(kept, 0) if kept.exists() else None
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("lane", nargs="+", choices=sorted(LANES))
     parser.add_argument("--lint", action="store_true", help="`make lint` first, while the builds begin")
     parser.add_argument("--whole", action="store_true", help="a lane that fails does not end the run")
+    parser.add_argument("--go-on", action="store_true", help="leave out what an earlier run on this commit passed")
     parser.add_argument("--record", action="store_true", help=f"keep the tests' seconds in {durations.FILE.name}")
     parser.add_argument("--results", type=Path, help="a file for each test's outcome, seconds and commit, as JSON")
     return parser.parse_args()
@@ -173,8 +203,10 @@ def _end(run: Run, arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C does, it ends pytest and its servers
     os.chdir(ROOT)  # the names of tests count from here
     run = Run(ledger.commit_of(ROOT))
+    _take_up(run.commit, arguments.go_on)
     background = Background(_needed(arguments.lane), STATE)
     try:
         problem = _lint() if arguments.lint else ""

@@ -251,6 +251,32 @@ def test_whole_run_goes_on_after_a_lane_that_failed_and_writes_what_each_test_ca
     assert all(set(one) == {"test", "outcome", "seconds", "commit"} and one["seconds"] >= 0 for one in found)
 
 
+def test_run_that_goes_on_plays_what_the_one_before_did_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from pathlib import Path\nfrom support.lanes import left_out\n"
+        "def pytest_addoption(parser): parser.addoption(left_out.OPTION, type=Path)\n"
+        "def pytest_configure(config):\n"
+        "    if config.getoption(left_out.OPTION):\n"
+        "        config.pluginmanager.register(left_out.LeftOut(config.getoption(left_out.OPTION)))\n"
+    )
+    plays = "def test_{0}():\n    with open('{0}.played', 'a') as played: played.write('x')\n"
+    (tmp_path / "test_one.py").write_text(plays.format("passes") + "def test_fails(): assert Path('mended').exists()\n")
+    (tmp_path / "test_one.py").write_text("from pathlib import Path\n" + (tmp_path / "test_one.py").read_text())
+    (tmp_path / "test_two.py").write_text(plays.format("two"))
+    arguments = ("--whole", "--go-on", "--results", "results.json", "one", "two")
+    assert lanes(tmp_path, *arguments).returncode == 1
+    (tmp_path / "mended").touch()
+    (tmp_path / "test_one.py").touch()
+    done = lanes(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "passes.played").read_text() == (tmp_path / "two.played").read_text() == "x"
+    found = json.loads((tmp_path / "results.json").read_text())
+    tests = ["test_one.py::test_fails", "test_one.py::test_passes", "test_two.py::test_two"]
+    assert [(one["test"], one["outcome"]) for one in found] == [(test, "passed") for test in tests]
+    assert lanes(tmp_path, "two").returncode == 0  # without --go-on all is played again
+    assert (tmp_path / "two.played").read_text() == "xx"
+
+
 @pytest.mark.parametrize(("strict", "code"), [("", 0), ("1", 1)])
 def test_lane_over_its_budget_is_named_at_the_end_and_fails_the_run_where_that_is_wanted(
     strict: str, code: int, tmp_path: Path
@@ -284,5 +310,5 @@ def test_every_build_of_a_lane_is_known_and_each_fixture_of_its_tests_has_its_bu
         assert set(lane.builds) <= set(builds.BUILDS), name
         files = [path for folder in lane.folders for path in (TESTS / folder).rglob("*.py")]
         wanted = {build for path in files for fixture in asks.findall(path.read_text()) for build in by_name[fixture]}
-        if name not in ("nodes", "alone", "long-nodes"):  # their folders are those of the lane of servers too
+        if name not in ("nodes", "alone", "long-nodes", "long-alone"):  # the lane of servers has their folders
             assert wanted <= set(lane.builds), name

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.lanes import left_out
+
 RECORDER = Path(__file__).with_name("recorder.py")
 END_LIMIT = 60.0  # seconds for pytest to stop its servers after it was told to end
 MOST = 5  # failures of different causes that are repeated, in all lanes together; more of them are no accident
+WHOLE_MOST = 50  # in each lane of a night, whose list of failures is what people want from it
 SHOWN = 5  # names of tests in a message
 
 
@@ -66,6 +69,19 @@ class Record:
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)  # test → cause, first line
     broken: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # test → set-up, call and tear-down
+
+    @property
+    def good(self) -> set[str]:
+        """Tests that came to their end, passed or skipped."""
+        return self.ended - set(self.failed)
+
+    def add_earlier(self, earlier: Record) -> None:
+        """What an earlier run on the same commit passed, and this one therefore did not play."""
+        good = earlier.good
+        self.collected |= good
+        self.ended |= good
+        self.passed |= earlier.passed & good
+        self.seconds |= {test: earlier.seconds[test] for test in good}
 
     @classmethod
     def read(cls, path: Path, code: int) -> Record:
@@ -147,14 +163,22 @@ def play(
     most: int = MOST,
     before: int = 0,
     limit: float = 3600.0,
+    earlier: Record | None = None,
 ) -> Outcome:
     """Run pytest with the arguments `chosen` and `parallel`, then its failures alone, without `parallel`.
 
     Records go to `folder`. `most`: failures of the whole run, of which the lanes before had `before`. `limit` is in
-    seconds, for the lane and for each repetition.
+    seconds, for the lane and for each repetition. What `earlier` passed is not played again, and counts as passed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = run([*chosen, *parallel], folder / f"{lane}.jsonl", max(0, most - before), limit)
+    out: list[str] = []
+    if earlier is not None:
+        out = left_out.write(earlier.good, folder / f"{lane}.left-out")
+        if earlier.collected and earlier.collected <= earlier.good:
+            return Outcome("", earlier)
+    record = run([*chosen, *parallel, *out], folder / f"{lane}.jsonl", max(0, most - before), limit)
+    if earlier is not None:
+        record.add_earlier(earlier)
     problem = judge(record, most, before)
     if problem:
         return Outcome(f"lane {lane}: {problem}", record)
