@@ -26,7 +26,7 @@ def timers(told: tuple[e.Instruction, ...]) -> dict[Purpose, e.Timer]:
 
 def noticed(play: Play, count: int = 1) -> dict[Purpose, e.Timer]:
     """It is asked to stop, and the store says that enough would stay."""
-    told = play.take(e.Asked(TERM, enough=True))
+    told = play.take(e.StopRequested(TERM, enough=True))
     assert told[0] == c.Stop("a")
     return timers((*told, *play.take(e.Changed(1, Stopping(count, True)))))
 
@@ -61,17 +61,17 @@ def test_when_too_few_would_stay_all_are_asked_to_save_at_once() -> None:
 
 def test_where_the_others_are_known_to_be_too_few_the_signal_is_passed_on_at_once() -> None:
     play = keeping()
-    assert play.take(e.Asked(TERM, enough=False))[0] == e.Signal((0,), TERM)
+    assert play.take(e.StopRequested(TERM, enough=False))[0] == e.Signal((0,), TERM)
 
 
 def test_another_signal_is_passed_on_at_once() -> None:
     play = keeping()
-    assert play.take(e.Asked(signal.SIGHUP, enough=True))[0] == e.Signal((0,), signal.SIGHUP)
+    assert play.take(e.StopRequested(signal.SIGHUP, enough=True))[0] == e.Signal((0,), signal.SIGHUP)
 
 
 def test_ctrl_c_asks_processes_of_the_session_to_save_as_sigterm_does() -> None:
     play = keeping(2)
-    assert e.Signal((0, 1), TERM) in play.take(e.Asked(INT))
+    assert e.Signal((0, 1), TERM) in play.take(e.StopRequested(INT))
     play.exits(0, exit_codes.PREEMPTED)
     (finish,) = play.exits(1, exit_codes.PREEMPTED)
     assert (finish.code, finish.why) == (exit_codes.PREEMPTED, "asked to stop by SIGINT")
@@ -79,7 +79,7 @@ def test_ctrl_c_asks_processes_of_the_session_to_save_as_sigterm_does() -> None:
 
 def test_ctrl_c_at_one_agent_of_several_lets_the_others_train_on() -> None:
     play = keeping()
-    assert c.Stop("a") in play.take(e.Asked(INT, enough=True))
+    assert c.Stop("a") in play.take(e.StopRequested(INT, enough=True))
     play.take(e.Changed(1, Stopping(1, True)))
     assert timers(play.take(e.Changed(1, Left()))) == {}
     (finish,) = play.exits(0, exit_codes.PREEMPTED)
@@ -88,7 +88,7 @@ def test_ctrl_c_at_one_agent_of_several_lets_the_others_train_on() -> None:
 
 def test_scripts_of_their_own_get_ctrl_c_as_it_is_and_are_killed_after_five_seconds() -> None:
     play = plain()
-    told = play.take(e.Asked(INT))
+    told = play.take(e.StopRequested(INT))
     assert e.Signal((0, 1), INT) in told
     soonest = min((i for i in told if isinstance(i, e.Timer) and i.purpose is Purpose.GRACE), key=lambda t: t.seconds)
     assert soonest.seconds == 5
@@ -102,10 +102,10 @@ def test_scripts_of_their_own_get_ctrl_c_as_it_is_and_are_killed_after_five_seco
 @pytest.mark.parametrize("enough", [False, True])
 def test_a_second_ctrl_c_kills_all_at_once_but_not_one_that_a_wrapper_repeats(play: Play, enough: bool) -> None:
     play = copy(play)
-    again = timers(play.take(e.Asked(INT, enough)))[Purpose.AGAIN]
-    assert play.take(e.Asked(INT, enough)) == ()
+    again = timers(play.take(e.StopRequested(INT, enough)))[Purpose.AGAIN]
+    assert play.take(e.StopRequested(INT, enough)) == ()
     play.take(e.Elapsed(again))
-    assert e.Signal((0, 1), KILL) in play.take(e.Asked(INT, enough))
+    assert e.Signal((0, 1), KILL) in play.take(e.StopRequested(INT, enough))
     play.exits(0, -KILL)
     (finish,) = play.exits(1, -KILL)
     assert finish.code == 128 + INT
@@ -113,8 +113,8 @@ def test_a_second_ctrl_c_kills_all_at_once_but_not_one_that_a_wrapper_repeats(pl
 
 def test_ctrl_c_after_sigterm_is_a_first_one() -> None:
     play = keeping()
-    play.take(e.Asked(TERM))
-    assert e.Signal((0,), KILL) not in play.take(e.Asked(INT))
+    play.take(e.StopRequested(TERM))
+    assert e.Signal((0,), KILL) not in play.take(e.StopRequested(INT))
 
 
 def test_a_person_is_told_what_ctrl_c_does_and_what_another_would() -> None:
@@ -122,7 +122,7 @@ def test_a_person_is_told_what_ctrl_c_does_and_what_another_would() -> None:
         first = advice(play.state, INT)
         assert says in first
         assert "Ctrl-C again to kill them at once" in first
-        again = timers(play.take(e.Asked(INT)))[Purpose.AGAIN]
+        again = timers(play.take(e.StopRequested(INT)))[Purpose.AGAIN]
         assert advice(play.state, INT) == ""
         play.take(e.Elapsed(again))
         assert advice(play.state, INT) == "asked to stop by SIGINT again: all processes are killed"
@@ -130,7 +130,7 @@ def test_a_person_is_told_what_ctrl_c_does_and_what_another_would() -> None:
 
 def test_a_store_that_does_not_answer_makes_it_stop_with_all_in_a_third_of_its_time() -> None:
     play = keeping(grace_seconds=9)
-    told = timers(play.take(e.Asked(TERM, enough=True)))
+    told = timers(play.take(e.StopRequested(TERM, enough=True)))
     assert told[Purpose.NOTICE].seconds == 3
     assert play.take(e.Elapsed(told[Purpose.NOTICE]))[0] == e.Signal((0,), TERM)
 
@@ -199,7 +199,7 @@ def test_who_is_asked_with_all_others_in_a_round_that_ends_meets_them_again_to_s
 
 def test_who_has_to_stop_while_it_joins_takes_its_place_in_the_round_that_forms_so_that_all_can_save() -> None:
     play = keeping(grace_seconds=9)
-    told = timers(play.take(e.Asked(TERM, enough=True)))
+    told = timers(play.take(e.StopRequested(TERM, enough=True)))
     play.take(e.Changed(1, Broken("c is gone")))
     play.take(e.Elapsed(told[Purpose.NOTICE]))
     assert e.Announce((0,), round_of(2, "a", "b"), False) in play.form(2, "a", "b")

@@ -198,7 +198,7 @@ def test_an_end_that_no_restart_can_mend_ends_the_agent_with_the_same_code(code:
 
 def test_a_signal_is_passed_on_and_followed_by_sigkill_when_the_time_is_over() -> None:
     play = plain(shutdown_seconds=7)
-    told = play.take(e.Asked(signal.SIGTERM))
+    told = play.take(e.StopRequested(signal.SIGTERM))
     assert told == (e.Signal((0, 1), signal.SIGTERM), e.Timer(7, Purpose.GRACE))
     play.exits(0, exit_codes.PREEMPTED)
     assert play.take(e.Elapsed(told[1])) == (e.Signal((1,), KILL),)
@@ -302,7 +302,7 @@ def test_a_process_that_has_come_and_waits_for_others_is_kept_once_more_as_long_
     play = keeping()
     play.take(e.Changed(1, Broken("c is gone")))
     _, timer = play.form(2, "a", "b")
-    play.take(e.Comes(0, play.pid(), 2))
+    play.take(e.Entered(0, play.pid(), 2))
     (again,) = play.take(e.Elapsed(timer))
     assert isinstance(again, e.Timer)
     assert (again.seconds, again.purpose, again.round) == (timer.seconds, e.Purpose.COME, 2)
@@ -536,7 +536,7 @@ class Walk:
             if self.speaks:
                 known = e.Ready(slot, pid) if place.speaks else e.Hello(slot, pid)
                 found += [known] * 4 if not place.ready else [e.Trains(slot, pid, self.number, 3)] * 4
-                found.append(e.Comes(slot, pid, self.number))
+                found.append(e.Entered(slot, pid, self.number))
         if self.joining:
             found += [self.forms()] * 6
         elif self.number:
@@ -555,10 +555,10 @@ class Walk:
             found.append(e.Elapsed(self.random.choice(self.timers)))
         if self.random.random() < 0.02:
             found += [
-                e.Asked(signal.SIGTERM),
-                e.Asked(signal.SIGTERM, enough=True),
-                e.Asked(signal.SIGINT),
-                e.Asked(signal.SIGINT, enough=True),
+                e.StopRequested(signal.SIGTERM),
+                e.StopRequested(signal.SIGTERM, enough=True),
+                e.StopRequested(signal.SIGINT),
+                e.StopRequested(signal.SIGINT, enough=True),
                 e.Charged(self.random.choice([None, 1, 100])),
             ]
         return found

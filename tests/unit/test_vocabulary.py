@@ -130,7 +130,15 @@ VAGUE = frozenset(
         "worth",
     ]
 )
-FOLDERS = ["operator", "local", "worker/everstep/membership"]
+FOLDERS = [
+    "operator",
+    "local",
+    "worker/everstep/membership",
+    "worker/everstep/agent",
+    "worker/everstep/contract",
+    "worker/everstep/storage",
+    "worker/everstep/cli",
+]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

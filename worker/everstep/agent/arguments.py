@@ -157,7 +157,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
     local = a.standalone or (high == 1 and a.rdzv_backend == "static" and not (a.rdzv_endpoint or a.master_port))
     if a.standalone and high > 1:
         raise UsageError(f"--nnodes={a.nnodes}: --standalone is for one agent")
-    found = Arguments(
+    arguments = Arguments(
         program=Program(a.training_script, tuple(a.training_script_args), a.module, a.no_python),
         nodes=(low, high),
         processes=_processes(a.nproc_per_node),
@@ -184,15 +184,15 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
         numa=_numa(a.numa_binding),
         unused=_unused(a, environ),
     )
-    if found.ours:
+    if arguments.ours:
         _refuse(a)
-    return found
+    return arguments
 
 
 def _preload(a: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, ...]:
     """The modules that the environment names, or else ours and the slow ones among the script's imports."""
-    if (said := environ.get(PRELOAD)) is not None:
-        return tuple(m.strip() for m in said.split(",") if m.strip())
+    if (named := environ.get(PRELOAD)) is not None:
+        return tuple(m.strip() for m in named.split(",") if m.strip())
     return (*MODULES.split(","), *(() if a.module or a.no_python else preloaded(a.training_script)))
 
 
@@ -225,8 +225,8 @@ def _numa(text: str) -> str | None:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         raise UsageError(f"--nnodes={text}: N or MIN:MAX with 1 <= MIN <= MAX is expected")
     return low, high
@@ -249,14 +249,14 @@ def _number(flag: str, text: str, *, whole: bool = False) -> float:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    found = {}
+    pairs = {}
     for part in (p.strip() for p in text.split(",")):
         key, equals, value = part.partition("=")
         if part and not (equals and key.strip()):
             raise UsageError(f"--rdzv-conf: {part!r}: key=value is expected")
         if part:
-            found[key.strip()] = value.strip()
-    return found
+            pairs[key.strip()] = value.strip()
+    return pairs
 
 
 def _ranks(text: str) -> frozenset[int] | None:

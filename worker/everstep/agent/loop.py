@@ -59,7 +59,7 @@ class Agent:
         self._woken = asyncio.Event()
         self._folder = tempfile.mkdtemp(prefix="everstep-agent-")
         self._fork_server = ForkServer(arguments.preload, self._fork_server_environ(), self._exited)
-        self._control_socket = ControlSocket(os.path.join(self._folder, "s"), self._said)
+        self._control_socket = ControlSocket(os.path.join(self._folder, "s"), self._received)
         self._stores_log = Path(self._folder) / "stores.log"
         self._running: dict[int, Running] = {}
         self._early: list[tuple[int, Mapping[str, Any] | int]] = []  # messages and ends during a fork
@@ -150,23 +150,23 @@ class Agent:
             number = getattr(signal, name, None)
             if number is None:
                 raise UsageError(f"--signals-to-handle: {name}: no such signal")
-            loop.add_signal_handler(number, self._asked, int(number))
+            loop.add_signal_handler(number, self._signalled, int(number))
 
-    def _asked(self, number: int) -> None:
+    def _signalled(self, number: int) -> None:
         if self._finish is not None and number == signal.SIGINT:  # all processes have ended, so the next one ends us
             asyncio.get_running_loop().remove_signal_handler(number)
             return
-        if said := stopping.advice(self._state, number):
-            log.info("%s", said)
-        self._post(e.Asked(number, self._membership.enough_without_us()))
+        if advice := stopping.advice(self._state, number):
+            log.info("%s", advice)
+        self._post(e.StopRequested(number, self._membership.enough_without_us()))
 
     def _exited(self, pid: int, code: int) -> None:
         if pid not in self._running:
             if self._forking:
                 self._early.append((pid, code))
             elif pid == self._stores:
-                said = stacks.tail(self._stores_log)
-                log.error("the process that hosts stores ended (%d); another is started\n%s", code, said)
+                tail = stacks.tail(self._stores_log)
+                log.error("the process that hosts stores ended (%d); another is started\n%s", code, tail)
                 self._tasks.start(self._start_stores())
             return
         self._tasks.start(self._ended(pid, code))
@@ -203,7 +203,7 @@ class Agent:
             self._first_error.note(number, process.files.error, code, why)
         self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
 
-    def _said(self, pid: int, message: Mapping[str, Any]) -> None:
+    def _received(self, pid: int, message: Mapping[str, Any]) -> None:
         process = self._running.get(pid)
         if process is None:
             if self._forking:
@@ -219,10 +219,10 @@ class Agent:
             case "ready":
                 self._post(e.Ready(slot, pid))
             case "coming":
-                self._post(e.Comes(slot, pid, int(message["round"])))
+                self._post(e.Entered(slot, pid, int(message["round"])))
             case "joined":
-                if (told := self._settling.joined(slot, message, len(self._state.slots))) is not None:
-                    log.info("%s", told)
+                if (line := self._settling.joined(slot, message, len(self._state.slots))) is not None:
+                    log.info("%s", line)
                 process.joined = True
                 self._post(e.Trains(slot, pid, int(message["round"]), int(message["step"])))
             case "ended":
@@ -230,7 +230,7 @@ class Agent:
             case "profiled":
                 self._requests.profiled(pid, message)
             case "where" | "broken" as kind:
-                self._watcher.heard(process, message)
+                self._watcher.receive(process, message)
                 if kind == "broken":
                     why = f"rank {process.rank}: {message['reason']}"
                     self._post(e.Hurt(slot, pid, int(message["round"]), why[:180]))
@@ -293,7 +293,7 @@ class Agent:
                 if isinstance(what, int):
                     self._exited(pid, what)
                 else:
-                    self._said(pid, what)
+                    self._received(pid, what)
 
     async def _fork_one(self, slot: int, round_: Round | None) -> None:
         rank = round_.first_process + slot if round_ is not None else slot
@@ -363,11 +363,11 @@ class Agent:
     # --- around it
 
     def _fork_server_environ(self) -> dict[str, str]:
-        found = dict(self._environ)
+        environ = dict(self._environ)
         many = self._arguments.processes != "1"
         if many:  # OpenMP reads its settings when it is loaded, which is in the fork server, for all its processes
-            found.setdefault("OMP_NUM_THREADS", "1")
-        return found
+            environ.setdefault("OMP_NUM_THREADS", "1")
+        return environ
 
     async def _start_stores(self) -> None:
         environ = {**self._environ, env.AGENT_SOCKET: self._control_socket.path}
@@ -381,10 +381,10 @@ class Agent:
         wanted = self._arguments.processes
         if wanted.isdecimal():
             return int(wanted)
-        found = await self._control_socket.ask_stores(kind="devices")
+        answer = await self._control_socket.ask_stores(kind="devices")
         if wanted == "auto":
-            return int(found["accelerators"]) or int(found["cpus"])
-        count = int(found[wanted + "s"])
+            return int(answer["accelerators"]) or int(answer["cpus"])
+        count = int(answer[wanted + "s"])
         if not count:
             raise UsageError(
                 f"--nproc-per-node={wanted}: torch sees no {wanted.upper()} on this machine; give a number"
@@ -395,10 +395,10 @@ class Agent:
         """The CPUs of each local rank, as --numa-binding says; empty without it."""
         if self._arguments.numa is None:
             return []
-        found = await self._control_socket.ask_stores(kind="numa", mode=self._arguments.numa, processes=processes)
-        if "error" in found:
-            raise UsageError(f"--numa-binding={self._arguments.numa}: {found['error']}")
-        return list(found["cpus"])
+        answer = await self._control_socket.ask_stores(kind="numa", mode=self._arguments.numa, processes=processes)
+        if "error" in answer:
+            raise UsageError(f"--numa-binding={self._arguments.numa}: {answer['error']}")
+        return list(answer["cpus"])
 
     def _tell_end(self, finish: e.Finish) -> None:
         if finish.code == 0:

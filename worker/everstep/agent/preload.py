@@ -29,7 +29,7 @@ _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 def preloaded(script: str) -> tuple[str, ...]:
     """The modules to import, or names in them as "module:name", in the script's order; none if that is not safe."""
-    found: list[str] = []
+    modules: list[str] = []
     waiting, seen = [Path(script)], set[Path]()
     while waiting:
         path = waiting.pop(0)
@@ -44,13 +44,13 @@ def preloaded(script: str) -> tuple[str, ...]:
             if top in SLOW and _is_users_own(top, script):
                 return ()
             if top in SLOW or f"{module}.".startswith(f"{OURS}.train.adapters."):
-                found.append(f"{module}:{name}" if name else module)
-                found += [
+                modules.append(f"{module}:{name}" if name else module)
+                modules += [
                     late for library, late in LATE.items() if library in module.split(".") and _is_there(late, script)
                 ]
             else:
                 waiting += _beside(Path(script).parent, module)
-    return tuple(dict.fromkeys(found))[:MOST_NAMES]
+    return tuple(dict.fromkeys(modules))[:MOST_NAMES]
 
 
 def _read(path: Path) -> ast.Module | None:
@@ -74,11 +74,11 @@ def _is_there(module: str, script: str) -> bool:
 
 def _beside(folder: Path, module: str) -> list[Path]:
     """The files of a module in this folder."""
-    found, here = [], folder
+    files, here = [], folder
     for part in module.split("."):
-        found += [path for path in (here / f"{part}.py", here / part / "__init__.py") if path.is_file()]
+        files += [path for path in (here / f"{part}.py", here / part / "__init__.py") if path.is_file()]
         here /= part
-    return found
+    return files
 
 
 def _is_opaque(tree: ast.Module) -> bool:

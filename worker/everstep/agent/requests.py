@@ -72,10 +72,10 @@ class Requests:
             if request.get("job") is None or request["job"] in self._names:
                 processes = list(self._running.items())
                 if request.get("names"):
-                    known = {"answers": [self._known(pid, one) for pid, one in processes]}
+                    known = {"answers": [self._known(pid, process) for pid, process in processes]}
                     writer.write(json.dumps(known).encode() + b"\n")
                     await writer.drain()
-                for answer in asyncio.as_completed([self._answer(request, pid, one) for pid, one in processes]):
+                for answer in asyncio.as_completed([self._answer(request, pid, process) for pid, process in processes]):
                     writer.write(json.dumps(await answer).encode() + b"\n")
                     await writer.drain()
         except (ConnectionError, TimeoutError, ValueError, AttributeError):

@@ -53,13 +53,13 @@ def _module(name: str) -> CannotStart | None:
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(package) is not None
+        installed = importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return None  # an error of an installed finder, or a module without a spec; the process will show it
     finally:
         sys.path[:] = before
     remedy = ": pip install everstep-horovod" if package == "everstep_horovod" else ""
-    return None if found else CannotStart(NO_MODULE, f"No module named {package!r}{remedy}")
+    return None if installed else CannotStart(NO_MODULE, f"No module named {package!r}{remedy}")
 
 
 def _executable(name: str) -> CannotStart | None:

@@ -83,7 +83,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Comes:
+class Entered:
     """A process has interrupted its training for round `round`, and waits for the round's other members."""
 
     slot: int
@@ -146,7 +146,7 @@ class Charged:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StopRequested:
     """A signal asks the agent to stop. `enough`: as far as is known, the others could train on without it."""
 
     signal: int
@@ -161,8 +161,8 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Comes | Trains | Hurt | Hung | Stuck | Mismatched
-    | Charged | Asked | Elapsed
+    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Entered | Trains | Hurt | Hung | Stuck | Mismatched
+    | Charged | StopRequested | Elapsed
 )  # fmt: skip
 
 

@@ -19,12 +19,11 @@ from typing import assert_never
 from everstep.agent.decide import stopping
 from everstep.agent.decide.events import (
     Announce,
-    Asked,
     Began,
     Changed,
     Charged,
-    Comes,
     Elapsed,
+    Entered,
     Event,
     Exited,
     Fault,
@@ -40,6 +39,7 @@ from everstep.agent.decide.events import (
     NotFormed,
     Purpose,
     Ready,
+    StopRequested,
     Stuck,
     Timer,
     Trains,
@@ -80,11 +80,11 @@ def is_first(state: State) -> bool:
 
 
 def failed(state: State, failure: Failure, fault: Fault) -> Step:
-    told: list[Instruction] = []
+    instructions: list[Instruction] = []
     if state.round is not None and not state.over and not state.joining:
         # If processes keep their memory, the others go on without this agent. Otherwise all begin again together.
         leave = Withdraw if state.keeps else Break
-        told.append(leave(state.config.agent, state.round.number, failure.why))
+        instructions.append(leave(state.config.agent, state.round.number, failure.why))
     state = replace(state, over=True)
     if fault is Fault.OUTSIDE:
         state = replace(state, struck=failure.round)
@@ -100,7 +100,7 @@ def failed(state: State, failure: Failure, fault: Fault) -> Step:
         case Fault.PROGRAM | Fault.REFUSED:
             state = replace(state, failure=failure)
             if failure.earlier == state.failures:  # otherwise a process that was forked with it has failed before it
-                told.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
+                instructions.append(Charge(state.config.agent, failure.round, failure.why, earlier=failure.earlier))
                 state = replace(state, failures=state.failures + 1, charges=state.charges + 1)
         case Fault.PEER:
             # The lost peer may be a process of this agent. Then no member will be missing in the next round, although a
@@ -110,7 +110,7 @@ def failed(state: State, failure: Failure, fault: Fault) -> Step:
             pass
         case _:
             assert_never(fault)
-    return state, tuple(told)
+    return state, tuple(instructions)
 
 
 def charged(state: State, restarts: int | None) -> Step:
@@ -124,8 +124,8 @@ def charged(state: State, restarts: int | None) -> Step:
 
 def end_job(state: State, code: int, why: str) -> Step:
     """End the job at this agent, and also at the others if nothing else restarts the job."""
-    state, told = end(state, Ending(code, why), signal.SIGKILL)
-    return state, ((CloseJob(state.config.agent, why), *told) if state.config.alone else told)
+    state, instructions = end(state, Ending(code, why), signal.SIGKILL)
+    return state, ((CloseJob(state.config.agent, why), *instructions) if state.config.alone else instructions)
 
 
 def _used_up(restarts: int) -> str:
@@ -144,7 +144,7 @@ def formed(state: State, event: Formed) -> Step:
     """The state in the new round, and the instructions: perhaps a charge for the end of the last round, and an
     announcement of the new one to processes that keep their memory."""
     keeps = state.keeps or event.keeps
-    state, charge = _settle(state, event.round)
+    state, charge = _charge_suspect(state, event.round)
     state = replace(state, round=event.round, over=False, joining=False, done=False, finishing=False, keeps=keeps)
     # From here on every failure counts for this round, whichever process fails.
     state = replace(state, failures=0, slots=tuple(replace(slot, earlier=0) for slot in state.slots))
@@ -161,7 +161,7 @@ def formed(state: State, event: Formed) -> Step:
     return state, (*charge, announce, Timer(state.config.recovery_seconds, Purpose.COME, event.round.number))
 
 
-def _settle(state: State, new: Round) -> Step:
+def _charge_suspect(state: State, new: Round) -> Step:
     """Charge this agent for a process that said it had lost a peer, if no peer was lost.
 
     That shows in the next round, however long it takes until a machine counts as lost: if every old member is in it,
@@ -198,16 +198,16 @@ def decide(state: State, event: Event) -> Step:
     """The next state and the instructions. Total: every event has an answer in every state."""
     if state.finished:
         return state, ()
-    state, first = _take(state, event)
+    state, first = _apply(state, event)
     state, then = _advance(state)
     return state, (*first, *then)
 
 
-def _take(state: State, event: Event) -> Step:
+def _apply(state: State, event: Event) -> Step:
     """Apply the event itself; `_advance` adds what follows from the new state."""
     match event:
         case Began(keeps):
-            return replace(state, keeps=keeps, told=keeps), ()
+            return replace(state, keeps=keeps, announced=keeps), ()
         case Formed():
             return formed(state, event)
         case NotFormed(why, finished):
@@ -217,16 +217,16 @@ def _take(state: State, event: Event) -> Step:
             return _changed(state, event)
         case Exited():
             return _exited(state, event)
-        case Hello() | Ready() | Comes() | Trains() | Hurt() | Hung():
+        case Hello() | Ready() | Entered() | Trains() | Hurt() | Hung():
             slot = state.slots[event.slot]
             known = slot.phase is SlotPhase.RUNNING and slot.pid == event.pid and not slot.killed
-            return _heard(state, event) if known else (state, ())
+            return _reported(state, event) if known else (state, ())
         case Stuck() | Mismatched():
             return _waiting(state, event)
         case Charged(restarts):
             return charged(state, restarts)
-        case Asked():
-            return stopping.asked(state, event)
+        case StopRequested():
+            return stopping.requested(state, event)
         case Elapsed(timer):
             return _elapsed(state, timer)
         case _:
@@ -285,7 +285,7 @@ def _exited(state: State, event: Exited) -> Step:
     return failed(state, Failure(number, event.code, event.why, slot.earlier), event.fault)
 
 
-def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) -> Step:
+def _reported(state: State, event: Hello | Ready | Entered | Trains | Hurt | Hung) -> Step:
     slot = state.slots[event.slot]
     match event:
         case Hello():
@@ -297,10 +297,10 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
             return state, (Announce((event.slot,), state.round, False),)
         case Ready():
             return with_slots(state, (event.slot,), replace(slot, ready=True)), ()
-        case Comes(round=number):
-            return with_slots(state, (event.slot,), replace(slot, comes=number)), ()
+        case Entered(round=number):
+            return with_slots(state, (event.slot,), replace(slot, entered=number)), ()
         case Trains(round=number, step=step):
-            state = with_slots(state, (event.slot,), replace(slot, comes=max(slot.comes, number), trains=number))
+            state = with_slots(state, (event.slot,), replace(slot, entered=max(slot.entered, number), trains=number))
             everyone = all(s.trains == number for s in state.slots)
             if everyone and state.round is not None and state.round.number == number:
                 # Only a later step counts as progress: a world may form and fail at the same step again and again.
@@ -314,12 +314,12 @@ def _heard(state: State, event: Hello | Ready | Comes | Trains | Hurt | Hung) ->
         case Hung(why=why, step=step):
             if state.ending is not None:
                 return state, ()
-            state, told = kill(state, (event.slot,), signal.SIGKILL)
+            state, instructions = kill(state, (event.slot,), signal.SIGKILL)
             number = state.round.number if state.round is not None else 0
             state = _stalled(state, step)
             fault = Fault.PROGRAM if state.stalls[1] >= MOST_STALLS else Fault.OUTSIDE
             state, then = failed(state, Failure(number, -signal.SIGKILL, why, slot.earlier), fault)
-            return state, (*told, *then)
+            return state, (*instructions, *then)
         case _:
             assert_never(event)
 
@@ -338,8 +338,8 @@ def _waiting(state: State, event: Stuck | Mismatched) -> Step:
         why = f"{why}; {MOST_STALLS} times in a row"
     state = replace(state, failure=Failure(number, 1, why), charges=state.charges + 1)
     charge = Charge(state.config.agent, number, why, earlier=state.failures)
-    state, told = end_job(state, 1, why)
-    return state, (charge, *told)
+    state, instructions = end_job(state, 1, why)
+    return state, (charge, *instructions)
 
 
 def _stalled(state: State, step: int) -> State:
@@ -385,7 +385,7 @@ def _replace_late(state: State, timer: Timer) -> Step:
     more wait of the same length. After that some process is stuck, and since nobody knows which, all that wait are
     killed."""
     live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
-    absent = tuple(i for i in live if state.slots[i].comes < timer.round)
+    absent = tuple(i for i in live if state.slots[i].entered < timer.round)
     waiting = tuple(i for i in live if state.slots[i].trains < timer.round)
     if absent or (waiting and timer.why):
         return kill(state, absent or waiting, signal.SIGKILL)
@@ -398,10 +398,10 @@ def _replace_late(state: State, timer: Timer) -> Step:
 def _advance(state: State) -> Step:
     live = which(state, SlotPhase.RUNNING)
     if state.notice is not None and state.ending is None:
-        state, told = stopping.advance(state)
+        state, instructions = stopping.advance(state)
         if state.ending is not None:
             state, then = _advance(state)
-            return state, (*told, *then)
+            return state, (*instructions, *then)
     if state.ending is not None:
         if live:
             return state, ()
@@ -433,8 +433,8 @@ def _in_round(state: State, current: Round, live: tuple[int, ...]) -> Step:
     if not all(_in_place(slot, number) for slot in state.slots):
         state, then = _advance(replace(state, over=True))
         return state, (Withdraw(state.config.agent, number, "a process ended"), *then)
-    if not state.told and all_ready(state):
-        return replace(state, told=True), (KeepProcesses(state.config.agent, number),)
+    if not state.announced and all_ready(state):
+        return replace(state, announced=True), (KeepProcesses(state.config.agent, number),)
     return state, ()
 
 
@@ -443,15 +443,15 @@ def _in_place(slot: Slot, number: int) -> bool:
         return not slot.killed and (slot.ready or slot.born == number)
     # A process that trained in an older round and succeeded is not in place: the others would wait for it. A process
     # that never trained needs no round: its script has no steps.
-    return slot.phase is SlotPhase.SUCCEEDED and not 0 < max(slot.comes, slot.trains) < number
+    return slot.phase is SlotPhase.SUCCEEDED and not 0 < max(slot.entered, slot.trains) < number
 
 
 def _between(state: State, live: tuple[int, ...]) -> Step:
     """No round stands: bring the processes into the state that a join needs, then ask for the next round."""
     after = state.round.number if state.round is not None else 0
     if not state.keeps:
-        state, told = kill(state, live, signal.SIGKILL)
-        return replace(state, joining=True), (*told, JoinNext(after))
+        state, instructions = kill(state, live, signal.SIGKILL)
+        return replace(state, joining=True), (*instructions, JoinNext(after))
     if live and which(state, SlotPhase.SUCCEEDED):
         return kill(state, live, signal.SIGKILL)
     missing = tuple(i for i, slot in enumerate(state.slots) if slot.phase is not SlotPhase.RUNNING)

@@ -34,12 +34,12 @@ class ProcessState:
     recent: tuple[Call, ...] = ()
 
     @property
-    def place(self) -> object:
+    def progress(self) -> object:
         """A value that changes when the process makes progress."""
         return self.step, self.waits, self.call, self.recent[-1:]
 
 
-class Found(Enum):
+class Finding(Enum):
     GOES_ON = auto()
     WAITS = auto()  # for other processes, for too long
     HANGS = auto()
@@ -64,18 +64,18 @@ class Watch:
         return max(self.floor, self.factor * slowest)
 
 
-def look(watch: Watch, where: ProcessState | None, now: float) -> tuple[Watch, Found]:
+def look(watch: Watch, where: ProcessState | None, now: float) -> tuple[Watch, Finding]:
     """The watch after an answer (`where` is None if none came), and the finding."""
     passed = min(now - watch.looked, 2 * ASK_SECONDS)
     watch = replace(watch, looked=now)
-    if where is not None and (watch.where is None or where.place != watch.where.place):
-        return replace(watch, where=where, stalled=0.0), Found.GOES_ON
+    if where is not None and (watch.where is None or where.progress != watch.where.progress):
+        return replace(watch, where=where, stalled=0.0), Finding.GOES_ON
     last = watch.where
     if last is None or (last.step is None and not last.waits):
-        return watch, Found.GOES_ON
+        return watch, Finding.GOES_ON
     watch = replace(watch, stalled=watch.stalled + passed)
     if watch.stalled <= watch.limit:
-        return watch, Found.GOES_ON
+        return watch, Finding.GOES_ON
     if where is not None and where.waits:
-        return watch, Found.WAITS
-    return watch, Found.HANGS if last.step is not None else Found.GOES_ON
+        return watch, Finding.WAITS
+    return watch, Finding.HANGS if last.step is not None else Finding.GOES_ON

@@ -48,7 +48,7 @@ class Slot:
     ready: bool = False
     killed: bool = False
     born: int = 0
-    comes: int = 0  # the newest round in which it waits or trains
+    entered: int = 0  # the newest round in which it waits or trains
     trains: int = 0  # the round in which it trains
     earlier: int = 0
 
@@ -73,19 +73,19 @@ class Failure:
 class Notice:
     """The agent is asked to stop, and it is not decided yet whether the others go on.
 
-    `count`: how many members are asked to stop, as the store last said; 0: it has not said yet. `heard`: the count when
-    the present wait for more requests to stop began.
+    `count`: how many members are asked to stop, as the store last said; 0: it has not said yet. `last_count`: the count
+    when the present wait for more requests to stop began.
     """
 
     count: int = 0
-    heard: int = 0
+    last_count: int = 0
 
 
 class Interrupt(Enum):
     """The state of a terminal's Ctrl-C (SIGINT)."""
 
     NONE = auto()  # there was none
-    HEARD = auto()  # it came just now: another SIGINT is the same Ctrl-C, passed on by a wrapper
+    RECENT = auto()  # it came just now: another SIGINT is the same Ctrl-C, passed on by a wrapper
     ANSWERED = auto()  # another Ctrl-C kills all processes at once
 
 
@@ -94,7 +94,7 @@ class State:
     config: Config
     slots: tuple[Slot, ...]
     keeps: bool = False  # the job's processes speak with their agents
-    told: bool = False  # the document says so
+    announced: bool = False  # the document says so
     round: Round | None = None
     over: bool = True  # `round` has ended for this agent
     joining: bool = False
@@ -135,10 +135,10 @@ def end(state: State, ending: Ending, number: int) -> Step:
     """Begin to end the agent. Only the first reason is kept."""
     live = tuple(i for i in which(state, SlotPhase.RUNNING) if not state.slots[i].killed)
     state = state if state.ending is not None else replace(state, ending=ending)
-    state, told = kill(state, live, number)
+    state, instructions = kill(state, live, number)
     if number == signal.SIGKILL or not live:
-        return state, told
-    return state, (*told, Timer(state.config.shutdown_seconds, Purpose.GRACE))
+        return state, instructions
+    return state, (*instructions, Timer(state.config.shutdown_seconds, Purpose.GRACE))
 
 
 def kill(state: State, slots: tuple[int, ...], number: int) -> Step:

@@ -21,7 +21,7 @@ import signal
 from dataclasses import replace
 from typing import assert_never
 
-from everstep.agent.decide.events import Asked, Drained, Instruction, Purpose, Timer
+from everstep.agent.decide.events import Drained, Instruction, Purpose, StopRequested, Timer
 from everstep.agent.decide.state import Ending, Interrupt, Notice, SlotPhase, State, Step, all_ready, end, kill, which
 from everstep.contract import exit_codes
 from everstep.contract.document import LEFT
@@ -36,7 +36,7 @@ SAME_SECONDS = 0.5  # one Ctrl-C may come twice in this time: from the terminal,
 GONE = Ending(exit_codes.PREEMPTED, "asked to stop: the others go on")
 
 
-def asked(state: State, event: Asked) -> Step:
+def requested(state: State, event: StopRequested) -> Step:
     """A signal asks the agent to stop."""
     if event.signal == signal.SIGINT:
         return _interrupted(state, event)
@@ -62,7 +62,7 @@ def advice(state: State, number: int) -> str:
                 f"asked to stop by {name}, which is passed on; processes that are there in {seconds:g} s are killed. "
                 "Press Ctrl-C again to kill them at once"
             )
-        case Interrupt.HEARD:
+        case Interrupt.RECENT:
             return ""
         case Interrupt.ANSWERED:
             return f"asked to stop by {name} again: all processes are killed"
@@ -75,19 +75,19 @@ def hears_again(state: State) -> State:
     return replace(state, interrupt=Interrupt.ANSWERED)
 
 
-def _interrupted(state: State, event: Asked) -> Step:
-    if state.interrupt is Interrupt.HEARD:
+def _interrupted(state: State, event: StopRequested) -> Step:
+    if state.interrupt is Interrupt.RECENT:
         return state, ()
     if state.interrupt is Interrupt.ANSWERED:
         return end(state, _stop(signal.SIGINT), signal.SIGKILL)
-    state = replace(state, interrupt=Interrupt.HEARD)
+    state = replace(state, interrupt=Interrupt.RECENT)
     again = Timer(SAME_SECONDS, Purpose.AGAIN)
     if not state.keeps:
         seconds = min(INTERRUPT_SECONDS, state.config.shutdown_seconds)
-        state, told = end(state, _stop(signal.SIGINT), signal.SIGINT)
-        return state, (again, *told, Timer(seconds, Purpose.GRACE))
-    state, told = _leave_or_stop(state, event.enough)
-    return state, (again, *told)
+        state, instructions = end(state, _stop(signal.SIGINT), signal.SIGINT)
+        return state, (again, *instructions, Timer(seconds, Purpose.GRACE))
+    state, instructions = _leave_or_stop(state, event.enough)
+    return state, (again, *instructions)
 
 
 def _leave_or_stop(state: State, enough: bool) -> Step:
@@ -120,7 +120,7 @@ def is_quiet(state: State) -> Step:
         return state, ()
     if state.round is None or state.over or state.joining:
         return _uncounted(state), ()  # the next round gives a new count
-    return _go(state) if state.notice.count == state.notice.heard else _listen(state)
+    return _go(state) if state.notice.count == state.notice.last_count else _listen(state)
 
 
 def is_late(state: State) -> Step:
@@ -135,12 +135,12 @@ def left(state: State) -> Step:
     live = which(state, SlotPhase.RUNNING)
     # A process that is not ready yet has nothing to finish, and would receive the message late.
     speaking = tuple(i for i in live if state.slots[i].speaks and state.slots[i].ready)
-    told: tuple[Instruction, ...] = (Drained(speaking),) if speaking else ()
+    instructions: tuple[Instruction, ...] = (Drained(speaking),) if speaking else ()
     if state.notice is None:  # otherwise the grace period already runs since the signal
-        told = (*told, Timer(state.config.grace_seconds, Purpose.GRACE))
+        instructions = (*instructions, Timer(state.config.grace_seconds, Purpose.GRACE))
     state = replace(state, over=True, ending=GONE)
     state, more = kill(state, tuple(i for i in live if i not in speaking), signal.SIGTERM)
-    return state, (*told, *more)
+    return state, (*instructions, *more)
 
 
 def advance(state: State) -> Step:
@@ -149,17 +149,18 @@ def advance(state: State) -> Step:
         if not state.keeps:  # they may have heard the signal, too, as under a supervisor that sends it to all
             return end(state, _stop(_asked_by(state)), signal.SIGTERM)
         before = state
-        state, told = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
+        state, instructions = end(state, Ending(exit_codes.OK, "its processes have succeeded"), signal.SIGTERM)
         if before.round is None or before.over or before.joining or before.done:
-            return state, told
-        return state, (Done(state.config.agent, before.round.number), *told)
+            return state, instructions
+        return state, (Done(state.config.agent, before.round.number), *instructions)
     if which(state, SlotPhase.EMPTY):
         return end(state, _stop(_asked_by(state)), signal.SIGKILL)
     if state.keeps or not state.over or state.joining or state.round is None:
         return state, ()
     # Processes that do not speak end with their round, and no new ones are started.
-    state, told = _stop_all(state)
-    return state, (Withdraw(state.config.agent, state.round.number, LEFT), *told) if state.round is not None else told
+    withdrawal = Withdraw(state.config.agent, state.round.number, LEFT)
+    state, instructions = _stop_all(state)
+    return state, (withdrawal, *instructions)
 
 
 def _go(state: State) -> Step:
@@ -183,7 +184,7 @@ def _stop(number: int) -> Ending:
 def _listen(state: State) -> Step:
     assert state.notice is not None
     seconds = min(QUIET_SECONDS, state.config.grace_seconds * QUIET_SHARE)
-    return replace(state, notice=replace(state.notice, heard=state.notice.count)), (Timer(seconds, Purpose.QUIET),)
+    return replace(state, notice=replace(state.notice, last_count=state.notice.count)), (Timer(seconds, Purpose.QUIET),)
 
 
 def _uncounted(state: State) -> State:

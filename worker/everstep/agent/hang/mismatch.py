@@ -68,11 +68,11 @@ def compare(seen: Mapping[int, Seen]) -> Verdict:
     for rank in sorted(seen):
         groups.setdefault(seen[rank].call, []).append(rank)
     if len(groups) == 1:
-        said = _said(sorted(seen), seen, numbers=_ambiguous(groups))
-        return Verdict((), f"{said}, and nothing arrives: no rank computes, and none is elsewhere")
+        line = _line(sorted(seen), seen, numbers=_ambiguous(groups))
+        return Verdict((), f"{line}, and nothing arrives: no rank computes, and none is elsewhere")
     verdict = _differ(groups.values(), seen, numbers=_ambiguous(groups))
     first = min((call for call in groups if call is not None), key=lambda call: call.number)
-    if all(one.call == first or first in one.recent for one in seen.values()):
+    if all(state.call == first or first in state.recent for state in seen.values()):
         why = "all have called the one that some still wait in"
     elif any(call is not None and call.what.endswith(IN_GROUP) for call in groups):
         # Collectives of smaller groups differ between ranks even in a correct program. Each rank may be in the right
@@ -92,16 +92,16 @@ def clash(rank: int, ended: Seen, others: Mapping[int, Seen]) -> Verdict | None:
     if not ended.recent:
         return None
     last = ended.recent[-1]
-    found = {other: call for other, s in others.items() for call in s.recent if call.number == last.number}
-    if not found or all(call.what == last.what for call in found.values()):
+    calls = {other: call for other, s in others.items() for call in s.recent if call.number == last.number}
+    if not calls or all(call.what == last.what for call in calls.values()):
         return None
     seen = {rank: Seen(last, ended.recent, ended.at)}
-    seen |= {other: Seen(call, others[other].recent, others[other].at) for other, call in found.items()}
+    seen |= {other: Seen(call, others[other].recent, others[other].at) for other, call in calls.items()}
     groups: dict[str, list[int]] = {}
-    for one in sorted(seen):
-        call = seen[one].call
+    for member in sorted(seen):
+        call = seen[member].call
         assert call is not None
-        groups.setdefault(call.what, []).append(one)
+        groups.setdefault(call.what, []).append(member)
     return _differ(groups.values(), seen, numbers=False)
 
 
@@ -109,8 +109,8 @@ def _differ(groups: Iterable[list[int]], seen: Mapping[int, Seen], *, numbers: b
     """The groups, smallest first; the last one is not odd. Of equal groups, the one with the lowest rank comes last."""
     ordered = sorted(groups, key=lambda ranks: (len(ranks), -ranks[0]))
     odd = tuple(sorted(rank for ranks in ordered[:-1] for rank in ranks))
-    said = [_said(ranks, seen, numbers=numbers) for ranks in ordered]
-    return Verdict(odd, NO_MATCH + _listed(said))
+    lines = [_line(ranks, seen, numbers=numbers) for ranks in ordered]
+    return Verdict(odd, NO_MATCH + _listed(lines))
 
 
 def _ambiguous(groups: Mapping[Call | None, list[int]]) -> bool:
@@ -118,7 +118,7 @@ def _ambiguous(groups: Mapping[Call | None, list[int]]) -> bool:
     return len({call.what if call is not None else None for call in groups}) < len(groups) or None in groups
 
 
-def _said(ranks: Sequence[int], seen: Mapping[int, Seen], *, numbers: bool) -> str:
+def _line(ranks: Sequence[int], seen: Mapping[int, Seen], *, numbers: bool) -> str:
     first = seen[ranks[0]]
     waits = "waits" if len(ranks) == 1 else "wait"
     if first.call is None:
@@ -133,9 +133,9 @@ def _ordinal(number: int) -> str:
     return f"{number}{tail}"
 
 
-def _listed(said: Sequence[str]) -> str:
-    more = f"; and {len(said) - MAX_GROUPS} groups more" if len(said) > MAX_GROUPS else ""
-    return "; ".join([*said[: MAX_GROUPS - 1], said[-1]] if more else said) + more
+def _listed(lines: Sequence[str]) -> str:
+    more = f"; and {len(lines) - MAX_GROUPS} groups more" if len(lines) > MAX_GROUPS else ""
+    return "; ".join([*lines[: MAX_GROUPS - 1], lines[-1]] if more else lines) + more
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -149,9 +149,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         else:
             ranges.append([rank])
     parts: list[str] = []
-    for found in ranges:
-        near = len(found) == 2 and found[1] == found[0] + 1
-        parts += [str(r) for r in found] if near else ["-".join(str(r) for r in found)]
+    for bounds in ranges:
+        near = len(bounds) == 2 and bounds[1] == bounds[0] + 1
+        parts += [str(r) for r in bounds] if near else ["-".join(str(r) for r in bounds)]
     if len(parts) > MAX_RANGES:
         parts = [*parts[:MAX_RANGES], "others"]
     return f"ranks {', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else f"ranks {parts[0]}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.agent.decide import events as e
-from everstep.agent.decide.stall import ASK_SECONDS, Found, ProcessState, look
+from everstep.agent.decide.stall import ASK_SECONDS, Finding, ProcessState, look
 from everstep.agent.hang.mismatch import Seen, Verdict, clash, compare, decode
 from everstep.agent.processes import stacks
 from everstep.agent.processes.client import ForkServer
@@ -57,19 +57,19 @@ class Board:
     async def read(self, round_: Round, ranks: Iterable[int], *, some: bool = False) -> dict[int, Seen]:
         """The posts of these ranks. Empty unless all of them have posted; with `some`, the posts that exist."""
         ranks = list(ranks)
-        found: dict[int, Seen] = {}
+        posts: dict[int, Seen] = {}
         for i in range(0, len(ranks), AT_ONCE):
             part = ranks[i : i + AT_ONCE]
-            said = await self._ask(round_, "read", keys=[_key(round_, rank) for rank in part], some=some)
-            for rank, value in zip(part, said.get("values", ()), strict=False):
+            answer = await self._ask(round_, "read", keys=[_key(round_, rank) for rank in part], some=some)
+            for rank, value in zip(part, answer.get("values", ()), strict=False):
                 if value is not None:
                     try:
-                        found[rank] = decode(value.encode())
+                        posts[rank] = decode(value.encode())
                     except ValueError as e:
                         log.warning("rank %d: %s", rank, e)
-            if not some and len(found) < i + len(part):
+            if not some and len(posts) < i + len(part):
                 return {}
-        return found
+        return posts
 
     async def _ask(self, round_: Round, kind: str, **message: Any) -> Any:
         first = round_.members[0]
@@ -123,13 +123,13 @@ class Watcher:
         while True:
             for pid, process in self._running.items():
                 if process.speaks:
-                    process.said = None
+                    process.answer = None
                     self._control_socket.tell(pid, kind="where")
             await asyncio.sleep(ASK_SECONDS)
             for pid, process in list(self._running.items()):
                 if process.speaks:
-                    process.watch, found = look(process.watch, process.said, clock())
-                    self._found(pid, process, found, clock())
+                    process.watch, finding = look(process.watch, process.answer, clock())
+                    self._record_finding(pid, process, finding, clock())
             if self._judging is None or self._judging.done():
                 self._judging = self._tasks.start(self._judge())
 
@@ -138,11 +138,11 @@ class Watcher:
 
     # --- what processes say
 
-    def heard(self, process: Running, message: Mapping[str, Any]) -> None:
+    def receive(self, process: Running, message: Mapping[str, Any]) -> None:
         """Handle the messages `where` and `broken`. Raises KeyError, TypeError, ValueError."""
         recent = read_rows(message.get("recent", []))
         if message["kind"] == "where":
-            process.said = ProcessState(
+            process.answer = ProcessState(
                 message["step"], bool(message["waits"]), float(message["slowest"]),
                 read_row(message.get("call")), recent,
             )  # fmt: skip
@@ -156,7 +156,7 @@ class Watcher:
         if -code not in CRASHES:
             return "", None
         text = stacks.tail(process.files.stacks)
-        at = stacks.place(text, self._script)
+        at = stacks.script_line(text, self._script)
         recent = read_page(process.files.calls)
         if text:
             log.error("rank %d, when it ended:\n%s", process.rank, text)
@@ -170,41 +170,41 @@ class Watcher:
     async def _clash(self, round_: Round, rank: int, ended: Seen) -> Verdict | None:
         """Compare the collective in which `rank` was aborted with those of the others, which may be aborted too."""
         others = [other for other in range(round_.processes) if other != rank]
-        found: dict[int, Seen] = {}
+        posts: dict[int, Seen] = {}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLASH_SECONDS):
                 await self._board.post(round_, rank, ended)
-                while len(found) < len(others):
+                while len(posts) < len(others):
                     await asyncio.sleep(CLASH_POLL)
-                    found = await self._board.read(round_, others, some=True)
-        return clash(rank, ended, found)
+                    posts = await self._board.read(round_, others, some=True)
+        return clash(rank, ended, posts)
 
     # --- what is found
 
-    def _found(self, pid: int, process: Running, found: Found, now: float) -> None:
+    def _record_finding(self, pid: int, process: Running, finding: Finding, now: float) -> None:
         before, since = process.stall
-        if found is not before:
-            process.stall = (found, now)
-            if found is not Found.GOES_ON:
-                self._tasks.start(self._note(pid, process, found))
-            elif before is not Found.GOES_ON and (round_ := self._round()) is not None:
+        if finding is not before:
+            process.stall = (finding, now)
+            if finding is not Finding.GOES_ON:
+                self._tasks.start(self._note(pid, process, finding))
+            elif before is not Finding.GOES_ON and (round_ := self._round()) is not None:
                 self._tasks.start(self._board.withdraw(round_, process.rank))
-        elif found is Found.HANGS and now - since >= GRACE_SECONDS:
-            process.stall = (found, now)
+        elif finding is Finding.HANGS and now - since >= GRACE_SECONDS:
+            process.stall = (finding, now)
             self._tasks.start(self._blame(pid, process))
 
-    async def _note(self, pid: int, process: Running, found: Found) -> None:
+    async def _note(self, pid: int, process: Running, finding: Finding) -> None:
         """Save the process's stacks, and tell the other agents that it does not go on."""
         where, stalled = process.watch.where, process.watch.stalled
         assert where is not None
         round_ = self._round()
         taken = await self._stacks(pid, process, round_)
-        if round_ is not None and process.stall[0] is found:
-            waits = found is Found.WAITS
+        if round_ is not None and process.stall[0] is finding:
+            waits = finding is Finding.WAITS
             await self._board.post(round_, process.rank, Seen(where.call, where.recent, taken.at, waits))
-            if process.stall[0] is Found.GOES_ON:  # it went on during the post
+            if process.stall[0] is Finding.GOES_ON:  # it went on during the post
                 await self._board.withdraw(round_, process.rank)
-        if found is Found.WAITS:
+        if finding is Finding.WAITS:
             what = f"in {where.call.what}" if where.call is not None else "for the others at the end of its step"
             log.warning(
                 "rank %d waits %s%s for %.0f s; what it was doing is in %s",
@@ -225,7 +225,7 @@ class Watcher:
         """Where a process is now, for a person: its step, the collective in which it waits, its line, its stacks."""
         self._control_socket.tell(pid, kind="where")  # answered before the stacks are
         taken = await self._stacks(pid, process, self._round())
-        where = process.said or process.watch.where
+        where = process.answer or process.watch.where
         call = where.call.what if where is not None and where.call is not None else None
         return {
             "step": where.step if where is not None else None,
@@ -249,19 +249,19 @@ class Watcher:
         step = where.step if where is not None and where.step is not None else "none"
         number = round_.number if round_ is not None else 0
         path = stacks.keep(self._folder, f"round-{number}-step-{step}-rank-{process.rank}.txt", text)
-        return stacks.Stacks(text, stacks.place(text, self._script), path)
+        return stacks.Stacks(text, stacks.script_line(text, self._script), path)
 
     async def _judge(self) -> None:
         """If all ranks wait, find out why. The agent of rank 0 does this, once it has read the same posts twice."""
         round_ = self._round()
         mine = [p for p in self._running.values() if p.speaks]
-        all_wait = bool(mine) and all(p.stall[0] is Found.WAITS for p in mine)
+        all_wait = bool(mine) and all(p.stall[0] is Finding.WAITS for p in mine)
         if round_ is None or round_.rank != 0 or not all_wait:
             self._last = {}
             return
         seen = await self._board.read(round_, range(round_.processes))
         before, self._last = self._last, seen
-        if not seen or seen != before or not all(one.waits for one in seen.values()):
+        if not seen or seen != before or not all(post.waits for post in seen.values()):
             return
         self._last = {}
         verdict = compare(seen)

@@ -40,7 +40,7 @@ class ForkServer:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._asked: dict[int, asyncio.Future[int]] = {}
+        self._unanswered: dict[int, asyncio.Future[int]] = {}
         self._alive: set[int] = set()
         self._next = 0
         self._starting = asyncio.Lock()
@@ -70,7 +70,7 @@ class ForkServer:
         assert self._writer is not None
         self._next += 1
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._asked[self._next] = answer
+        self._unanswered[self._next] = answer
         self._writer.write(json.dumps({**command, "id": self._next}).encode() + b"\n")
         try:
             return await asyncio.wait_for(answer, START_SECONDS)
@@ -106,8 +106,8 @@ class ForkServer:
         assert self._process is not None
         code = await self._process.wait()
         log.error("the fork server ended (%d), and its %d processes with it", code, len(self._alive))
-        asked, self._asked = self._asked, {}
-        for answer in asked.values():
+        unanswered, self._unanswered = self._unanswered, {}
+        for answer in unanswered.values():
             if not answer.done():
                 answer.set_exception(ForkServerError(f"the fork server ended with code {code}"))
         for pid in sorted(self._alive):
@@ -117,7 +117,7 @@ class ForkServer:
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "forked" in message:
-            answer = self._asked.pop(message["forked"])
+            answer = self._unanswered.pop(message["forked"])
             if "pid" in message:
                 self._alive.add(message["pid"])
             if answer.done():

@@ -32,16 +32,16 @@ class StoresUnavailable(RuntimeError):
 
 
 class ControlSocket:
-    """Listens at `path`; `heard` gets the messages of processes."""
+    """Listens at `path`; `received` gets the messages of processes."""
 
-    def __init__(self, path: str, heard: Message) -> None:
+    def __init__(self, path: str, received: Message) -> None:
         self.path = path
-        self._heard = heard
+        self._received = received
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._closed: dict[int, asyncio.Event] = {}
         self._stores: asyncio.StreamWriter | None = None
-        self._asked: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._unanswered: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._there = asyncio.Event()
         self._listeners: list[socket.socket] = []  # of the newest stores; a new hosting process gets them, too
         self._next = 0
@@ -97,7 +97,7 @@ class ControlSocket:
                 assert self._stores is not None
                 self._next += 1
                 answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-                self._asked[self._next] = answer
+                self._unanswered[self._next] = answer
                 self._stores.write(json.dumps({**message, "id": self._next}).encode() + b"\n")
                 return await answer
         except (TimeoutError, ConnectionError) as e:
@@ -130,12 +130,12 @@ class ControlSocket:
                     for listener in self._listeners:
                         self._send(listener)
                 elif writer is self._stores:
-                    answer = self._asked.pop(message["id"], None)
+                    answer = self._unanswered.pop(message["id"], None)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
                     continue
                 if pid:
-                    self._heard(pid, message)
+                    self._received(pid, message)
         except ConnectionError:
             pass  # the process has ended
         except (ValueError, KeyError, TypeError) as e:

@@ -44,15 +44,15 @@ def environment(
     """The environment of local rank `slot`. Without a round, the session brings the process into one later. Until then
     it has the rank and the world that are to be expected, because scripts compute from these before the loop
     (`batch = 64 // WORLD_SIZE`): those of `last`, the agent's newest round, or of a job that has one size."""
-    found = dict(setting.inherited)
-    if "OMP_NUM_THREADS" not in found and setting.processes > 1:
-        found["OMP_NUM_THREADS"] = "1"
+    variables = dict(setting.inherited)
+    if "OMP_NUM_THREADS" not in variables and setting.processes > 1:
+        variables["OMP_NUM_THREADS"] = "1"
     for name in (env.ROUND, env.RENDEZVOUS, env.LAST_RANK):  # the agent may have inherited them
-        found.pop(name, None)
-    found |= of_round(slot, round_)
+        variables.pop(name, None)
+    variables |= of_round(slot, round_)
     if round_ is None:
-        found |= _expected(setting, slot, last)
-    found |= {
+        variables |= _expected(setting, slot, last)
+    variables |= {
         "LOCAL_RANK": str(slot),
         "LOCAL_WORLD_SIZE": str(setting.processes),
         "ROLE_NAME": setting.role,
@@ -66,28 +66,28 @@ def environment(
         env.CALLS_FILE: calls_file,
     }
     if last is not None:
-        found[env.LAST_RANK] = str(last.first_process + slot)
-    found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    for name, value in DEBUG.get(found.get(env.DEBUG, "").lower(), {}).items():
-        found.setdefault(name, value)
+        variables[env.LAST_RANK] = str(last.first_process + slot)
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    for name, value in DEBUG.get(variables.get(env.DEBUG, "").lower(), {}).items():
+        variables.setdefault(name, value)
     if setting.virtual_local_rank:
-        found["LOCAL_RANK"] = "0"
-        devices = found.get("CUDA_VISIBLE_DEVICES", "")
+        variables["LOCAL_RANK"] = "0"
+        devices = variables.get("CUDA_VISIBLE_DEVICES", "")
         shown = devices.split(",") if devices else [str(i) for i in range(setting.processes)]
-        found["CUDA_VISIBLE_DEVICES"] = shown[slot] if slot < len(shown) else ""
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = shown[slot] if slot < len(shown) else ""
+    return variables
 
 
 def _expected(setting: Setting, slot: int, last: Round | None) -> dict[str, str]:
     if last is not None:
-        return _place(last.first_process + slot, last.processes, last.rank, last.world_size)
+        return _rank_variables(last.first_process + slot, last.processes, last.rank, last.world_size)
     if setting.least == setting.most:
         rank = env.rank_if_all_are_there(setting.inherited, setting.processes, slot)
-        return _place(rank, setting.most, rank // setting.processes, setting.most // setting.processes)
+        return _rank_variables(rank, setting.most, rank // setting.processes, setting.most // setting.processes)
     return {}
 
 
-def _place(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, str]:
+def _rank_variables(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -101,16 +101,16 @@ def _place(rank: int, size: int, group_rank: int, group_size: int) -> dict[str, 
 def of_round(slot: int, round_: Round | None) -> dict[str, str]:
     """The variables that change with the round; a process that goes on in the next round sets them anew."""
     if round_ is None:
-        place, address, port, before = _place(0, 1, 0, 1), "127.0.0.1", 0, 0
+        ranks, address, port, before = _rank_variables(0, 1, 0, 1), "127.0.0.1", 0, 0
     else:
-        place = _place(round_.first_process + slot, round_.processes, round_.rank, round_.world_size)
+        ranks = _rank_variables(round_.first_process + slot, round_.processes, round_.rank, round_.world_size)
         address, port = round_.members[0].address, round_.members[0].store_port
         before = max(0, round_.number - 1)
-    found = place | {
+    variables = ranks | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(before),
     }
     if round_ is not None:
-        found |= {env.ROUND: str(round_.number), env.RENDEZVOUS: round_.rendezvous}
-    return found
+        variables |= {env.ROUND: str(round_.number), env.RENDEZVOUS: round_.rendezvous}
+    return variables

@@ -41,11 +41,11 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
     if code == exit_codes.NOT_RECOVERED:
         return Fault.OUTSIDE, f"exit code {code}: it lost its peers and could not go on from what it held"
     content = _read(error_file) or {}
-    said = _error(content)
-    why = f"exit code {code}" + (f": {said}" if said else "")
+    error = _error(content)
+    why = f"exit code {code}" + (f": {error}" if error else "")
     if code == 1 and _refused_early(content):
         return Fault.REFUSED, redact.ends(why, MAX_WHY)
-    return (Fault.PEER if _PEER.search(said) else Fault.PROGRAM), redact.ends(why, MAX_WHY)
+    return (Fault.PEER if _PEER.search(error) else Fault.PROGRAM), redact.ends(why, MAX_WHY)
 
 
 def _refused_early(content: Mapping[str, Any]) -> bool:
@@ -67,10 +67,10 @@ def _error(content: Mapping[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(MAX_ERROR_FILE))
+            content = json.loads(file.read(MAX_ERROR_FILE))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 class FirstError:

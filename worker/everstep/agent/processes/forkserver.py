@@ -41,11 +41,11 @@ FORKS_WELL = ("jemalloc_bg_thd",)
 
 def main(argv: list[str]) -> None:
     if len(argv) != 4 or not (argv[1].isdecimal() and argv[2].isdecimal()):
-        asked = argv[1:] in (["-h"], ["--help"])
-        (sys.stdout if asked else sys.stderr).write(
+        wanted = argv[1:] in (["-h"], ["--help"])
+        (sys.stdout if wanted else sys.stderr).write(
             "usage: forkserver FD PARENT MODULE,MODULE; everstep-run starts it\n"
         )
-        sys.exit(0 if asked else 2)
+        sys.exit(0 if wanted else 2)
     descriptor, parent, modules = int(argv[1]), int(argv[2]), [m for m in argv[3].split(",") if m]
     die_with(parent)
     for number in FOR_THE_AGENT:
@@ -203,11 +203,11 @@ def unfit_to_fork(root: str = "/proc/self") -> str | None:
 
 def _threads(root: str) -> list[str]:
     """The names of this process's threads, including the main one."""
-    found: list[str] = []
+    names: list[str] = []
     for number in os.listdir(f"{root}/task") if os.path.isdir(f"{root}/task") else ():
         with contextlib.suppress(OSError), open(f"{root}/task/{number}/comm") as file:  # the thread may have ended
-            found.append(file.read().strip())
-    return found
+            names.append(file.read().strip())
+    return names
 
 
 def die_with(parent: int) -> None:
@@ -229,8 +229,8 @@ def _import(module: str) -> None:
     """Import a module. For "module:name", also load the name, because some libraries import their slow parts then."""
     module, _, name = module.partition(":")
     try:
-        found = importlib.import_module(module)
-        if name and not hasattr(found, name):
+        imported = importlib.import_module(module)
+        if name and not hasattr(imported, name):
             importlib.import_module(f"{module}.{name}")
     except Exception as e:  # the program raises it again if it needs the module
         sys.stderr.write(f"everstep-run: EVERSTEP_PRELOAD {module}: {type(e).__name__}: {e}\n")

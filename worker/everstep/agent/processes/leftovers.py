@@ -41,7 +41,7 @@ class Leftovers:
     """The process groups of the fork server's children, from their start until they are empty."""
 
     def __init__(self) -> None:
-        self._places: dict[int, int | None] = {}  # of the children that run; None: it is no training process
+        self._slots: dict[int, int | None] = {}  # of the children that run; None: it is no training process
         self._kept: dict[int, int | None] = {}  # the same of those that ended with 0 and left something
         self._ending: dict[int, _Group] = {}
 
@@ -49,27 +49,27 @@ class Leftovers:
     def are_ending(self) -> bool:
         return bool(self._ending)
 
-    def started(self, pid: int, place: int | None) -> None:
+    def started(self, pid: int, slot: int | None) -> None:
         """The child leads a group from now on."""
-        self._places[pid] = place
+        self._slots[pid] = slot
 
     def ended(self, pid: int, code: int) -> bool:
         """Whether it was such a child. Call it just after the child was reaped.
 
         A group keeps its number while it has a process. The kernel gives the number of an empty one away only after
         all others, so it cannot be a stranger's yet."""
-        if pid not in self._places:
+        if pid not in self._slots:
             return False
-        place = self._places.pop(pid)
+        slot = self._slots.pop(pid)
         if code == 0 and _exists(pid):
-            self._kept[pid] = place
+            self._kept[pid] = slot
         elif code != 0:
             self._end(pid)
         return True
 
-    def must_end_before(self, place: int | None) -> bool:
+    def must_end_before(self, slot: int | None) -> bool:
         """Whether a process for that place has to wait. What an earlier one left in it is ended."""
-        for pid in [pid for pid, kept in self._kept.items() if kept == place]:
+        for pid in [pid for pid, kept in self._kept.items() if kept == slot]:
             del self._kept[pid]
             self._end(pid)
         return self.are_ending
@@ -90,10 +90,10 @@ class Leftovers:
 
     def end_all(self, reap: Callable[[], None]) -> None:
         """Kill the children that run, and end all that any child has left. `reap`: collect the children that ended."""
-        for pid in self._places:
+        for pid in self._slots:
             self._ending[pid] = _Group(signal.SIGKILL)
             _send(pid, signal.SIGKILL)
-        self._places.clear()
+        self._slots.clear()
         for pid in self._kept:
             if _exists(pid):
                 _say(pid, f"is ended with the job; {SET_FREE}")
@@ -133,12 +133,12 @@ def _say(group: int, what: str) -> None:
 
 def _members(group: int) -> list[str]:
     """The first of the group's processes, as pid and name."""
-    found: list[str] = []
+    members: list[str] = []
     for entry in sorted(os.listdir("/proc")) if os.path.isdir("/proc") else ():
-        if entry.isdecimal() and len(found) < MOST_NAMED:
+        if entry.isdecimal() and len(members) < MOST_NAMED:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
                 # The name may contain blanks and brackets. The fields begin after the last bracket.
                 before, _, fields = file.read().rpartition(")")
                 if int(fields.split()[2]) == group:
-                    found.append(f"pid {entry}: {before.partition('(')[2]}")
-    return found
+                    members.append(f"pid {entry}: {before.partition('(')[2]}")
+    return members

@@ -75,8 +75,8 @@ def main(command: Mapping[str, Any]) -> None:
             termination.write_error(e)
             refusal_output.show(refused, "the script has caught it, and called sys.exit()")
             raise SystemExit(1) from e
-        if type(e) is SystemExit and e.code not in (None, 0) and (said := _said(e)):
-            termination.write(said, e.code if isinstance(e.code, int) else 1, [])
+        if type(e) is SystemExit and e.code not in (None, 0) and (message := _message(e)):
+            termination.write(message, e.code if isinstance(e.code, int) else 1, [])
         raise
 
 
@@ -130,7 +130,7 @@ def _execute(target: str, arguments: list[str]) -> NoReturn:
         cannot_start(f"can't run {target!r}: {e.strerror}", code)
 
 
-def _said(end: SystemExit) -> str:
+def _message(end: SystemExit) -> str:
     """The message of a program that ends without an error: `sys.exit("words")`, or argparse with a wrong argument."""
     if not isinstance(end.code, int):
         return str(end.code)

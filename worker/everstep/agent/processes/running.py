@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.agent.decide.stall import Found, ProcessState, Watch
+from everstep.agent.decide.stall import Finding, ProcessState, Watch
 from everstep.agent.processes.output import Files
 
 
 @dataclass(slots=True)
 class Running:
     """`speaks`: it hears of rounds, and recovers. `listens`: it hears requests alone. `joined`: it has trained in a
-    round. `ended`: its run is complete, or the interpreter ends in order. `said`: its answer to the last question where
-    it is. `stall`: the last finding, and its time."""
+    round. `ended`: its run is complete, or the interpreter ends in order. `answer`: its answer when it was last
+    asked where it is. `stall`: the last finding, and its time."""
 
     slot: int
     rank: int
@@ -24,8 +24,8 @@ class Running:
     listens: bool = False
     joined: bool = False
     ended: bool = False
-    said: ProcessState | None = None
-    stall: tuple[Found, float] = field(default=(Found.GOES_ON, 0.0))
+    answer: ProcessState | None = None
+    stall: tuple[Finding, float] = field(default=(Finding.GOES_ON, 0.0))
 
 
 class Settling:
@@ -33,16 +33,16 @@ class Settling:
 
     def __init__(self) -> None:
         self._round = 0
-        self._told: dict[int, tuple[float, float]] = {}  # by slot
+        self._reports: dict[int, tuple[float, float]] = {}  # by slot
 
     def joined(self, slot: int, message: Mapping[str, Any], processes: int) -> str | None:
         """The line, once the last of them trains in the round; the slowest counts. Raises KeyError, ValueError."""
         number, step = int(message["round"]), int(message["step"])
         if number != self._round:
-            self._round, self._told = number, {}
-        self._told[slot] = float(message.get("formed", 0.0)), float(message.get("settled", 0.0))
-        if len(self._told) < processes:
+            self._round, self._reports = number, {}
+        self._reports[slot] = float(message.get("formed", 0.0)), float(message.get("settled", 0.0))
+        if len(self._reports) < processes:
             return None
-        formed, settled = (max(times) * 1e3 for times in zip(*self._told.values(), strict=True))
+        formed, synced = (max(times) * 1e3 for times in zip(*self._reports.values(), strict=True))
         how = f", {message['how']}" if message.get("how") else ""
-        return f"round {number}: step {step}, formed in {formed:.0f} ms, in sync in {settled:.0f} ms{how}"
+        return f"round {number}: step {step}, formed in {formed:.0f} ms, in sync in {synced:.0f} ms{how}"

@@ -90,10 +90,10 @@ def tail(path: Path, since: int = 0) -> str:
         return ""
 
 
-def place(text: str, script: str) -> str:
-    """The process's place in the script: ` at train.py:31 in forward`; empty if it is not in the script."""
-    found = re.search(rf'File "([^"]*{re.escape(Path(script).name)})", line (\d+) in (\S+)', text)
-    return f" at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
+def script_line(text: str, script: str) -> str:
+    """Where the process is in the script: ` at train.py:31 in forward`; empty if it is not in the script."""
+    frame = re.search(rf'File "([^"]*{re.escape(Path(script).name)})", line (\d+) in (\S+)', text)
+    return f" at {Path(frame[1]).name}:{frame[2]} in {frame[3]}" if frame else ""
 
 
 def keep(folder: Path, name: str, text: str) -> Path | None:

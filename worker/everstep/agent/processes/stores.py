@@ -81,12 +81,12 @@ def _devices() -> dict[str, int]:
 def _cpus(mode: str, processes: int) -> dict[str, Any]:
     """The CPUs to which torchrun would bind each local rank. It asks the GPUs, so the fork server may not do it."""
     try:
-        found = launcher.bound_cpus(mode, processes)
+        bound = launcher.bound_cpus(mode, processes)
     except (RuntimeError, AssertionError, OSError, ValueError) as e:
         return {"error": f"{type(e).__name__}: {e}".split("\n", 1)[0]}
-    if not all(found):
+    if not all(bound):
         return {"error": "there is no CPU beside the GPU that this container may use"}
-    return {"cpus": [sorted(cpus) for cpus in found]}
+    return {"cpus": [sorted(cpus) for cpus in bound]}
 
 
 def _host(listener: int) -> Any:
