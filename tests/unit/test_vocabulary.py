@@ -130,15 +130,8 @@ VAGUE = frozenset(
         "worth",
     ]
 )
-FOLDERS = [
-    "operator",
-    "local",
-    "worker/everstep/membership",
-    "worker/everstep/agent",
-    "worker/everstep/contract",
-    "worker/everstep/storage",
-    "worker/everstep/cli",
-]
+FINISHED = ["agent", "cli", "contract", "membership", "storage"]
+FOLDERS = ["operator", "local", *(f"worker/everstep/{package}" for package in FINISHED)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -47,30 +47,30 @@ def ask(where: Where, verb: str, seconds: float, command: list[str], **arguments
     """The answers, by rank; an agent that does not answer gives one with `error`. `command`: this request as the
     program's arguments, for the container of a pod. Raises `NoAgent`."""
     if where.namespace is not None or where.context is not None:
-        found = _ask_pods(where, seconds, command)
+        answers = _ask_pods(where, seconds, command)
     else:
-        found = _ask_here(where.job, verb, seconds, arguments)
-    return sorted(found, key=lambda answer: (answer.get("rank", 2**31), answer.get("pod", "")))
+        answers = _ask_here(where.job, verb, seconds, arguments)
+    return sorted(answers, key=lambda answer: (answer.get("rank", 2**31), answer.get("pod", "")))
 
 
 def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, Any]) -> list[Answer]:
-    said = {"verb": verb, "job": job, "seconds": seconds, "names": True, **arguments}
-    request = json.dumps(said).encode() + b"\n"
+    question = {"verb": verb, "job": job, "seconds": seconds, "names": True, **arguments}
+    request = json.dumps(question).encode() + b"\n"
     try:
         addresses = agent_requests.addresses(job)
     except OSError as e:
         raise NoAgent(f"the agents of this machine cannot be found: {e}") from e
     with ThreadPoolExecutor(AT_ONCE) as pool:
         given = pool.map(lambda address: list(_from(address, request, seconds)), addresses)
-        found = [answer for answers in given for answer in answers]
-    if not found:
+        collected = [answer for answers in given for answer in answers]
+    if not collected:
         of = f"no agent of a job {job!r}" if job is not None else "no agent"
         raise NoAgent(
             f"{of} runs on this machine, and no process of it that answers itself. For a job on a cluster: --namespace "
             "NAME. Agents are those of everstep-run. Under another launcher a process answers from the time at which "
             "it begins to train, by everstep.start or an adapter"
         )
-    return found
+    return collected
 
 
 def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
@@ -85,12 +85,12 @@ def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
             connection.sendall(request)
             with connection.makefile("rb") as lines:
                 while line := lines.readline(agent_requests.MAX_ANSWER):
-                    found = json.loads(line)
-                    if "answers" in found:
-                        expected = {one["pid"]: one for one in found["answers"]}
+                    answer = json.loads(line)
+                    if "answers" in answer:
+                        expected = {process["pid"]: process for process in answer["answers"]}
                         continue
-                    last = expected.pop(found.get("pid"), None) is not None and not expected
-                    yield found
+                    last = expected.pop(answer.get("pid"), None) is not None and not expected
+                    yield answer
                     if last:
                         break
     except ConnectionRefusedError:
@@ -101,8 +101,8 @@ def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
     except (OSError, ValueError) as e:
         yield {"error": f"the agent at {address[1:]} does not answer: {e}"}
         return
-    for one in expected.values():
-        yield {**one, "error": "this process, or its agent, ended before it answered"}
+    for unanswered in expected.values():
+        yield {**unanswered, "error": "this process, or its agent, ended before it answered"}
 
 
 def _ask_pods(where: Where, seconds: float, command: list[str]) -> list[Answer]:
@@ -118,19 +118,19 @@ def _ask_pods(where: Where, seconds: float, command: list[str]) -> list[Answer]:
     if not pods:
         raise NoAgent(f"job {where.job!r} has no running pod in namespace {where.namespace or 'of the context'}")
 
-    def one(pod: str) -> list[Answer]:
+    def ask_pod(pod: str) -> list[Answer]:
         inside = ["exec", pod, "-c", labels.WORKER_CONTAINER, "--", "everstep", *command, "--output", "jsonl"]
         done = _run([*kubectl, *inside], seconds + KUBECTL_SECONDS)
         answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode or not answers:
-            said = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
-            answers.append({"pod": pod, "error": f"kubectl exec {pod}: {said}"})
+            problem = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+            answers.append({"pod": pod, "error": f"kubectl exec {pod}: {problem}"})
         return answers
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = [answer for answers in pool.map(one, pods) for answer in answers]
+        collected = [answer for answers in pool.map(ask_pod, pods) for answer in answers]
     # Pods with hostNetwork on one node see each other's agents.
-    return list({(a.get("pod"), a.get("rank"), a.get("error")): a for a in found}.values())
+    return list({(a.get("pod"), a.get("rank"), a.get("error")): a for a in collected}.values())
 
 
 def _run(argv: list[str], seconds: float) -> subprocess.CompletedProcess[str]:

@@ -51,15 +51,15 @@ ckpt_convert.add_to(app)
 def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> None:
     """The commits that have their data, newest first. Looks at names and sizes, not at the bytes: see `verify`."""
     with catalog_of(url, storage_option) as (catalog, _):
-        found = _there(catalog, url).list()
+        commits = _there(catalog, url).list()
     if as_json:
-        say(json.dumps([asdict(f) for f in found], indent=2))
+        say(json.dumps([asdict(f) for f in commits], indent=2))
         return
-    if not found:
+    if not commits:
         say(f"no commits below {redact.text(url)}")
         return
     table = _table(("STEP", "RECORD", "SIZE", "WORLD"), ("COMMITTED", "STATE"))
-    for f in found:
+    for f in commits:
         state, style = _state(f)
         table.add_row(str(f.step), str(f.n), _size(f.bytes), str(f.world_size), cell(f.at), cell(state, style))
     _console().print(table)
@@ -75,27 +75,27 @@ def show(
     with catalog_of(url, storage_option) as (catalog, store):
         from everstep.checkpoint.retention.late_metrics import all_metrics  # noqa: PLC0415
 
-        found = catalog.find(step, record, tag)
-        metrics = all_metrics(store, found)
+        commit = catalog.find(step, record, tag)
+        metrics = all_metrics(store, commit)
     if as_json:
-        say(json.dumps({**_described(found), "metrics": metrics}, indent=2))
+        say(json.dumps({**_described(commit), "metrics": metrics}, indent=2))
         return
     console = _console()
     console.print(
-        f"step {found.step}  record {found.n}  committed {found.at}  world {found.world_size}  round {found.round}  "
-        f"save {found.save_id}"
+        f"step {commit.step}  record {commit.n}  committed {commit.at}  world {commit.world_size}  "
+        f"round {commit.round}  save {commit.save_id}"
     )
     keys = _table(("TENSORS", "SIZE"), ("KEY", "KIND"))
-    for key, kind, count, size in _keys(found):
+    for key, kind, count, size in _keys(commit):
         keys.add_row(str(count), _size(size), cell(key), cell(kind))
     console.print(keys)
     shards = _table(("SIZE",), ("SHARD",))
-    for shard in found.shards:
+    for shard in commit.shards:
         shards.add_row(_size(shard.bytes), cell(shard.path))
     console.print(shards)
     if tensors:
         rows = _table(("SIZE", "PIECES"), ("TENSOR", "TYPE", "SHAPE"))
-        for e in found.entries:
+        for e in commit.entries:
             size = sum(p.end - p.begin for p in e.pieces)
             rows.add_row(_size(size), str(len(e.pieces)), cell(e.name), e.dtype, cell(str(list(e.shape))))
         console.print(rows)
@@ -131,16 +131,16 @@ def verify(
 def pin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
     """Keep a commit, whatever a job's `keep` says, until `unpin`."""
     with catalog_of(url, storage_option) as (catalog, _):
-        found = catalog.pin(step, record)
-    say(f"step {found.step} (record {found.n}) is pinned")
+        commit = catalog.pin(step, record)
+    say(f"step {commit.step} (record {commit.n}) is pinned")
 
 
 @app.command("unpin")
 def unpin(url: Url, step: Step = None, record: Record = None, storage_option: Options = None) -> None:
     """Take back a pin, or what a run's rules keep it by; the next clean-up deletes the commit if it is old enough."""
     with catalog_of(url, storage_option) as (catalog, _):
-        found = catalog.unpin(step, record)
-    say(f"step {found.step} (record {found.n}) is not pinned")
+        commit = catalog.unpin(step, record)
+    say(f"step {commit.step} (record {commit.n}) is not pinned")
 
 
 @app.command("tag")
@@ -151,8 +151,8 @@ def tag(
 ) -> None:  # fmt: skip
     """Call a commit by a name, and keep it until `untag`. The commit that had the name before loses it."""
     with catalog_of(url, storage_option) as (catalog, _):
-        found = catalog.tag(name, step, record)
-    say(f"step {found.step} (record {found.n}) is tagged {name}")
+        commit = catalog.tag(name, step, record)
+    say(f"step {commit.step} (record {commit.n}) is tagged {name}")
 
 
 @app.command("untag")
@@ -176,9 +176,9 @@ def restore(
         from everstep.checkpoint.convert.copying import copy  # noqa: PLC0415
         from everstep.checkpoint.log.commitlog import now  # noqa: PLC0415
 
-        found = catalog.find(step, record, tag)
+        commit = catalog.find(step, record, tag)
         target = open_for(dest, storage_option, to_write=True)
-        copied = copy(store, found, target, uuid.uuid4().hex, now())
+        copied = copy(store, commit, target, uuid.uuid4().hex, now())
     size = _size(sum(s.bytes for s in copied.shards))
     say(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
 

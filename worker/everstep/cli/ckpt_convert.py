@@ -86,9 +86,9 @@ def export(
 
         if form not in FORMATS:
             fail(f"--format {form}: one of {', '.join(FORMATS)} is expected", USAGE)
-        found = catalog.find(step, record, tag)
-        names = export_as(store, found, dest, form, key)
-    say(f"step {found.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
+        commit = catalog.find(step, record, tag)
+        names = export_as(store, commit, dest, form, key)
+    say(f"step {commit.step}: {', '.join(names)} in {dest if dest.is_dir() else dest.parent}")
 
 
 def diff(
@@ -107,24 +107,24 @@ def diff(
         from everstep.checkpoint.convert.source_files import is_source, open_source  # noqa: PLC0415
         from everstep.checkpoint.retention.catalog import Catalog  # noqa: PLC0415
 
-        one = differences.of_commit(store, catalog.find(step, record, tag))
+        first = differences.of_commit(store, catalog.find(step, record, tag))
         if other is not None and is_source(Path(other)):
             if to_step is not None or to_record is not None or to_tag is not None:
                 fail(f"{other}: holds no commits; leave out --to-step, --to-record and --to-tag", USAGE)
-            two = open_source(Path(other), key)
+            counterpart = open_source(Path(other), key)
         else:
             second = store if other is None else open_for(other, storage_option)
-            two = differences.of_commit(second, Catalog(second).find(to_step, to_record, to_tag))
-        found = []
-        for difference in differences.differences(one, two):
-            found.append(difference)
+            counterpart = differences.of_commit(second, Catalog(second).find(to_step, to_record, to_tag))
+        listed = []
+        for difference in differences.differences(first, counterpart):
+            listed.append(difference)
             if not as_json:
                 say(f"{difference.kind:8} {difference.name}  {difference.text}")
     if as_json:
-        say(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in found], indent=2))
-    elif not found:
-        say(f"the same: {one.what} and {two.what}")
-    if found:
+        say(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in listed], indent=2))
+    elif not listed:
+        say(f"the same: {first.what} and {counterpart.what}")
+    if listed:
         raise typer.Exit(DAMAGED)
 
 

@@ -28,12 +28,12 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="Print the report 
         "python": platform.python_version(),
         "libraries": [
             {
-                "name": one,
-                "version": None if one in absent else names.version_of(one),
-                "tested": TESTED[one],
-                "names": sum(len(row.names.split()) for row in TABLE if row.library == one),
+                "name": library,
+                "version": None if library in absent else names.version_of(library),
+                "tested": TESTED[library],
+                "names": sum(len(row.names.split()) for row in TABLE if row.library == library),
             }
-            for one in TESTED
+            for library in TESTED
         ],
         "missing": [
             {"name": name, "library": row.library, "for": row.why, "since": row.since, "instead": row.instead}
@@ -53,12 +53,12 @@ def _show(report: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("LIBRARY", "INSTALLED", "TESTED WITH", "PRIVATE NAMES"):
         table.add_column(column)
-    for one in report["libraries"]:
-        lacking = sum(each["library"] == one["name"] for each in report["missing"])
-        there = f"{lacking} of {one['names']} missing" if lacking else f"all {one['names']}"
+    for row in report["libraries"]:
+        lacking = sum(each["library"] == row["name"] for each in report["missing"])
+        there = f"{lacking} of {row['names']} missing" if lacking else f"all {row['names']}"
         table.add_row(
-            cell(one["name"]), cell(one["version"] or "no"), cell(one["tested"]),
-            cell("–" if one["version"] is None else there, "red" if lacking else ""),
+            cell(row["name"]), cell(row["version"] or "no"), cell(row["tested"]),
+            cell("–" if row["version"] is None else there, "red" if lacking else ""),
         )  # fmt: skip
     SafeConsole().print(table)
     for each in report["missing"]:

@@ -29,11 +29,11 @@ def safe(text: str) -> str:
 
 def safe_line(text: str) -> str:
     """A line of a program's output: its colours stay, all else is as in `safe`."""
-    found, at = [], 0
+    parts, at = [], 0
     for match in _COLOUR.finditer(text):
-        found += [safe(text[at : match.start()]), match[0]]
+        parts += [safe(text[at : match.start()]), match[0]]
         at = match.end()
-    return "".join([*found, safe(text[at:])])
+    return "".join([*parts, safe(text[at:])])
 
 
 def say(text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:

@@ -34,22 +34,22 @@ def profile(
     where = where_of(job, namespace, context, output)
     name = id_ or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     command = ["profile", *([job] if job else []), "--steps", str(steps), "--seconds", str(seconds), "--id", name]
-    found = ask(where, PROFILE, seconds, command, steps=steps, id=name)
+    answers = ask(where, PROFILE, seconds, command, steps=steps, id=name)
     if output == "jsonl":
-        for answer in found:
+        for answer in answers:
             say(json.dumps(answer))
     else:
-        _show(found)
-    if any("error" in answer for answer in found):
+        _show(answers)
+    if any("error" in answer for answer in answers):
         raise typer.Exit(1)
 
 
-def _show(found: list[Answer]) -> None:
+def _show(answers: list[Answer]) -> None:
     console = SafeConsole()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("RANK", "STEPS", "A STEP", "COMMUNICATION", "OVERLAPPED", "EXPOSED", "INPUT STALL"):
         table.add_column(column, justify="right")
-    whole = [answer for answer in found if "error" not in answer]
+    whole = [answer for answer in answers if "error" not in answer]
     for a in whole:
         steps = f"{a['first']}–{a['last']}"
         figures = (a["communication"], a["overlap"], a["exposed"], a["input"])
@@ -63,7 +63,7 @@ def _show(found: list[Answer]) -> None:
             lines.append(f"the world changed in {left_out} of the steps: the table leaves them out, the trace has them")
         for line in lines:
             console.print(f"{_of(answer)}: {line}", highlight=False, markup=False, soft_wrap=True)
-    for answer in found:
+    for answer in answers:
         if "error" in answer:
             console.print(f"{head(answer)}: {answer['error']}", highlight=False, markup=False, soft_wrap=True)
 

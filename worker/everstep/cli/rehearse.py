@@ -30,7 +30,7 @@ from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scena
 from everstep.rehearse.play import Played, Player
 from everstep.rehearse.record import MOST_BYTES
 
-FOUND, USAGE = 1, 2  # exit codes
+SOMETHING_FOUND, USAGE = 1, 2  # exit codes
 EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
 
 
@@ -79,20 +79,20 @@ def rehearse(
         runs: list[Played] = []
         with _shown_if_interrupted(script, runs, began):
             _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills), runs)
-        found = compare.find(runs)
-        kept = keep or any(f.certain for f in found)
+        findings = compare.find(runs)
+        kept = keep or any(f.certain for f in findings)
         proves = not kills and set(kinds) >= stamps.PROVEN
-        differs = any(f.kind is not Kind.WRITTEN for f in found)
-        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, found=differs)
+        differs = any(f.kind is not Kind.WRITTEN for f in findings)
+        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, differs=differs)
         seconds = time.monotonic() - began
-        report = _report(script, arguments or [], ranks, steps, runs, found, seconds)
+        report = _report(script, arguments or [], ranks, steps, runs, findings, seconds)
         report |= {"stamp": left, "from": beginning.step if beginning is not None else None}
         if json_ is not None:
             json_.write_text(json.dumps(report, indent=1) + "\n")
         if html is not None:
-            note, results = compare.left_out(runs), _results(runs, found)
-            html.write_text(page(" ".join([str(script), *(arguments or [])]), runs, found, seconds, results, note))
-        _show(script, runs, found, seconds)
+            note, results = compare.left_out(runs), _results(runs, findings)
+            html.write_text(page(" ".join([str(script), *(arguments or [])]), runs, findings, seconds, results, note))
+        _show(script, runs, findings, seconds)
         if left is not None:
             say(f"stamp: {left}")
         if kept:
@@ -105,8 +105,8 @@ def rehearse(
             shutil.rmtree(folder, ignore_errors=True)
     if problem:
         say_error(f"everstep: {problem}")
-    if any(f.certain for f in found) or (strict and found):
-        raise typer.Exit(FOUND)
+    if any(f.certain for f in findings) or (strict and findings):
+        raise typer.Exit(SOMETHING_FOUND)
     if problem and stamp is not None:
         raise typer.Exit(USAGE)
 
@@ -117,7 +117,7 @@ def _plan(
     """The kinds of losses, and kills of the user's own. `reports`: files to write, by option. Ends the command if it
     cannot be rehearsed so."""
     try:
-        kills = () if at == "auto" else tuple(Kill.parse(one) for one in at.split(","))
+        kills = () if at == "auto" else tuple(Kill.parse(text) for text in at.split(","))
         kinds = tuple(filter(None, kill.split(",")))
         check(ranks, steps, kinds, kills)
         stamps.check(stamp, () if kills else kinds)
@@ -142,12 +142,12 @@ def _shown_if_interrupted(script: Path, runs: list[Played], began: float) -> Ite
 
 
 def _stamp(
-    place: str | None, script: Path, folder: Path, ranks: int, steps: int, *, proves: bool, found: bool
+    path: str | None, script: Path, folder: Path, ranks: int, steps: int, *, proves: bool, differs: bool
 ) -> tuple[str | None, str]:
     """Where the stamp of this rehearsal lies, if it leaves one; and why it could not."""
     try:
-        if found:
-            stamps.withdraw(place, script)
+        if differs:
+            stamps.withdraw(path, script)
             return None, ""
         if not proves:
             return None, ""
@@ -155,7 +155,7 @@ def _stamp(
         if program is None:
             return None, "no stamp: a file of the script was changed meanwhile, or none of its processes ended in order"
         at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        return stamps.write(place, script, Stamp(program, ranks, steps, at)), ""
+        return stamps.write(path, script, Stamp(program, ranks, steps, at)), ""
     except PlanError as e:
         return None, str(e)
 
@@ -197,40 +197,40 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
                 raise
 
 
-def _show(script: Path, runs: list[Played], found: list[Finding], seconds: float, end: str = "") -> None:
+def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: float, end: str = "") -> None:
     console = SafeConsole()
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("RUN", "STEPS", "KILLED", "SECONDS", "RESULT"):
         table.add_column(column, justify="left" if column in ("RUN", "RESULT") else "right")
-    for run, result in zip(runs, _results(runs, found), strict=True):
-        mine = [f for f in found if run.scenario.title in f.scenarios]
+    for run, result in zip(runs, _results(runs, findings), strict=True):
+        mine = [f for f in findings if run.scenario.title in f.scenarios]
         certain = [f for f in mine if f.certain]
         table.add_row(
             cell(run.scenario.title), str(run.last), str(run.killed), f"{run.seconds:.1f}",
             cell(result, "red" if certain else "yellow" if mine else "green"),
         )  # fmt: skip
     console.print(table)
-    for finding in found:
+    for finding in findings:
         what = "FOUND" if finding.certain else "WARNING"
         runs_of = "; ".join(finding.scenarios)
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
     if left_out := compare.left_out(runs):
         say(f"\nnot compared, because tensors of {MOST_BYTES >> 20} MiB in all are: {left_out}")
-    certain_count = sum(f.certain for f in found)
+    certain_count = sum(f.certain for f in findings)
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""
         say(f"\ncarried by the loop and not tracked{harmless}: {carried}")
     if not end and len(runs) == 1:
         end = "no other run was made, because the calm one came to nothing"
-    counts = f"{certain_count} found, {len(found) - certain_count} warnings, in {seconds:.0f} s"
+    counts = f"{certain_count} found, {len(findings) - certain_count} warnings, in {seconds:.0f} s"
     say(f"\n{script}: {counts}{'; ' if end else ''}{end}")
 
 
-def _results(runs: list[Played], found: list[Finding]) -> list[str]:
+def _results(runs: list[Played], findings: list[Finding]) -> list[str]:
     """For each run what came of it, in a few words."""
     results = []
     for run in runs:
-        mine = [f for f in found if run.scenario.title in f.scenarios]
+        mine = [f for f in findings if run.scenario.title in f.scenarios]
         if any(f.certain for f in mine):
             results.append("failed" if run is runs[0] else "differs")
         elif run is runs[0]:
@@ -242,7 +242,13 @@ def _results(runs: list[Played], found: list[Finding]) -> list[str]:
 
 
 def _report(
-    script: Path, arguments: list[str], ranks: int, steps: int, runs: list[Played], found: list[Finding], seconds: float
+    script: Path,
+    arguments: list[str],
+    ranks: int,
+    steps: int,
+    runs: list[Played],
+    findings: list[Finding],
+    seconds: float,
 ) -> dict[str, Any]:
     return {
         "script": str(script),
@@ -256,7 +262,7 @@ def _report(
             {
                 "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,
                 "code": run.code, "hung": run.hung, "seconds": round(run.seconds, 1),
-                "files": {name: one.size for name, one in run.files.items()},
+                "files": {name: file.size for name, file in run.files.items()},
             }
             for run in runs
         ],
@@ -265,6 +271,6 @@ def _report(
                 "kind": f.kind, "certain": f.certain, "runs": list(f.scenarios), "step": f.step, "names": list(f.names),
                 "text": f.text,
             }
-            for f in found
+            for f in findings
         ],
     }  # fmt: skip

@@ -19,17 +19,17 @@ def stacks(job: Job = None, namespace: Namespace = None, context: Context = None
     Nothing is stopped. A process that does not answer, because it holds the interpreter's lock, is read by a signal.
     """
     where = where_of(job, namespace, context, output)
-    found = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
+    answers = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
     if output == "jsonl":
-        for answer in found:
+        for answer in answers:
             say(json.dumps(answer))
     else:
-        for answer in found:
+        for answer in answers:
             say(f"{head(answer)}: {_is(answer)}")
-        for answer in found:
+        for answer in answers:
             if answer.get("stacks"):
                 say(f"\n--- {head(answer)}\n{answer['stacks'].rstrip()}")
-    if any("error" in answer for answer in found):
+    if any("error" in answer for answer in answers):
         raise typer.Exit(1)
 
 

@@ -174,13 +174,13 @@ def rows(calls: Sequence[Call]) -> list[list[Any] | None]:
     return [row(call) for call in calls]
 
 
-def read_row(found: object) -> Call | None:
+def read_row(row: object) -> Call | None:
     """As it came. Raises ValueError."""
-    return None if found is None else read_rows([found])[0]
+    return None if row is None else read_rows([row])[0]
 
 
-def read_rows(found: object) -> tuple[Call, ...]:
+def read_rows(rows: object) -> tuple[Call, ...]:
     """As they came. Raises ValueError."""
-    if not isinstance(found, list) or len(found) > KEPT:
+    if not isinstance(rows, list) or len(rows) > KEPT:
         raise ValueError(f"a list of at most {KEPT} calls is expected")
-    return tuple(Call(int(number), str(what)[:MAX_WHAT]) for number, what in found)
+    return tuple(Call(int(number), str(what)[:MAX_WHAT]) for number, what in rows)

@@ -87,21 +87,21 @@ def number(
     if not text:
         return None
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not low <= found <= high or (whole and not found.is_integer()):
+        value = math.nan
+    if not low <= value <= high or (whole and not value.is_integer()):
         form = "a whole number" if whole else "a number"
         raise BadVariable(f"{name}={text[:60]!r}: {form} from {low:.15g} to {high:.15g} is expected")
-    return found
+    return value
 
 
 def whole_number(
     environ: Mapping[str, str], name: str, default: int, *, low: int = 0, high: int = 10**15
 ) -> int:  # as many as a float tells apart
     """The variable's whole number, or the default if it is not set or empty. Raises `BadVariable`."""
-    found = number(environ, name, low=low, high=high, whole=True)
-    return default if found is None else int(found)
+    value = number(environ, name, low=low, high=high, whole=True)
+    return default if value is None else int(value)
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:

@@ -27,12 +27,12 @@ def write(error: BaseException) -> None:
     if Path(path).exists():
         if refused is not None:
             written = json.loads(Path(path).read_text())
-            message, said = written["message"], refusal.sentence(refused)
-            message["message"] = said
+            message, sentence = written["message"], refusal.sentence(refused)
+            message["message"] = sentence
             message["extraInfo"]["refusedAfter"] = steps
             # torchrun's last lines are the call stack, which may end with an error that the refusal led to.
-            if not message["extraInfo"]["py_callstack"].rstrip().endswith(said):
-                message["extraInfo"]["py_callstack"] += f"\n{said}"
+            if not message["extraInfo"]["py_callstack"].rstrip().endswith(sentence):
+                message["extraInfo"]["py_callstack"] += f"\n{sentence}"
             Path(path).write_text(json.dumps(written))
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -71,11 +71,11 @@ def agent_name(value: object, name: str) -> str:
 def each(rows: object, name: str, limit: int, read: Callable[[object, str], T]) -> Generator[None, None, tuple[T, ...]]:
     if not isinstance(rows, list) or len(rows) > limit:
         raise DocumentInvalid(f"{name}: a list of at most {limit} is expected")
-    found: list[T] = []
+    fields: list[T] = []
     for at in range(0, len(rows), PIECE):
-        found += [read(row, name) for row in rows[at : at + PIECE]]
+        fields += [read(row, name) for row in rows[at : at + PIECE]]
         yield
-    return tuple(found)
+    return tuple(fields)
 
 
 def whole(steps: Generator[None, None, T]) -> T:

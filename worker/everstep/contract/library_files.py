@@ -24,10 +24,10 @@ def is_library(file: str) -> bool:
 
 def frames_of_the_script(trace: TracebackType | None) -> list[tuple[str, int, str]]:
     """File, line and function of each frame that is neither a library's nor ours, the innermost one last."""
-    found = []
+    frames = []
     while trace is not None:
         code = trace.tb_frame.f_code
         if not (code.co_filename.startswith(_OURS) or is_library(code.co_filename)):
-            found.append((code.co_filename, trace.tb_lineno, code.co_name))
+            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return found
+    return frames

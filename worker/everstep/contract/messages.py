@@ -28,12 +28,12 @@ MAX_WORDS = 300  # characters
 def words(body: bytes) -> str | None:
     """The operator's reason: a JSON object with `reason` and nothing else. None: another wrote this."""
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or list(found) != ["reason"] or not isinstance(found["reason"], str):
+    if not isinstance(content, dict) or list(content) != ["reason"] or not isinstance(content["reason"], str):
         return None
-    return found["reason"][:MAX_WORDS]
+    return content["reason"][:MAX_WORDS]
 
 
 def is_refusal(status: int, body: bytes) -> bool:

@@ -42,15 +42,15 @@ def write(path: Path, data: bytes) -> None:
 
     Its folder is not judged: see `folder`. Raises OSError.
     """
-    held = os.open(path.parent, FOLDER_FLAGS)
+    directory = os.open(path.parent, FOLDER_FLAGS)
     try:
         temporary = f".{path.name[:100]}.{secrets.token_hex(8)}"
-        with open(os.open(temporary, NEW_FILE_FLAGS, 0o600, dir_fd=held), "wb") as file:
+        with open(os.open(temporary, NEW_FILE_FLAGS, 0o600, dir_fd=directory), "wb") as file:
             file.write(data)
         try:
-            os.replace(temporary, path.name, src_dir_fd=held, dst_dir_fd=held)
+            os.replace(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError:
-            os.unlink(temporary, dir_fd=held)
+            os.unlink(temporary, dir_fd=directory)
             raise
     finally:
-        os.close(held)
+        os.close(directory)

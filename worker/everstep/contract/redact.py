@@ -163,8 +163,8 @@ def _run(match: re.Match[str]) -> str:
     run = match[0]
     at = run.find("eyJ")
     while at >= 0:
-        found = _JWT.match(run, at)
-        if found is not None:
+        token = _JWT.match(run, at)
+        if token is not None:
             return _dense(run[:at]) + HIDDEN
         # No other start in this part can be followed by its dots if this one is not.
         dot = run.find(".", at)
@@ -173,8 +173,8 @@ def _run(match: re.Match[str]) -> str:
 
 
 def _dense(run: str) -> str:
-    run = _DENSE.sub(lambda found: HIDDEN if _random(found[0]) else found[0], run)
-    return _DENSE_URL.sub(lambda found: HIDDEN if _random(found[0]) else found[0], run)
+    run = _DENSE.sub(lambda match: HIDDEN if _random(match[0]) else match[0], run)
+    return _DENSE_URL.sub(lambda match: HIDDEN if _random(match[0]) else match[0], run)
 
 
 def _random(run: str) -> bool:

@@ -63,20 +63,20 @@ class Refusal(Exception):
 
 def find(error: BaseException) -> BaseException | None:
     """The refusal that this error is, or that led to it; None if there is none, or if a restart may help."""
-    found = [error]
-    for one in found:
-        if len(found) > MAX_ERRORS:
+    errors = [error]
+    for raised in errors:
+        if len(errors) > MAX_ERRORS:
             return None
-        if hasattr(one, _STEPS):
-            if _steps(one) is not None and not _may_heal(one):
-                return one
+        if hasattr(raised, _STEPS):
+            if _steps(raised) is not None and not _may_heal(raised):
+                return raised
             continue
-        if not isinstance(one, Refusal) and _is_told_of(one):
-            return one
+        if not isinstance(raised, Refusal) and _is_told_of(raised):
+            return raised
         # What was raised while a refusal was handled: a full disk or a lost connection is no refusal for that.
-        beside = None if one.__cause__ is None and _is_own(one) else one.__context__
-        led = [one.__cause__, beside, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
-        found += [e for e in led if e is not None and not any(e is known for known in found)]
+        beside = None if raised.__cause__ is None and _is_own(raised) else raised.__context__
+        led = [raised.__cause__, beside, *(raised.exceptions if isinstance(raised, BaseExceptionGroup) else ())]
+        errors += [e for e in led if e is not None and not any(e is known for known in errors)]
     return None
 
 
@@ -109,12 +109,12 @@ def _may_heal(refused: BaseException) -> bool:
     """Whether the refusal was raised from an error that a restart may heal, here or in another process."""
     if _heals_by_text(str(refused)):
         return True
-    found = [refused]
-    while (cause := found[-1].__cause__) is not None and not any(cause is known for known in found):
+    chain = [refused]
+    while (cause := chain[-1].__cause__) is not None and not any(cause is known for known in chain):
         if isinstance(cause, _MAY_HEAL) or (hasattr(cause, _STEPS) and _steps(cause) is None):
             return True
-        found.append(cause)
-        if len(found) > MAX_ERRORS:
+        chain.append(cause)
+        if len(chain) > MAX_ERRORS:
             return True
     return False
 
@@ -140,7 +140,7 @@ def _is_told_of(error: BaseException) -> bool:
 
 def _last_of_ours(text: str) -> tuple[object, str] | None:
     """The error of this library that a traceback ends with: its class, if it is known here, and its words."""
-    named = [one for one in _NAMED.finditer(text) if one[1].startswith(OWN_MODULES)]
+    named = [match for match in _NAMED.finditer(text) if match[1].startswith(OWN_MODULES)]
     if not named:
         return None
     module, _, name = named[-1][1].rpartition(".")

@@ -71,10 +71,12 @@ def show(refused: BaseException, *remarks: str, trace_of: BaseException | None =
     node has printed the same. `trace_of`: its lines are printed if neither the refusal nor its cause has any."""
     with contextlib.suppress(AttributeError):
         setattr(refused, _PRINTED, True)
-    traces = (frames_of_the_script(one.__traceback__) for one in (refused, refused.__cause__, trace_of) if one)
+    traces = (frames_of_the_script(error.__traceback__) for error in (refused, refused.__cause__, trace_of) if error)
     frames = next(filter(None, traces), [])[-FRAMES:]
     lines = traceback.format_list([traceback.FrameSummary(*frame) for frame in frames])
-    text = "".join([f"everstep: refused: {refusal.sentence(refused)}\n", *lines, *(f"  {one}\n" for one in remarks)])
+    text = "".join(
+        [f"everstep: refused: {refusal.sentence(refused)}\n", *lines, *(f"  {remark}\n" for remark in remarks)]
+    )
     key = hashlib.sha256(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')} {text}".encode()).hexdigest()
     with _notes() as notes:
         printed = dict(line.split(" ", 1) for line in notes if " " in line) if notes is not None else {}
@@ -90,24 +92,24 @@ def show(refused: BaseException, *remarks: str, trace_of: BaseException | None =
 
 def _remarks(error: BaseException, refused: BaseException) -> list[str] | None:
     """A line for each error that the refusal has led to or came from; None if they do not fit into lines."""
-    found: list[str] = []
-    one: BaseException | None = error
+    remarks: list[str] = []
+    link: BaseException | None = error
     verb = "the script ended with"
-    while one is not None:
-        if len(found) > refusal.MAX_ERRORS or isinstance(one, BaseExceptionGroup):
+    while link is not None:
+        if len(remarks) > refusal.MAX_ERRORS or isinstance(link, BaseExceptionGroup):
             return None
-        if one is refused:
+        if link is refused:
             verb = "it came from"
-        elif str(one) not in refusal.sentence(refused):
-            said = " ".join(traceback.format_exception_only(one)).strip().replace(str(refused), "…")
-            if "\n" in said:
+        elif str(link) not in refusal.sentence(refused):
+            text = " ".join(traceback.format_exception_only(link)).strip().replace(str(refused), "…")
+            if "\n" in text:
                 return None
             at = "".join(
-                f" ({Path(file).name}:{line})" for file, line, _ in frames_of_the_script(one.__traceback__)[-1:]
+                f" ({Path(file).name}:{line})" for file, line, _ in frames_of_the_script(link.__traceback__)[-1:]
             )
-            found.append(f"{verb} {said}{at}")
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-    return found if verb == "it came from" else None
+            remarks.append(f"{verb} {text}{at}")
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return remarks if verb == "it came from" else None
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def _text(body: Mapping[str, Any], name: str) -> str:
 
 def _texts(body: Mapping[str, Any], name: str) -> dict[str, str]:
     value = body.get(name)
-    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{name}: an object of texts is expected")
     return value
 

@@ -28,7 +28,7 @@ MAX_LINES = 12
 MAX_LINE = 120
 FIRST_STEPS = 4  # after which most of what is compared between ranks was compared
 MAX_CONTEXT, MAX_CUT = 100, 4096  # lines, and characters of one, that are looked at: a key has more lines than are kept
-_TOLD = "__everstep_told__"
+_RECORDED = "__everstep_told__"
 # What a job's author can write where a container has no folder for temporary files.
 MOUNT_TMP = (
     "mount an emptyDir at /tmp (volumes: [{name: tmp, emptyDir: {}}], volumeMounts: [{name: tmp, mountPath: /tmp}]), "
@@ -58,13 +58,13 @@ def write(
     if env.JOB_UID not in environ:
         return
     shown = redact.lines(line[:MAX_CUT] for line in lines[-MAX_CONTEXT:])
-    said = redact.ends(error, MAX_ERROR)
-    kept = min(MAX_LINES, (MAX_RECORD - len(said)) // MAX_LINE)
+    short = redact.ends(error, MAX_ERROR)
+    kept = min(MAX_LINES, (MAX_RECORD - len(short)) // MAX_LINE)
     record: dict[str, object] = {
         "everstep": 1,
         "rank": environ.get("RANK", ""),
         "exit_code": exit_code,
-        "error": said,
+        "error": short,
         "lines": [line[:MAX_LINE] for line in shown[-kept:]],
     }
     if refused_after is not None:
@@ -85,22 +85,22 @@ def write_error(error: BaseException) -> None:
 
     If a refusal led to it, the record is that of the refusal."""
     refused = refusal.find(error)
-    told = refused or error
-    if getattr(error, _TOLD, False) or getattr(told, _TOLD, False):
+    reported = refused or error
+    if getattr(error, _RECORDED, False) or getattr(reported, _RECORDED, False):
         return
-    for one in (error, told):
+    for raised in (error, reported):
         with contextlib.suppress(AttributeError):
-            setattr(one, _TOLD, True)
-    text = refusal.sentence(told)
-    if len(text) > MAX_BRIEF and (brief := getattr(told, "everstep_brief", "")):
-        text = f"{type(told).__name__}: {brief}"
+            setattr(raised, _RECORDED, True)
+    text = refusal.sentence(reported)
+    if len(text) > MAX_BRIEF and (brief := getattr(reported, "everstep_brief", "")):
+        text = f"{type(reported).__name__}: {brief}"
     lines = "".join(traceback.format_exception(error)).splitlines()
     write(
         text,
         int(getattr(error, "exit_code", 1)),
         [line for line in lines if line.strip()],
         refused_after=refusal.refused_after(error),
-        line=_line_of_the_script(told.__traceback__) or _line_of_the_script(error.__traceback__),
+        line=_line_of_the_script(reported.__traceback__) or _line_of_the_script(error.__traceback__),
     )
 
 

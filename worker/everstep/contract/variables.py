@@ -33,12 +33,12 @@ KNOWN = frozenset(
 def unknown(environ: Mapping[str, str], known: Iterable[str] = KNOWN) -> list[str]:
     """One sentence for each variable that begins with EVERSTEP_ and is not `known`, with the nearest one that is."""
     names = {name.removeprefix(PREFIX) for name in known}
-    found = []
+    sentences = []
     for name in sorted(environ):
         rest = name.removeprefix(PREFIX)
         if rest == name or rest in names or _SERVICE_LINK.fullmatch(name):
             continue
         near = difflib.get_close_matches(rest, sorted(names), n=1)
         meant = f"; is {PREFIX}{near[0]} meant?" if near else ""
-        found.append(f"{name}: no such variable, so it changes nothing{meant}")
-    return found
+        sentences.append(f"{name}: no such variable, so it changes nothing{meant}")
+    return sentences

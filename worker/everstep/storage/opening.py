@@ -39,15 +39,15 @@ def folder(path: str) -> str:
         raise StoreUnusable(f"{path!r} begins or ends with a blank or a line break: take it away")
     _check_variables(path)
     if path.startswith("~"):
-        found = os.path.expanduser(path)
-        if found.startswith("~"):
+        expanded = os.path.expanduser(path)
+        if expanded.startswith("~"):
             name = path.partition("/")[0]
             raise StoreUnusable(f"{path}: {name} is no user with a home folder; a folder of that name is ./{path}")
-        return found
+        return expanded
     if _ADDRESS.fullmatch(path):
         raise StoreUnusable(f"{path}: {_of_host(path)}; a folder of that name is ./{path}")
-    if (said := _SCHEME.match(path)) and "/" not in said[1]:
-        raise StoreUnusable(f"{path}: {_instead(said[1], said[3])}; a folder of that name is ./{path}")
+    if (scheme := _SCHEME.match(path)) and "/" not in scheme[1]:
+        raise StoreUnusable(f"{path}: {_instead(scheme[1], scheme[3])}; a folder of that name is ./{path}")
     return path
 
 

@@ -111,7 +111,7 @@ class RetryingStore(ObjectStore):
     def repeat(self, operation: Callable[[], T]) -> T:
         """Do `operation` until it succeeds, fails for good, or the policy's time is over."""
         began = self._clock()
-        attempt, said = 0, False
+        attempt, warned = 0, False
         while True:
             wait = self._pacer.reserve(self._clock())
             if wait > 0:
@@ -128,8 +128,8 @@ class RetryingStore(ObjectStore):
                     delay = max(delay, min(e.retry_after, MAX_RETRY_AFTER))
                 if now + delay > began + limit:
                     raise type(e)(f"{e} (gave up after {attempt + 1} attempts)") from e
-                if not said and now - began > SAY_SECONDS:
-                    said = True
+                if not warned and now - began > SAY_SECONDS:
+                    warned = True
                     log.warning("%s: trying again, for %.0f s at most", e, began + limit - now)
             else:
                 self._pacer.succeeded(self._clock())

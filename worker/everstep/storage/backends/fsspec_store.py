@@ -92,17 +92,17 @@ class FsspecStore(ObjectStore):
         try:
             with self.translated("listing", folder):
                 fs, root = self.fs()
-                found = self.files(fs, f"{root}/{folder}".rstrip("/"))
+                files = self.files(fs, f"{root}/{folder}".rstrip("/"))
         except NotFound:
             return []
         prefix = f"{root}/".lstrip("/")
-        listed = ((path.lstrip("/").removeprefix(prefix), info) for path, info in found.items())
+        listed = ((path.lstrip("/").removeprefix(prefix), info) for path, info in files.items())
         return sorted(ObjectInfo(name, int(info["size"] or 0)) for name, info in listed if name.startswith(folder))
 
     def files(self, fs: Any, top: str) -> Mapping[str, Mapping[str, Any]]:
         """By its path, what the file system says of every file below `top`."""
-        found: Mapping[str, Mapping[str, Any]] = fs.find(top, detail=True)
-        return found
+        listed: Mapping[str, Mapping[str, Any]] = fs.find(top, detail=True)
+        return listed
 
     def delete(self, name: str) -> None:
         check_name(name)

@@ -47,7 +47,7 @@ class GenericStore(FsspecStore):
         """fsspec's own `find` leaves a folder out when the server does not answer."""
         if type(fs).find is not AbstractFileSystem.find:
             return super().files(fs, top)
-        found: dict[str, Mapping[str, Any]] = {}
+        files: dict[str, Mapping[str, Any]] = {}
         stack = [top]
         while stack:
             folder = stack.pop()
@@ -57,10 +57,10 @@ class GenericStore(FsspecStore):
                 continue
             for info in entries:
                 if info["type"] != "directory":
-                    found[info["name"]] = info
+                    files[info["name"]] = info
                 elif info["name"].rstrip("/") != folder:
                     stack.append(info["name"].rstrip("/"))
-        return found
+        return files
 
     def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
         swept = 0

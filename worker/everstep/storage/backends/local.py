@@ -194,10 +194,10 @@ class LocalStore(ObjectStore):
         path = self._path(name)
         with self._translated(name):
             try:
-                found = path.stat()
+                status = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return found.st_size if stat.S_ISREG(found.st_mode) else None
+            return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def list(self, folder: str = "") -> list[ObjectInfo]:
         top = self._root / check_folder(folder)
@@ -393,8 +393,8 @@ class LocalUpload:
             raise  # the file is synced, and stays for the next attempt to name it
         except NotFound as e:
             self.abort()
-            said = f"the unfinished file of {self._name} was removed by another process's clean-up"
-            raise TerminalError(f"{self._store.url}: {said}") from e
+            why = f"the unfinished file of {self._name} was removed by another process's clean-up"
+            raise TerminalError(f"{self._store.url}: {why}") from e
         except StorageError:
             self.abort()
             raise

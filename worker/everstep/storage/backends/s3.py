@@ -77,8 +77,8 @@ class Wire:
         view = memoryview(data).cast("B")
         answer = self._send("PUT", url, {"Content-Length": str(len(view)), **headers}, view)
         _answered(answer)  # so that the connection can be used again
-        found: Mapping[str, str] = answer.headers
-        return found
+        received: Mapping[str, str] = answer.headers
+        return received
 
     def get(self, url: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill the views, one after the other, with the bytes from `start`; how many there were. Raises as `put`, and
@@ -221,16 +221,16 @@ class S3Store(FsspecStore):
         check_folder(folder)
         bucket, prefix = self.at(folder)
         root = len(prefix) - len(folder)
-        found: list[ObjectInfo] = []
+        listed: list[ObjectInfo] = []
         more: dict[str, str] = {}
         with self.translated("listing", folder):
             for _ in range(_MOST_PAGES):
                 page = self.call("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
-                found += (ObjectInfo(o["Key"][root:], int(o["Size"])) for o in page.get("Contents", ()))
+                listed += (ObjectInfo(o["Key"][root:], int(o["Size"])) for o in page.get("Contents", ()))
                 if not page.get("IsTruncated"):
                     break
                 more = {"ContinuationToken": page["NextContinuationToken"]}
-        return sorted(info for info in found if not info.name.endswith("/"))  # folders that other tools left
+        return sorted(info for info in listed if not info.name.endswith("/"))  # folders that other tools left
 
     def delete(self, name: str) -> None:
         check_name(name)

@@ -101,8 +101,8 @@ class WebStore(FsspecStore):
 
         with self.translated("listing", folder):
             fs, root = self.fs()
-            found = fs.find(f"{root}/{folder}".rstrip("/"), detail=True, on_error=refuse)
-        listed = ((url.removeprefix(f"{root}/"), info) for url, info in found.items())
+            files = fs.find(f"{root}/{folder}".rstrip("/"), detail=True, on_error=refuse)
+        listed = ((url.removeprefix(f"{root}/"), info) for url, info in files.items())
         return sorted(
             ObjectInfo(name, int(info["size"] or 0)) for name, info in listed if info and name.startswith(folder)
         )
