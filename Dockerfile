@@ -23,8 +23,9 @@ RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-h
 COPY LICENSE /src/
 COPY horovod /src/horovod
 COPY operator /src/operator
+COPY sources /src/sources
 COPY worker /src/worker
-RUN pip wheel --no-deps --no-build-isolation ${PIP_OPTIONS} -w /wheels /src/worker /src/operator /src/horovod
+RUN pip wheel --no-deps --no-build-isolation ${PIP_OPTIONS} -w /wheels /src/worker /src/operator /src/horovod /src/sources
 
 FROM ${OPERATOR_BASE} AS operator
 ARG PIP_OPTIONS=""
@@ -66,8 +67,8 @@ ARG PIP_OPTIONS=""
 USER 0
 RUN pip install --no-cache-dir ${PIP_OPTIONS} 'scikit-learn>=1.7' 'transformers>=5.20' 'accelerate>=1.12' \
     'lightning>=2.6' 'peft>=0.21' 'tensorboard>=2.20' 'webdataset>=1.0'
-COPY --from=wheel /wheels/everstep_horovod-*.whl /wheels/
-RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/everstep_horovod-*.whl
+COPY --from=wheel /wheels/everstep_horovod-*.whl /wheels/everstep_sources-*.whl /wheels/
+RUN pip install --no-cache-dir --no-deps ${PIP_OPTIONS} /wheels/everstep_horovod-*.whl /wheels/everstep_sources-*.whl
 COPY examples/ /workspace/
 USER 65532:65532
 

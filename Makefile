@@ -16,7 +16,7 @@ INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 # The distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
-OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local -e ./horovod
+OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local -e ./horovod -e ./sources
 # Where a file *.pth names folders in which every process of the environment finds modules: those that tests share.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -40,7 +40,7 @@ setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
 # uv installs in a fifth of the time; where it cannot reach the packages, pip may.
 $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml \
-  horovod/pyproject.toml
+  horovod/pyproject.toml sources/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sklearn.datasets import load_digits
 
-from everstep.data.sources import tar_counts
+from everstep_sources import tar_counts
 
 SHARDS, EACH = 12, 120  # 1,440 images
 

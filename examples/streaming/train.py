@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
-from everstep.data import Blocks, Cache
-from everstep.data.sources import webdataset
+from everstep.data import Blocks
+from everstep_sources import Cache, webdataset
 
 
 def decoded(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:

@@ -1,5 +1,5 @@
 """Runs in an environment that has MosaicML Streaming and litdata, which do not fit beside what the other tests need:
-writes with the library, and compares what everstep.data.sources reads with what was written."""
+writes with the library, and compares what everstep_sources reads with what was written."""
 
 import importlib.util
 import json
@@ -13,9 +13,9 @@ import fsspec
 import numpy as np
 import torch
 
-from everstep.data import Blocks, Cache, DataError, ElasticLoader
+from everstep.data import Blocks, DataError, ElasticLoader
 from everstep.data.fingerprints import fingerprint
-from everstep.data.sources import litdata, mds
+from everstep_sources import Cache, litdata, mds
 
 N = 100
 

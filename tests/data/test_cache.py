@@ -14,7 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from everstep.data import Cache, CacheError, CacheFull, DataError
+from everstep.data import DataError
+from everstep_sources import Cache, CacheError, CacheFull
 
 CONTEXT = multiprocessing.get_context("fork")
 

@@ -28,7 +28,10 @@ def test_samples_order_and_refusals_are_right_over_the_library_itself(
         "--find-links",
         ROOT.parent / "shared" / "wheels",
     ]
-    subprocess.run([*install, "torch>=2.13,<2.14", package, "zstd", "-e", f"{ROOT}[worker]"], check=True)
+    subprocess.run(
+        [*install, "torch>=2.13,<2.14", package, "zstd", "-e", f"{ROOT}/worker[worker]", "-e", ROOT / "sources"],
+        check=True,
+    )
     script: list[str | Path] = [python, Path(__file__).with_name("outside_script.py"), source, tmp_path]
     done = subprocess.run(script, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 import webdataset as wds
 
-from everstep.data import Blocks, Cache, CacheError, DataError, DatasetUnusable, ElasticLoader, sample_rng
+from everstep.data import Blocks, DataError, DatasetUnusable, ElasticLoader, sample_rng
 from everstep.data.fingerprints import fingerprint
-from everstep.data.sources import tar_counts, webdataset
+from everstep_sources import Cache, CacheError, tar_counts, webdataset
 
 COUNTS = [7, 9, 3, 8]
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from email.message import Message
@@ -25,6 +26,7 @@ FOLDERS = {
     "everstep-operator": "operator",
     "everstep-local": "local",
     "everstep-horovod": "horovod",
+    "everstep-sources": "sources",
 }
 UV = Path(sys.executable).with_name("uv")
 LOCAL_IS_MISSING = "pip install everstep-local\n"
@@ -79,7 +81,7 @@ def test_version_is_in_one_place_and_needs_the_others_of_the_same(name: str, whe
     ours = [r for r in told.get_all("Requires-Dist", []) if r.startswith("everstep")]
     needed = {
         "everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator"],
-        "everstep-horovod": ["everstep[worker]"],
+        "everstep-horovod": ["everstep[worker]"], "everstep-sources": ["everstep"],
     }[name]  # fmt: skip
     assert ours == [f"{n}=={everstep.__version__}" for n in needed]
 
@@ -114,6 +116,18 @@ def test_horovods_interface_runs_from_its_own_wheel_and_the_librarys(wheels: dic
     script.write_text("import horovod.torch as hvd\nprint(hvd.__name__, hvd.__file__)")
     ran = without_checkout(tmp_path / "wheels", "-m", "everstep_horovod", str(script))
     assert ran.stdout == f"everstep_horovod.torch {tmp_path}/wheels/everstep_horovod/torch/__init__.py\n", ran.stderr
+
+
+def test_samples_of_a_tar_file_are_counted_from_the_wheels_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("everstep", "everstep-sources"):
+        zipfile.ZipFile(wheels[name]).extractall(tmp_path / "wheels")
+    (tmp_path / "0.txt").write_text("one sample")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "0.txt", "0.txt")
+    code = f"from everstep_sources import tar, tar_counts; print(tar.__file__, tar_counts('{tmp_path}/a.tar'))"
+    ran = without_checkout(tmp_path / "wheels", "-c", code)
+    expected = f"{tmp_path}/wheels/everstep_sources/tar.py {{'{tmp_path}/a.tar': {{'samples': 1, "
+    assert ran.stdout.startswith(expected), ran.stderr
 
 
 def test_launcher_without_horovods_interface_names_its_package(unpacked: Path) -> None:

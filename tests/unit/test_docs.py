@@ -17,7 +17,7 @@ from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMED = re.compile(r"`((?:tests|worker|operator|horovod|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:tests|worker|operator|horovod|sources|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 ANCHORED = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
@@ -79,7 +79,7 @@ def test_words_that_troubleshooting_tells_to_look_for_are_printed_somewhere() ->
     printed = [path.read_text() for path in (ROOT / "tests/unit/transcripts").rglob("*.txt")]
     printed += [
         path.read_text()
-        for folder in ("operator", "worker", "local", "horovod")
+        for folder in ("operator", "worker", "local", "horovod", "sources")
         for path in (ROOT / folder).rglob("*.py")
     ]
     corpus = "\n".join([*printed, (ROOT / "manifests/crd.yaml").read_text()])
@@ -94,7 +94,7 @@ def test_names_that_the_glossary_gives_for_the_code_are_in_the_code() -> None:
     """A name that was renamed is to leave the glossary with it."""
     code = "\n".join(
         path.read_text()
-        for folder in ("operator", "worker", "local", "horovod")
+        for folder in ("operator", "worker", "local", "horovod", "sources")
         for path in (ROOT / folder).rglob("*.py")
     )
     names = set(re.findall(r"\w+", code))

@@ -20,7 +20,7 @@ from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.settings import VARIABLES, SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {name: ROOT / name for name in ("operator", "worker", "local", "horovod")}
+SOURCES = {name: ROOT / name for name in ("operator", "worker", "local", "horovod", "sources")}
 
 
 def programs() -> dict[str, list[str]]:

@@ -28,6 +28,7 @@ from everstep.recovery.sharding.fsdp import NotRecoverable
 from everstep.roles.errors import HubLost, RolesError
 from everstep.storage.errors import RetryableError, Throttled
 from everstep.train.step import StepUnusable
+from everstep_sources import CacheError, CacheFull
 
 SAID = "write run.track(model=model)"
 
@@ -101,7 +102,7 @@ def test_class_is_one_of_refusals_also_behind_pickle(kind: type[Exception]) -> N
 @pytest.mark.parametrize(
     "kind",
     [
-        CheckpointError, Damaged, Fenced, NoCommit, Occupied, SaveFailed, data.CacheError, data.CacheFull, PeerLost,
+        CheckpointError, Damaged, Fenced, NoCommit, Occupied, SaveFailed, CacheError, CacheFull, PeerLost,
         HubLost, RetryableError, Throttled, ValueError, OSError, KeyboardInterrupt,
     ],
 )  # fmt: skip
@@ -110,9 +111,7 @@ def test_class_is_none_of_refusals(kind: type[BaseException]) -> None:
     assert refusal.refused_after(kind(SAID)) is None
 
 
-@pytest.mark.parametrize(
-    "cause", [OSError("no space"), ConnectionError("reset"), data.CacheError("away"), MemoryError()]
-)
+@pytest.mark.parametrize("cause", [OSError("no space"), ConnectionError("reset"), CacheError("away"), MemoryError()])
 def test_what_a_restart_may_heal_is_no_refusal(cause: BaseException) -> None:
     def do() -> None:
         raise data.DatasetUnusable("shard 3 cannot be read") from cause

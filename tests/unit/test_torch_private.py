@@ -25,10 +25,10 @@ from everstep.torch_private.table import TABLE, TESTED, Names
 WORKER = Path(__file__).parents[2] / "worker"
 SOURCES = WORKER / "everstep"
 ROOM = "torch_private/"
-HOROVOD = WORKER.parent / "horovod"
+OTHERS = [WORKER.parent / name for name in ("horovod", "sources")]
 FILES = {
     str(path.relative_to(folder)): ast.parse(path.read_text())
-    for folder in (SOURCES, HOROVOD) for path in sorted(folder.rglob("*.py"))
+    for folder in (SOURCES, *OTHERS) for path in sorted(folder.rglob("*.py"))
 }  # fmt: skip
 
 # Files that still touch private names themselves. Empty is the goal; nothing is added here.

@@ -7,7 +7,17 @@ OPERATOR = "everstep/operator:dev"
 DIGITS = "everstep/digits:dev"
 EXAMPLES = "everstep/examples:dev"
 DEEPSPEED = "everstep/deepspeed:dev"
-SOURCES = ("operator", "worker", "horovod", "examples", "requirements", "LICENSE", "Dockerfile", ".dockerignore")
+SOURCES = (
+    "operator",
+    "worker",
+    "horovod",
+    "sources",
+    "examples",
+    "requirements",
+    "LICENSE",
+    "Dockerfile",
+    ".dockerignore",
+)
 OFFLINE = "--no-deps --no-build-isolation --no-index"  # all that the project needs is in the base
 
 

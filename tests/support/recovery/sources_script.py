@@ -12,8 +12,8 @@ import webdataset as wds
 from datasets import Dataset
 
 import everstep
-from everstep.data import Blocks, Cache, Mixture, Stream
-from everstep.data.sources import tar_counts, webdataset
+from everstep.data import Blocks, Mixture, Stream
+from everstep_sources import Cache, tar_counts, webdataset
 from support.recovery.recovery_script import Diary, become_a_script, leave_time
 
 SHARDS, EACH, SAMPLES = 6, 16, 96

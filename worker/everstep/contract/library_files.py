@@ -13,8 +13,8 @@ from types import TracebackType
 
 _FOLDERS = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1]) + os.sep
-# The last one is another package of ours, which may be installed from a checkout.
-_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ", "/everstep_horovod/")
+# The last two are other packages of ours, which may be installed from a checkout.
+_INSTALLED = ("/site-packages/", "/dist-packages/", "<frozen ", "/everstep_horovod/", "/everstep_sources/")
 
 
 def is_library(file: str) -> bool:

@@ -14,7 +14,7 @@ import re
 import sys
 
 _STEPS = "everstep_refused_after"
-OWN_MODULES = ("everstep.", "everstep_horovod.")  # with which the names of modules of this library begin
+OWN_MODULES = ("everstep.", "everstep_horovod.", "everstep_sources.")  # beginnings of our modules' names
 MAX_ERRORS = 100  # that are looked at
 # What a restart may heal, where a refusal is raised from it: a disk that is full, a machine that is busy.
 _MAY_HEAL = (OSError, MemoryError, KeyboardInterrupt)

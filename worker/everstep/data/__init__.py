@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.data.batch import Batch
-    from everstep.data.cache import Cache
     from everstep.data.errors import (
         BatchUnusable,
-        CacheError,
-        CacheFull,
         DataError,
         DatasetChanged,
         DatasetUnusable,
@@ -38,9 +35,6 @@ __all__ = [
     "Batch",
     "BatchUnusable",
     "Blocks",
-    "Cache",
-    "CacheError",
-    "CacheFull",
     "Cursor",
     "DataError",
     "DatasetChanged",
@@ -63,7 +57,6 @@ __all__ = [
 _HOME = {
     "Batch": "batch",
     "Blocks": "plan.order",
-    "Cache": "cache",
     "Cursor": "plan.cursor",
     "ElasticLoader": "loader",
     "ElasticSampler": "sampler",

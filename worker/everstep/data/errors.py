@@ -31,15 +31,3 @@ class Unacknowledged(DataError):
 
 class LoaderUnusable(DataError):
     """A DataLoader, or its sampler, decides something that cannot be cut again for another world or found again."""
-
-
-class CacheError(DataError):
-    """A file cannot be had: the store has not got it, or it is not what the index says. A restart may help."""
-
-    def __init__(self, *words: object) -> None:
-        super().__init__(*words)
-        self.may_pass()
-
-
-class CacheFull(CacheError):
-    """There is no room for a file: within the cache's limit, or on its disk."""

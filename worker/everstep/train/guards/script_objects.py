@@ -43,8 +43,9 @@ _READERS = frozenset({*dir(tuple), *dir(frozenset), *dir(types.MappingProxyType)
 _OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
 # Objects of these libraries hold no training state, or much that changes without a meaning.
 _CLOSED = frozenset(sys.stdlib_module_names) | {
-    "everstep", "everstep_horovod", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm", "PIL", "pandas",
-    "matplotlib", "rich", "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy", "gym", "gymnasium",
+    "everstep", "everstep_horovod", "everstep_sources", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm",
+    "PIL", "pandas", "matplotlib", "rich", "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy",
+    "gym", "gymnasium",
 }  # fmt: skip
 _OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
 _MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way

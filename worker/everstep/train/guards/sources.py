@@ -19,7 +19,7 @@ LARGEST = 2**20  # bytes of the largest file that is read
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 DECORATORS = 20  # most lines of decorators
 # Where they are installed from a checkout, their files do not look like those of a library.
-OURS = {"everstep", "everstep_horovod", "everstep_local", "everstep_operator"}
+OURS = {"everstep", "everstep_horovod", "everstep_local", "everstep_operator", "everstep_sources"}
 
 
 def tree_of(path: str) -> ast.Module | None:

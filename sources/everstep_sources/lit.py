@@ -11,11 +11,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep.data.cache import Cache
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, library, sharded
 from everstep.torch_private import libraries
+from everstep_sources.cache import Cache
+from everstep_sources.files import Files, Opened, Opener, library, sharded
 
 INDEX = "index.json"
 
@@ -81,7 +81,7 @@ def _check(where: str, config: Mapping[str, Any], formats: list[str], files: Fil
         )
     if _is_packed_whole(config) and files.cache is None:
         raise DataError(
-            f"{where}: chunks are compressed whole ({codec}): pass cache=everstep.data.Cache('/a/local/folder',"
+            f"{where}: chunks are compressed whole ({codec}): pass cache=everstep_sources.Cache('/a/local/folder',"
             " limit='20 GiB') to keep them unpacked, or write them with compression_level='batch'"
         )
 

@@ -31,7 +31,8 @@ from typing import Any, Final
 import fsspec
 import xxhash
 
-from everstep.data.errors import CacheError, CacheFull, DataError
+from everstep.data.errors import DataError
+from everstep_sources.errors import CacheError, CacheFull
 
 # --- room
 # Room in a cache: what is counted against its limit, and what goes when more is needed. An entry is a directory of 32

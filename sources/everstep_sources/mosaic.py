@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from everstep.data.cache import Cache
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, library, sharded
+from everstep_sources.cache import Cache
+from everstep_sources.files import Files, Opened, Opener, library, sharded
 
 INDEX = "index.json"
 
@@ -67,7 +67,7 @@ class _OpenMds(Opener):
         if entry["zip_data"] and self.files.cache is None:
             raise DataError(
                 f"{self.files.root}, shard {name} is compressed ({entry['compression']}): pass"
-                " cache=everstep.data.Cache('/a/local/folder', limit='20 GiB') to keep it unpacked"
+                " cache=everstep_sources.Cache('/a/local/folder', limit='20 GiB') to keep it unpacked"
             )
 
     def __call__(self, name: str) -> Sequence[Any]:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from everstep.data.cache import Cache
 from everstep.data.errors import DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep.data.sources.files import Files, Opened, Opener, library, sharded
+from everstep_sources.cache import Cache
+from everstep_sources.files import Files, Opened, Opener, library, sharded
 
 Counts = Mapping[str, Any] | str | os.PathLike[str]
 # Names that webdataset leaves out of samples by default.

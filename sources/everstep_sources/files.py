@@ -15,9 +15,10 @@ from typing import Any
 
 import fsspec
 
-from everstep.data.cache import Cache, Held, Unpack
-from everstep.data.errors import CacheError, DataError, DatasetUnusable
+from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
+from everstep_sources.cache import Cache, Held, Unpack
+from everstep_sources.errors import CacheError
 
 log = logging.getLogger("everstep.data")
 
@@ -70,7 +71,7 @@ class Files:
         """Raises DataError for files that are far away and have no cache."""
         if not self.local and self.cache is None:
             raise DataError(
-                f"{self.root} is not on this machine: pass cache=everstep.data.Cache('/a/local/folder',"
+                f"{self.root} is not on this machine: pass cache=everstep_sources.Cache('/a/local/folder',"
                 " limit='20 GiB'), which all processes of the node may share"
             )
 
@@ -79,7 +80,7 @@ class Files:
 
 
 class Opener(ABC):
-    """Opens a shard of one format: a base for those of `everstep.data.sources`. Has to be picklable."""
+    """Opens a shard of one format: a base for those of `everstep_sources`. Has to be picklable."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
