@@ -52,7 +52,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def gathered(store: ObjectStore, timeout: float = 60.0) -> list[Part]:
     staged = Staged(5, SAVE, 0, 2, None, (), {}, {})
-    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), timeout, Flag(), time.monotonic)
+    return gather_parts(store, staged, Part(0, SAVE, None, (), {}), timeout, Flag())
 
 
 READERS: dict[str, tuple[str, bytes, Callable[[ObjectStore], object], object]] = {

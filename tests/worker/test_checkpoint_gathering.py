@@ -59,7 +59,7 @@ def gathered(store: MemoryStore, said: Callable[[int], bytes] = lambda rank: enc
     for rank in range(1, RANKS):
         store.put(part_name(SAVE, rank), said(rank))
     staged = Staged(7, SAVE, 0, RANKS, None, (), {}, {})
-    return gather_parts(store, staged, part(0), 60.0, Flag(), time.monotonic)
+    return gather_parts(store, staged, part(0), 60.0, Flag())
 
 
 def test_parts_are_read_several_at_a_time_and_come_in_the_ranks_order() -> None:

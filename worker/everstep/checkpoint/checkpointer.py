@@ -16,7 +16,7 @@ from typing import Any
 
 from everstep.checkpoint.errors import Fenced, NewerCommit, SaveFailed, SettingUnusable
 from everstep.checkpoint.format.layout import save_id
-from everstep.checkpoint.format.manifest import CommitRecord, stamp
+from everstep.checkpoint.format.manifest import CommitRecord
 from everstep.checkpoint.format.steps import check_order, lost_keys, named_commit, whole_step
 from everstep.checkpoint.handle import Events, Failed, SaveHandle
 from everstep.checkpoint.keep import Keep, numbers
@@ -34,7 +34,7 @@ from everstep.checkpoint.retention.pins import saves_of
 from everstep.checkpoint.save import at_exit
 from everstep.checkpoint.save.policy import SavePolicy, Verdict
 from everstep.checkpoint.save.snapshot import Snapshots
-from everstep.checkpoint.save.writer import Identity, Writer
+from everstep.checkpoint.save.writer import Writer
 from everstep.checkpoint.state.finite import Nonfinite
 from everstep.storage import ObjectStore, RetryableError
 
@@ -466,8 +466,7 @@ class Checkpointer:
                 self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark.loads,
                 suspected=self._loader.suspected, restored=self._origin,
             )  # fmt: skip
-            identity = Identity(self._owner.record, self._peer_timeout)
-            self._writer = Writer(self._store, identity, cleaner, self._events, stamp=stamp)
+            self._writer = Writer(self._store, self._owner.record, self._peer_timeout, cleaner, self._events)
             self._life.starts()
             self._late_metrics.taken(self._writer.later)
             if not self._by_session:

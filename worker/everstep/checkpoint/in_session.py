@@ -16,48 +16,19 @@ from everstep.checkpoint.log.opening import InRound
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.save import at_exit
 from everstep.checkpoint.state.holders import Holders
-from everstep.storage import ObjectStore, StorageError
+from everstep.storage import StorageError
 from everstep.storage.errors import NotFound
-
-# --- attachments
-# Small objects that lie beside the shards of a commit. Nobody needs them to read it. They are in the folder of the
-# save, and go with it when it is deleted. Invariant: what a store does not take or give here is logged, and costs
-# nothing else.
 
 log = logging.getLogger("everstep.checkpoint")
 
 
-def attach(store: ObjectStore, handle: SaveHandle, name: str, data: bytes) -> None:
-    """Put `data` beside a save that is over, if it became a commit."""
-    if isinstance(handle.outcome, Committed):
-        write(store, handle.save_id, name, data)
-
-
-def write(store: ObjectStore, save_id: str, name: str, data: bytes) -> None:
-    """Put `data` beside the commit of this save."""
-    try:
-        store.put(attachment_name(save_id, name), data)
-    except StorageError as e:
-        log.warning("%s was not put beside the commit: %s", attachment_name(save_id, name), e)
-
-
-def read(store: ObjectStore, save_id: str, name: str) -> bytes | None:
-    """None if there is none, or the store does not give it."""
-    try:
-        return store.get(attachment_name(save_id, name))
-    except NotFound:
-        return None
-    except StorageError as e:
-        log.warning("%s was not read: %s", attachment_name(save_id, name), e)
-        return None
-
-
-# --- in session
-
-
 class InSession:
     """A Checkpointer that belongs to a session: the session compares the ranks' state itself, and waits for the last
-    save itself."""
+    save itself.
+
+    Attachments lie beside the shards of a commit, in the folder of the save, and go with it when it is deleted. Nobody
+    needs them to read the commit: what a store does not take or give of them is logged, and costs nothing else.
+    """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -100,12 +71,13 @@ class InSession:
         return f"{self._store.url.rstrip('/')}/{name}"
 
     def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
-        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone; see above. `now`: it is
-        over; return when that is done."""
-        if now:
-            attach(self._store, handle, name, data)
-        elif self._checkpointer._writer is not None:
-            self._checkpointer._writer.later(partial(attach, self._store, handle, name, data))
+        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone. `now`: it is over; return when
+        that is done."""
+        if not now:
+            if self._checkpointer._writer is not None:
+                self._checkpointer._writer.later(partial(self.attach, handle, name, data, now=True))
+        elif isinstance(handle.outcome, Committed):
+            self._put_beside(handle.save_id, name, data)
 
     def get(self, name: str, most: int) -> bytes | None:
         """The first `most` bytes of an object that belongs to no commit; None if there is none. Raises
@@ -117,10 +89,23 @@ class InSession:
 
     def attached(self, name: str) -> bytes | None:
         """The attachment of the commit that `restore` has loaded. Not collective."""
-        restored = self._checkpointer._restored_id
-        return read(self._store, restored, name) if restored else None
+        if not (restored := self._checkpointer._restored_id):
+            return None
+        try:
+            return self._store.get(attachment_name(restored, name))
+        except NotFound:
+            return None
+        except StorageError as e:
+            log.warning("%s was not read: %s", attachment_name(restored, name), e)
+            return None
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
         """Put `data` beside the commit that `restore` has loaded, now."""
         if restored := self._checkpointer._restored_id:
-            write(self._store, restored, name, data)
+            self._put_beside(restored, name, data)
+
+    def _put_beside(self, save_id: str, name: str, data: bytes) -> None:
+        try:
+            self._store.put(attachment_name(save_id, name), data)
+        except StorageError as e:
+            log.warning("%s was not put beside the commit: %s", attachment_name(save_id, name), e)

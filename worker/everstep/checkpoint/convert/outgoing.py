@@ -14,7 +14,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -332,34 +332,28 @@ def _dcp(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
 
     from everstep.checkpoint.convert.source_dcp import cause_of  # noqa: PLC0415
 
-    def write(temporary: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            try:
-                save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
-            except CheckpointException as e:
-                match cause_of(e):
-                    case OSError() | RuntimeError() as cause:
-                        raise unwritten(folder, cause) from e
-                    case ValueError() as cause:  # the keys 1 and "1" of a dict, say
-                        raise CheckpointError(f"{folder}: DCP cannot hold it: {cause}; take another format") from e
-                    case cause:
-                        raise cause from e
-
-    with _placed(folder, write=write):
-        pass
+    with _placed(folder) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+        except CheckpointException as e:
+            match cause_of(e):
+                case OSError() | RuntimeError() as cause:
+                    raise unwritten(folder, cause) from e
+                case ValueError() as cause:  # the keys 1 and "1" of a dict, say
+                    raise CheckpointError(f"{folder}: DCP cannot hold it: {cause}; take another format") from e
+                case cause:
+                    raise cause from e
     return tuple(sorted(p.name for p in folder.iterdir()))
 
 
 @contextmanager
-def _placed(path: Path, write: Callable[[Path], None] | None = None) -> Iterator[Path]:
+def _placed(path: Path) -> Iterator[Path]:
     """A name beside `path` for what is to be there, once it is whole. Raises `CheckpointError` if something is."""
     _refuse_what_is_there(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        if write is not None:
-            write(temporary)
         yield temporary
         for file in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
             _sync(file)

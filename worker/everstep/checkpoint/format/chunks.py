@@ -47,31 +47,17 @@ def describe(path: str, data: bytes | bytearray | memoryview) -> Shard:
 
 
 def read_chunk(store: ObjectStore, shard: Shard, index: int, into: memoryview) -> None:
-    """Fill `into`, of `chunk_size` bytes, with a chunk. Raises `Damaged` if it is not what was written."""
+    """Read a chunk into `into`, or through it where it is smaller. Raises `Damaged` if it is not what was written."""
+    size, digest = chunk_size(shard, index), xxhash.xxh3_128()
     try:
-        if into:
-            store.get_into(shard.path, index * shard.chunk_bytes, into)
+        for at in range(0, size, max(1, len(into))):
+            part = into[: size - at]
+            store.get_into(shard.path, index * shard.chunk_bytes + at, part)
+            digest.update(part)
     except NotFound as e:
         raise Damaged(f"{shard.path}: is missing") from e
     except Truncated as e:
         raise Damaged(f"{shard.path}: is shorter than the manifest says") from e
-    if xxhash.xxh3_128_hexdigest(into) != shard.xxh3_128[index]:
-        raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
-
-
-def _check_chunk(store: ObjectStore, shard: Shard, index: int, buffer: bytearray) -> None:
-    """Read a chunk through the buffer, which may be smaller, and raise `Damaged` if it is not what was written."""
-    size = chunk_size(shard, index)
-    if size <= len(buffer):
-        return read_chunk(store, shard, index, memoryview(buffer)[:size])
-    digest, start = xxhash.xxh3_128(), index * shard.chunk_bytes
-    for at in range(0, size, len(buffer)):
-        part = memoryview(buffer)[: min(len(buffer), size - at)]
-        try:
-            store.get_into(shard.path, start + at, part)
-        except (NotFound, Truncated) as e:
-            raise Damaged(f"{shard.path}: is missing, or shorter than the manifest says") from e
-        digest.update(part)
     if digest.hexdigest() != shard.xxh3_128[index]:
         raise Damaged(f"{shard.path}: chunk {index} fails its checksum: the bytes were changed")
 
@@ -89,9 +75,9 @@ def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
     """The problems of a shard: none, or one text that names it. Reads every byte, and holds one chunk in memory."""
     try:
         check_size(store, shard)  # first: what the manifest claims is not what there is
-        buffer = bytearray(min(shard.bytes, shard.chunk_bytes, CHUNK_BYTES))
+        buffer = memoryview(bytearray(min(shard.bytes, shard.chunk_bytes, CHUNK_BYTES)))
         for index in range(len(shard.xxh3_128)):
-            _check_chunk(store, shard, index, buffer)
+            read_chunk(store, shard, index, buffer)
     except Damaged as e:
         return (str(e),)
     return ()
@@ -106,12 +92,7 @@ def verify(store: ObjectStore, record: CommitRecord) -> tuple[str, ...]:
 def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Do the work on a few threads; the results in order. Raises what the first item raised, when all have ended."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-io") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        return list(pool.map(work, items))
 
 
 def _cut(data: memoryview, chunk_bytes: int) -> Iterator[memoryview]:

@@ -194,14 +194,14 @@ def _partly(
         if name not in taken:
             continue
         if name not in originals:
-            _told(found, found.missing, selection, f"{key}/{name}", "is in the state passed and not in the commit")
+            _told(found, found.missing, selection, f"{key}/{name}", LACKING)
         elif odd := _odd(target, parameters[name], entries.get(originals[name]), saved["state"].get(name), entries):
             _told(found, found.mismatched, selection, f"{key}/{name}", odd)
         else:
             fits.add(name)
     for name in there:
         if name in taken and name not in parameters:
-            _told(found, found.not_taken, selection, f"{key}/{name}", "is in the commit and not in the state passed")
+            _told(found, found.not_taken, selection, f"{key}/{name}", BEYOND)
         elif name not in fits:
             found.not_taken.append(f"{key}/{name}")
     groups = []
@@ -488,7 +488,7 @@ class _Fitting:
                 taken[name] = value
                 continue
             elif name not in own:
-                self._told(found.not_taken, path, BEYOND + UNSET * (name in unset))
+                _told(found, found.not_taken, chosen, path, BEYOND + UNSET * (name in unset))
             complete = False
         for name in own:
             path = join(key, name)
@@ -496,14 +496,8 @@ class _Fitting:
                 continue
             complete = False
             if chosen.takes(path):
-                self._told(found.missing, path, LACKING)
+                _told(found, found.missing, chosen, path, LACKING)
         return taken, complete
-
-    def _told(self, report: list[str], path: str, what: str) -> None:
-        if self._selection.strict:
-            self.found.problems.append(f"{path} {what}")
-        else:
-            report.append(path)
 
     def _same_form(self, path: str, value: Any, own: Any, cast: bool) -> bool:
         """Whether a tensor has the shape and type of the live one; if it does not, that is told."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from everstep.checkpoint.errors import FormatError, SaveFailed
@@ -173,32 +175,17 @@ def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> No
     store.put(part_name(save_id, rank), encode_part(PartFailed(rank, save_id, reason)))
 
 
-def gather_parts(
-    store: ObjectStore,
-    staged: Staged,
-    own: Part,
-    timeout: float,
-    stop: Flag,
-    clock: Callable[[], float],
-) -> list[Part]:
+def gather_parts(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop: Flag) -> list[Part]:
     """Every rank's part in rank order. Raises `SaveFailed` naming the ranks that failed or did not come in
     `timeout` seconds."""
     with ThreadPoolExecutor(_READS, thread_name_prefix="everstep-parts") as pool:
-        return _gather(store, staged, own, timeout, stop, clock, pool)
+        return _gather(store, staged, own, timeout, stop, pool)
 
 
-def _gather(
-    store: ObjectStore,
-    staged: Staged,
-    own: Part,
-    timeout: float,
-    stop: Flag,
-    clock: Callable[[], float],
-    pool: Executor,
-) -> list[Part]:
+def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop: Flag, pool: Executor) -> list[Part]:
     parts = {own.rank: own}
     torn: dict[int, FormatError] = {}
-    deadline, pause = clock() + timeout, _POLL_FIRST
+    deadline, pause = time.monotonic() + timeout, _POLL_FIRST
     while len(parts) < staged.world_size:
         listed = {info.name for info in store.list(save_folder(staged.save_id))}
         before = len(parts)
@@ -217,7 +204,7 @@ def _gather(
                     pass  # a listing from before a deletion
         if len(parts) == staged.world_size:
             break
-        if clock() > deadline:
+        if time.monotonic() > deadline:
             absent = [r for r in range(staged.world_size) if r not in parts]
             if unreadable := [torn[r] for r in absent if r in torn]:
                 raise SaveFailed(f"step {staged.step}: not whole within {timeout:.0f} s: {unreadable[0]}")
@@ -236,13 +223,7 @@ _Read = Part | PartFailed | FormatError | None
 
 def _read_all(store: ObjectStore, save_id: str, ranks: Sequence[int], pool: Executor) -> Iterator[tuple[int, _Read]]:
     """What there is of these ranks, in their order. Raises what the store raises, for the first rank that it does."""
-    reads = [pool.submit(_read, store, save_id, rank) for rank in ranks]
-    try:
-        for rank, read in zip(ranks, reads, strict=True):
-            yield rank, read.result()
-    finally:
-        for read in reads:
-            read.cancel()  # those not begun, once one has failed
+    return zip(ranks, pool.map(partial(_read, store, save_id), ranks), strict=True)
 
 
 def _read(store: ObjectStore, save_id: str, rank: int) -> _Read:

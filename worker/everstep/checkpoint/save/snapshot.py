@@ -189,14 +189,6 @@ OF_A_WRITER: Final = 2  # one for the save that is written, and one for the save
 MOST: Final = 2 * OF_A_WRITER  # while one abandoned writer still reads its own
 
 
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Memory that a save was copied to, and the save that is written from it."""
-
-    handle: SaveHandle
-    staging: Staging
-
-
 class Buffers:
     """Those of one Checkpointer. A world that changes abandons the writer of the one before, whose saves may still be
     written for as long as the store takes.
@@ -206,24 +198,24 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._read: list[Buffer] = []  # saves may be written from them
+        self._read: list[tuple[SaveHandle, Staging]] = []  # saves may be written from them
         self._free: list[Staging] = []
 
     @property
     def held(self) -> int:
         """Bytes of host memory."""
-        return sum(b.staging.size for b in list(self._read)) + sum(s.size for s in list(self._free))
+        return sum(s.size for s in [*(staging for _, staging in list(self._read)), *list(self._free)])
 
     def take(self, size: int, handle: SaveHandle) -> Staging:
         """Memory for `size` bytes of this save, from which no other save is written. A second one is there only while
         saves come faster than the store is. Raises `SaveFailed` if saves that were abandoned hold too much."""
         for buffer in list(self._read):
-            if buffer.handle.done():
+            if buffer[0].done():
                 with contextlib.suppress(ValueError):  # a handler has done it
                     self._read.remove(buffer)
-                    self._free.append(buffer.staging)
+                    self._free.append(buffer[1])
         staging = self._any_free() or self._one_more(size)
-        self._read.append(Buffer(handle, staging))
+        self._read.append((handle, staging))
         while (spare := self._any_free()) is not None:
             spare.release()
         return staging

@@ -16,12 +16,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from everstep.checkpoint.errors import CheckpointError, Fenced, SaveFailed, StateMismatch
 from everstep.checkpoint.flag import Flag
-from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Part, merge_parts
+from everstep.checkpoint.format.manifest import NONE, CommitRecord, OpenRecord, Part, merge_parts, stamp
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.handle import Committed, Events, Failed, Outcome, SaveHandle, Written
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -43,35 +42,17 @@ def _ignored(kind: str, **fields: Any) -> None:
     """Takes the events of a writer that was abandoned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The fields that are the same in every commit of this writer."""
-
-    own: OpenRecord
-    peer_timeout: float
-
-
 class Writer:
-    """Writes the saves of one rank. `stamp` gives RFC 3339 text of a time in seconds since the epoch."""
+    """Writes the saves of one rank, under the open record `own`. `peer_timeout`: seconds."""
 
     def __init__(
-        self,
-        store: ObjectStore,
-        identity: Identity,
-        cleaner: Cleaner,
-        events: Events,
-        *,
-        stamp: Callable[[float], str],
-        now: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: ObjectStore, own: OpenRecord, peer_timeout: float, cleaner: Cleaner, events: Events
     ) -> None:
         self._store = store
         self._log = CommitLog(store)
-        self._identity = identity
+        self._own, self._peer_timeout = own, peer_timeout
         self._cleaner = cleaner
         self._events = events
-        self._stamp, self._now, self._clock = stamp, now, clock
-        own = identity.own
         self._head = Head(own.n, own, own.commit)
         self._stop = Flag()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -204,7 +185,7 @@ class Writer:
             del task  # and with it the staged bytes, which the next save may have to make room for
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
-        started = self._clock()
+        started = time.monotonic()
         try:
             outcome = self._write(staged, started)
         except BaseException as e:  # whatever it is, training goes on and the caller is told
@@ -246,13 +227,13 @@ class Writer:
 
     def _write(self, staged: Staged, started: float) -> Outcome:
         if self._store.capabilities.local:  # before anything is written into a folder that has taken the log's place
-            self._log.check_own(self._identity.own)
+            self._log.check_own(self._own)
         if staged.rank == 0:
             self._make_room()
         part = write_part(self._store, staged)
         if staged.rank != 0:
             return Written(staged.step)
-        parts = gather_parts(self._store, staged, part, self._identity.peer_timeout, self._stop, self._clock)
+        parts = gather_parts(self._store, staged, part, self._peer_timeout, self._stop)
         if any(p.digests for p in parts) and (keys := differing([p.digests for p in parts])):
             self.refused = StateMismatch(
                 f"{', '.join(keys)}: not the same on all {len(parts)} ranks, and a commit has one value for all: step "
@@ -264,7 +245,7 @@ class Writer:
             raise self.refused
         united = self._united(parts)
         shards, entries = merge_parts(parts)
-        own, now = self._identity.own, self._now()
+        own, now = self._own, time.time()
         values: dict[str, Json] = {"state": {**staged.values, **united}}
         if any(p.values for p in parts):
             values["ranks"] = [p.values for p in parts]
@@ -274,12 +255,12 @@ class Writer:
             values["metrics"] = dict(staged.metrics)
         draft = CommitRecord(
             NONE, own.writer, own.round, own.job_uid, staged.step, staged.save_id, staged.world_size,
-            self._stamp(now), own.n, NONE, shards, entries, values,
+            stamp(now), own.n, NONE, shards, entries, values,
         )  # fmt: skip
         self._appended = staged.save_id
         self._head, record = self._log.commit(self._head, own, draft)
         self._cleaner.committed(record)
-        size, seconds = sum(s.bytes for s in shards), self._clock() - started
+        size, seconds = sum(s.bytes for s in shards), time.monotonic() - started
         try:
             if bad:
                 self._events("nonfinite", step=record.step, n=record.n, names=bad)

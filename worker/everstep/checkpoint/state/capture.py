@@ -13,6 +13,7 @@ hold other names: the commit holds all of them, and each rank gets its own.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -279,7 +280,7 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
     kind = kind_of(target)
     if kind == "module":
         if metadata:
-            tree = _WithMetadata(tree)
+            tree = OrderedDict(tree)  # which takes attributes, as torch's own does
             set_versions(tree, unflatten(metadata, {}, key))
         return fill(bare(target), tree, partial=partial)
     if kind == "stateful":
@@ -334,12 +335,6 @@ def _shows_twice(tensor: torch.Tensor) -> bool:
         return False
     own = local_of(tensor.detach())
     return shows_twice(own.shape, own.stride())
-
-
-class _WithMetadata(dict[str, Any]):
-    """A state dict that carries `_metadata`, as torch's own does."""
-
-    _metadata: Any
 
 
 def kind_of(marked: Any) -> str:
