@@ -27,6 +27,19 @@ def replace(name: str, make: Callable[[Any], Any], *holders: Any) -> None:
         setattr(holder, name, found)
 
 
+def around(call: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For `replace`: in the place of the function comes `call`, with the function before its arguments."""
+
+    def make(function: Any) -> Any:
+        @functools.wraps(function)
+        def called(*arguments: Any, **named: Any) -> Any:
+            return call(function, *arguments, **named)
+
+        return called
+
+    return make
+
+
 class Replacements:
     """Functions that are replaced until `end`."""
 

@@ -17,12 +17,12 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.group.members import Members
+from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.randomness import settle
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
 from everstep.recovery.validity import Validity
-from everstep.train import early_exit
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.coordination.straggler import Straggler, StragglerDetector
@@ -36,39 +36,23 @@ from everstep.train.guards.replicas import Replicas
 from everstep.train.guards.untracked.hooks import Hooks
 from everstep.train.guards.untracked.untracked_state import UntrackedStateCheck
 from everstep.train.step import Phase
-from everstep.train.worlds import take_from
+from everstep.train.worlds import Checked, take_from
 
 log = logging.getLogger("everstep.train")
 
 
-class RecoveringWorld:
+class RecoveringWorld(Checked):
     """The world of the newest round."""
 
     def __init__(
-        self,
-        recovery: Recovery,
-        coordinator: StepCoordinator,
-        state: Mapping[str, Any],
-        reducers: Reducers,
-        feed: Feed | None,
-        resharding: Resharding,
-        between: BetweenSteps,
-        untracked_check: UntrackedStateCheck,
-        shadow_step: ShadowStep | None = None,
-        check: RestartCheck | None = None,
-    ) -> None:
-        self._check = check
-        self._recovery = recovery
+        self, recovery: Recovery, coordinator: StepCoordinator, state: Mapping[str, Any], reducers: Reducers,
+        feed: Feed | None, resharding: Resharding, between: BetweenSteps, untracked_check: UntrackedStateCheck,
+        shadow_step: ShadowStep | None = None, check: RestartCheck | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(coordinator, state, reducers, feed, between, untracked_check, check)
+        self._recovery, self._resharding, self._shadow_step = recovery, resharding, shadow_step
         self._profile = coordinator.live_profile
         recovery.on_profile(self._profile.ask)
-        self._shadow_step = shadow_step
-        self._between_steps = between
-        self._coordinator = coordinator
-        self._state = state
-        self._reducers = reducers
-        self._feed = feed
-        self._resharding = resharding
-        self._untracked_check = untracked_check
         self._straggler = StragglerDetector(time.monotonic)
         self._shadow_step_done = False  # whether the newest step was a shadow step
         self._last: AnnouncedRound | None = None  # the newest round that this process has trained in
@@ -114,10 +98,7 @@ class RecoveringWorld:
         return True
 
     def step_begins(self) -> int | None:
-        if (live := self._profile).asked is not None:
-            live.step_begins(self._coordinator.step, self._recovery.members.rank)
-            if self._feed is not None:
-                self._feed.fetched_by = live.batch if live.goes_on else None
+        self._profile_step(self._recovery.members.rank)
         due = self._shadow_step is not None and self._shadow_step.is_due(self._reducers.can_renew)
         self._recovery.begin(self._coordinator.step, keep=due)
         self._untracked_check.begins()
@@ -146,10 +127,7 @@ class RecoveringWorld:
             self._shadow_step_ended(None)
             return False
         if self._recovery.ended():
-            rollback = self._recovery.rollback
-            if self._feed is not None and rollback is not None and rollback.gradients.entered:
-                self._feed.check_weights(self._coordinator.step)
-            self._scales.ended()
+            self._weighted()
             return True
         log.warning("step %d: its block ended well, but a collective in it has failed: the step is lost",
                     self._coordinator.step)  # fmt: skip
@@ -224,7 +202,7 @@ class RecoveringWorld:
         try:
             self._completed()
             self._compare()
-            updates = self._recovery.rollback.gradients.updates if self._recovery.rollback is not None else 0
+            updates = gradients.updates if (gradients := self._present_gradients()) is not None else 0
             calls = self._recovery.main.begun
             if self._coordinator.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
                 self._enter(Validity.WHOLE)
@@ -235,10 +213,8 @@ class RecoveringWorld:
                 raise
             self.go_on(Phase.DONE)
 
-    def _all_left_out(self) -> None:
-        self._scales.check(self._coordinator.step, self._coordinator.gather)
-        if (rollback := self._recovery.rollback) is not None and rollback.gradients.take_left_out():
-            self._all_meet(early_exit.all_left_out)
+    def _present_gradients(self) -> Gradients | None:
+        return self._recovery.rollback.gradients if self._recovery.rollback is not None else None
 
     def _all_meet(self, meet: Callable[..., None]) -> None:
         """Raises `LoopError` on all members if some do not come."""
@@ -249,16 +225,8 @@ class RecoveringWorld:
             self._enter(Validity.TORN)
 
     def _completed(self, *, last: bool = False) -> None:
-        self._all_left_out()
-        self._reducers.learn()
-        if (samples := self._state.get(SAMPLES)) is not None:
-            samples.completed(self._coordinator.gather)
         size = self._recovery.members.world_size
-        self._replicas.completed(size, self._coordinator.same, self._coordinator.gather, last=last)
-        self._hooks.check()
-        if self._feed is not None:
-            self._feed.completed(size, self._coordinator.same, self._coordinator.gather)
-        self._untracked_check.completed(size, self._coordinator.same)
+        self._compare_ranks(size, last=last)
         if self._shadow_step is not None:
             self._shadow_step.compare()
         if self._check is not None:
@@ -287,9 +255,6 @@ class RecoveringWorld:
         elif isinstance(found, Straggler) and found.rank == members.rank:
             log.warning("this is the slow one: %s", found)
         self._coordinator.slow(str(found) if isinstance(found, Straggler) else None)
-
-    def all_leave(self) -> None:
-        self._all_meet(early_exit.all_leave)
 
     def finish(self, *, save: bool = True) -> bool:
         if self._recovery.to_settle:

@@ -1,16 +1,5 @@
-"""The session: a training loop that is restored, saved, reported and stopped in order.
-
-    with everstep.start("s3://bucket/run", every_steps=100) as run:
-        model, optimizer = …
-        run.track(model=model, optimizer=optimizer)
-        loader = run.loader(dataset, global_batch=512)
-        for step in run.steps(loader, until=10_000):
-            with step as batch:
-                loss = criterion(model(batch.data[0]), batch.data[1])
-                batch.scale(loss).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                run.log(loss=loss)
+"""The session: a training loop that is restored, saved, reported and stopped in order. docs/reference/session.md has
+whole scripts.
 
 Invariants: a save holds the state between two steps, including the data's position; every rank saves, stops and ends at
 the same step; a step that raised is not counted.

@@ -82,39 +82,80 @@ class World(StepScope, Protocol):
         ...
 
 
-class FixedWorld:
+class Checked:
+    """What both kinds of world compare between two steps."""
+
+    _replicas: Replicas
+    _scales: Scales
+    _hooks: Hooks | None
+
+    def __init__(
+        self, coordinator: StepCoordinator, state: Mapping[str, Any], reducers: Reducers, feed: Feed | None,
+        between: BetweenSteps, untracked_check: UntrackedStateCheck, check: RestartCheck | None,
+    ) -> None:  # fmt: skip
+        self._coordinator, self._state, self._reducers, self._feed = coordinator, state, reducers, feed
+        self._between_steps, self._untracked_check, self._check = between, untracked_check, check
+
+    def _profile_step(self, rank: int) -> None:
+        """A step begins, which somebody may have asked a profile of."""
+        if (live := self._coordinator.live_profile).asked is not None:
+            live.step_begins(self._coordinator.step, rank)
+            if self._feed is not None:
+                self._feed.fetched_by = live.batch if live.goes_on else None
+
+    def _all_left_out(self) -> None:
+        self._scales.check(self._coordinator.step, self._coordinator.gather)
+        if (gradients := self._present_gradients()) is not None and gradients.take_left_out():
+            self._all_meet(early_exit.all_left_out)
+
+    def all_leave(self) -> None:
+        self._all_meet(early_exit.all_leave)
+
+    def _compare_ranks(self, size: int, *, last: bool) -> None:
+        """A step is complete on all `size` ranks. Collective. Raises `LoopError`."""
+        self._all_left_out()
+        self._reducers.learn()
+        coordinator = self._coordinator
+        if (samples := self._state.get(SAMPLES)) is not None:
+            samples.completed(coordinator.gather)
+        self._replicas.completed(size, coordinator.same, coordinator.gather, last=last)
+        if self._hooks is not None:
+            self._hooks.check()
+        if self._feed is not None:
+            self._feed.completed(size, coordinator.same, coordinator.gather)
+        self._untracked_check.completed(size, coordinator.same)
+
+    def _weighted(self) -> None:
+        """A step has ended well on this rank: see that its losses were weighted."""
+        if self._feed is not None and (gradients := self._present_gradients()) is not None and gradients.entered:
+            self._feed.check_weights(self._coordinator.step)
+        self._scales.ended()
+
+    def _present_gradients(self) -> Gradients | None:
+        raise NotImplementedError
+
+    def _all_meet(self, meet: Callable[..., None]) -> None:
+        raise NotImplementedError
+
+
+class FixedWorld(Checked):
     """The world of a process group that was made once."""
 
     def __init__(
-        self,
-        coordinator: StepCoordinator,
-        state: Mapping[str, Any],
-        reducers: Reducers,
-        feed: Feed | None,
-        world_size: int,
-        between: BetweenSteps,
-        untracked_check: UntrackedStateCheck,
-        shape: Shape,
-        asks: Sequence[str],
-        check: RestartCheck | None = None,
-    ) -> None:
-        self._shape = shape
-        self._asks = asks
-        self._check = check
-        self._coordinator = coordinator
-        self._state = state
-        self._reducers = reducers
-        self._feed = feed
-        self._size = world_size
-        self._between_steps = between
-        self._untracked_check = untracked_check
+        self, coordinator: StepCoordinator, state: Mapping[str, Any], reducers: Reducers, feed: Feed | None,
+        world_size: int, between: BetweenSteps, untracked_check: UntrackedStateCheck, shape: Shape,
+        asks: Sequence[str], check: RestartCheck | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(coordinator, state, reducers, feed, between, untracked_check, check)
+        self._shape, self._asks, self._size = shape, asks, world_size
         self._began, self._slowest = 0.0, 0.0  # seconds
 
     def begin(self) -> None:
         self._coordinator.listen()
+        self._rank = dist.get_rank() if self._size > 1 else 0
         if self._size > 1:
             same_calls.meet("\n".join(self._asks), self._coordinator.gather)
-        self._hooks: Hooks | None = None
+        self._hooks = None
         if kept := self._coordinator.saves:
             self._untracked_check.start()
             self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
@@ -154,10 +195,8 @@ class FixedWorld:
         work(lambda: None)
         return True
 
-    def _all_left_out(self) -> None:
-        self._scales.check(self._coordinator.step, self._coordinator.gather)
-        if self._gradients.take_left_out():
-            self._all_meet(early_exit.all_left_out)
+    def _present_gradients(self) -> Gradients:
+        return self._gradients
 
     def _ranks(self) -> Ranks:
         return join(None, None, None) if self._size > 1 else Alone()
@@ -165,16 +204,13 @@ class FixedWorld:
     def step_begins(self) -> None:
         """A step of this process itself begins: this kind of world has no shadow steps."""
         self._began = time.monotonic()
-        if (live := self._coordinator.live_profile).asked is not None:
-            live.step_begins(self._coordinator.step, dist.get_rank() if self._size > 1 else 0)
-            if self._feed is not None:
-                self._feed.fetched_by = live.batch if live.goes_on else None
+        self._profile_step(self._rank)
         uneven_inputs.step_begins()
         self._untracked_check.begins()
         self._taken += 1
         self._gradients.begin(watched=not self._taken & (self._taken - 1))
         if self._check is not None:
-            self._check.begin(dist.get_rank() if self._size > 1 else 0, self._size)
+            self._check.begin(self._rank, self._size)
 
     def step_over(self) -> None:
         self._untracked_check.over()
@@ -184,9 +220,7 @@ class FixedWorld:
 
     def step_ended(self) -> bool:
         self._gradients.ended(self._coordinator.step)
-        if self._feed is not None and self._gradients.entered:
-            self._feed.check_weights(self._coordinator.step)
-        self._scales.ended()
+        self._weighted()
         return True
 
     def step_lost(self, error: BaseException) -> bool:
@@ -211,25 +245,13 @@ class FixedWorld:
             return groups.collectives_begun(group) if group is not None else 0
         return 0
 
-    def all_leave(self) -> None:
-        self._all_meet(early_exit.all_leave)
-
     def _all_meet(self, meet: Callable[..., None]) -> None:
         if self._size > 1:
             store = groups.default_store()
-            meet(store, dist.get_rank(), self._size, self._coordinator.step, self._slowest)
+            meet(store, self._rank, self._size, self._coordinator.step, self._slowest)
 
     def _completed(self, *, last: bool = False) -> None:
-        self._all_left_out()
-        self._reducers.learn()
-        if (samples := self._state.get(SAMPLES)) is not None:
-            samples.completed(self._coordinator.gather)
-        self._replicas.completed(self._size, self._coordinator.same, self._coordinator.gather, last=last)
-        if self._hooks is not None:
-            self._hooks.check()
-        if self._feed is not None:
-            self._feed.completed(self._size, self._coordinator.same, self._coordinator.gather)
-        self._untracked_check.completed(self._size, self._coordinator.same)
+        self._compare_ranks(self._size, last=last)
         if self._check is not None:
             self._check.completed()
 

@@ -1,10 +1,5 @@
-"""Adapters for the training loops of other libraries: Hugging Face Trainer, Lightning and Accelerate.
-
-Each adapter is a module of its own that imports its library. This package imports none of them:
-
-    from everstep.train.adapters.huggingface import EverstepCallback
-    from everstep.train.adapters.lightning import EverstepCallback
-    from everstep.train.adapters.accelerate import start
+"""Adapters for the training loops of other libraries: Hugging Face Trainer, Lightning and Accelerate. Each is a module
+that imports its library; this package imports none of them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,5 @@
-"""Accelerate: restore, save and stop a loop over objects that an `Accelerator` prepared.
-
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-
-    def learn(batch):
-        with accelerator.accumulate(model):
-            accelerator.backward(loss := criterion(model(batch[0]), batch[1]))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        return {"loss": loss}
-
-    with start(accelerator, "s3://bucket/run", every_steps=100,
-               model=model, optimizer=optimizer, scheduler=scheduler, loader=loader) as run:
-        for epoch in run.epochs(3):
-            run.train(learn)                             # the rest of the epoch
+"""Accelerate: restore, save and stop a loop over objects that an `Accelerator` prepared. docs/reference/adapters.md has
+whole scripts: `with start(accelerator, url, model=…, optimizer=…, loader=…) as run:`, and in it `run.train(learn)`.
 
 If an agent announces rounds, a lost peer ends no other process: see `prepared`. Otherwise the body may also stand in a
 loop, `for batch in run.batches():`, with `run.step(loss=loss)` after every batch.

@@ -32,7 +32,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
 from everstep.torch_private import names
 from everstep.torch_private.accelerate import shared_state
-from everstep.torch_private.patches import replace
+from everstep.torch_private.patches import around, replace
 from everstep.train.process_place import most_processes
 
 
@@ -57,75 +57,55 @@ def follow(*, loops: bool = False) -> None:
         return
     _Process.following = True
     names.check("accelerate")
-    replace("__init__", _making, PartialState)
-    replace("wait_for_everyone", _waiting, PartialState)
-    replace("prepare_model", _preparing, Accelerator)
-    replace("prepare_data_loader", _loading, Accelerator)
-    replace("step", _stepping, AcceleratedOptimizer)
+    replace("__init__", around(_make), PartialState)
+    replace("wait_for_everyone", around(_wait), PartialState)
+    replace("prepare_model", around(_prepare), Accelerator)
+    replace("prepare_data_loader", around(_load), Accelerator)
+    replace("step", around(_step), AcceleratedOptimizer)
     count_whole_job(Accelerator, "num_processes")
 
 
-def _making(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(state: Any, *arguments: Any, **named: Any) -> None:
-        if not shared_state(PartialState):
-            recovery()
-        make(state, *arguments, **named)
+def _make(make: Any, *arguments: Any, **named: Any) -> None:
+    if not shared_state(PartialState):
+        recovery()
+    make(*arguments, **named)
 
+
+def _prepare(
+    prepare: Any, accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+) -> Any:
+    if not evaluation_mode and not _Process.building and not _Process.loops and _alone():
+        raise LoopError(
+            "Accelerate cannot prepare a model for training yet: this process is still alone, and each rank would "
+            "train a model of its own. Begin the training with callback.train(trainer), where callback is an "
+            "EverstepCallback, instead of trainer.train(). In a script without a Trainer, import "
+            "everstep.train.adapters.accelerate, and not everstep.train.adapters.huggingface"
+        )
+    return prepare(accelerator, model, device_placement, evaluation_mode)
+
+
+def _load(load: Any, accelerator: Any, data_loader: Any, *arguments: Any, **named: Any) -> Any:
+    made = load(accelerator, data_loader, *arguments, **named)
+    if _Process.loops and _alone() and made is not data_loader:
+        given = dict(zip(("device_placement", "slice_fn_for_dispatch"), arguments, strict=False))
+        _loaders[made] = accelerator, data_loader, {**given, **named}
     return made
 
 
-def _preparing(prepare: Any) -> Any:
-    @functools.wraps(prepare)
-    def prepared(
-        accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
-        if not evaluation_mode and not _Process.building and not _Process.loops and _alone():
-            raise LoopError(
-                "Accelerate cannot prepare a model for training yet: this process is still alone, and each rank would "
-                "train a model of its own. Begin the training with callback.train(trainer), where callback is an "
-                "EverstepCallback, instead of trainer.train(). In a script without a Trainer, import "
-                "everstep.train.adapters.accelerate, and not everstep.train.adapters.huggingface"
-            )
-        return prepare(accelerator, model, device_placement, evaluation_mode)
-
-    return prepared
+def _wait(wait: Any, state: Any) -> None:
+    if not _alone():  # otherwise each process would prepare its data alone
+        wait(state)
 
 
-def _loading(load: Any) -> Any:
-    @functools.wraps(load)
-    def loaded(accelerator: Any, data_loader: Any, *arguments: Any, **named: Any) -> Any:
-        made = load(accelerator, data_loader, *arguments, **named)
-        if _Process.loops and _alone() and made is not data_loader:
-            given = dict(zip(("device_placement", "slice_fn_for_dispatch"), arguments, strict=False))
-            _loaders[made] = accelerator, data_loader, {**given, **named}
-        return made
-
-    return loaded
-
-
-def _waiting(wait: Any) -> Any:
-    @functools.wraps(wait)
-    def waited(state: Any) -> None:
-        if not _alone():  # otherwise each process would prepare its data alone
-            wait(state)
-
-    return waited
-
-
-def _stepping(step: Any) -> Any:
-    @functools.wraps(step)
-    def stepped(optimizer: Any, closure: Any = None) -> Any:
-        if _alone():
-            raise LoopError(
-                "optimizer.step(): this process is still alone, and each rank would train its own model. Make the body "
-                "of the loop a function of the batch, and let Everstep call it: run = "
-                "everstep.train.adapters.accelerate.start(accelerator, …), `for epoch in run.epochs(N): "
-                "run.train(function)`"
-            )
-        return step(optimizer, closure)
-
-    return stepped
+def _step(step: Any, optimizer: Any, closure: Any = None) -> Any:
+    if _alone():
+        raise LoopError(
+            "optimizer.step(): this process is still alone, and each rank would train its own model. Make the body "
+            "of the loop a function of the batch, and let Everstep call it: run = "
+            "everstep.train.adapters.accelerate.start(accelerator, …), `for epoch in run.epochs(N): "
+            "run.train(function)`"
+        )
+    return step(optimizer, closure)
 
 
 def count_whole_job(kind: type, name: str) -> None:

@@ -29,35 +29,21 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
-from everstep.contract import refusal
 from everstep.recovery.announcements import AgentAnnouncements
-from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
-from everstep.recovery.state.randomness import STATE, Randomness
-from everstep.recovery.validity import Validity
+from everstep.recovery.state.randomness import STATE
 from everstep.torch_private import lightning
 from everstep.torch_private.patches import Replacements, replace
 from everstep.train.adapters.epochs import begin_an_epoch, begin_with_a_batch, reopen
 from everstep.train.adapters.logged import Logged
+from everstep.train.adapters.passes import Again, Passes, nothing_between
 from everstep.train.adapters.script_state import ScriptAttributes
-from everstep.train.adapters.uncounted import Uncounted
-from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.evaluation import Evaluations
-from everstep.train.feeding.resharding import Resharding
-from everstep.train.nested_loops import NestedLoops
-from everstep.train.once import Onces
 from everstep.train.process_place import most_processes
-from everstep.train.recovering_world import RecoveringWorld
-from everstep.train.step import Phase
 
 INSTEAD = "or say EverstepCallback(in_process=False): then all processes end with a lost peer, and go on from a commit"
-
-
-class Again(Exception):
-    """Raised when the world has changed, to begin the next pass."""
 
 
 def recovery() -> Recovery | None:
@@ -185,34 +171,17 @@ class Progress:
         self.kept = dict(state) or None
 
 
-class _World(RecoveringWorld):
-    place: Callable[[int, int], None]
-
-    def _moved(self) -> None:
-        members = self._recovery.members
-        self.place(members.rank, members.world_size)
-        super()._moved()
-
-    def torn(self) -> None:
-        self._enter(Validity.TORN)
-
-
-class Fitting:
+class Fitting(Passes):
     """One call of `trainer.fit`. `drop` reads and drops so many batches that are trained on."""
 
     def __init__(self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, progress: Progress) -> None:
         _check(trainer)
+        super().__init__(recovery, coordinator, trainer.strategy.root_device)
         self._trainer = trainer
-        self._recovery = recovery
-        self._coordinator = coordinator
         self._progress = progress
-        self._random = Randomness(True, trainer.strategy.root_device)
         self._logged = Logged()
-        self._world: _World
         self._size = 0
-        self._round = -1  # of this pass
-        self._in_step = self._fresh = False  # fresh: this pass has seen no batch
-        self._behind = False  # the step is complete, but the work after it is not
+        self._fresh = False  # this pass has seen no batch
         self._replaced = Replacements()
         self.skip = 0  # batches of this pass's epoch that are trained on
 
@@ -221,14 +190,7 @@ class Fitting:
         Lightning waits at barriers, where a process that comes later would be alone."""
         trainer = self._trainer
         state[STATE] = self._random
-        state[BUCKETS] = reducers = Reducers(state)
-        self._random.start()
-        self._coordinator.join()
-        between = BetweenSteps(Onces(), Evaluations(), lambda: 0, NestedLoops())
-        self._world = _World(
-            self._recovery, self._coordinator, state, reducers, None, Resharding(None), between, Uncounted()
-        )
-        self._world.place = self._place
+        self._join(state, nothing_between(), self._place)
         lightning.ignore_sigterm(self._replaced, trainer.fit_loop)
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
             self._replaced.put("optimizer_step", lambda _: self._optimizer_step, trainer.precision_plugin)
@@ -250,20 +212,14 @@ class Fitting:
             self._world.between()
         if self._number != self._round:
             raise Again
-        self._world.step_begins()
-        self._random.begin(self._coordinator.step, self._recovery.members.rank)
-        self._in_step = True
+        self._step_begins(self._coordinator.step)
 
     def batch_ends(self) -> None:
         trainer = self._trainer
         if trainer.global_step == self._coordinator.step:
             return
-        self._world.step_over()
-        if not self._world.step_ended():
-            self._recovery.check()  # raises
-        refusal.count_step()
-        self._in_step, self._behind = False, True
-        self._recovery.program.scope.enter(ScriptPhase.STEP)
+        self._step_ends()
+        self._behind = True
         self._coordinator.log(self._logged.new(trainer))
         self._coordinator.count(trainer.global_step, total=total_steps(trainer), epoch=trainer.current_epoch)
 
@@ -302,23 +258,6 @@ class Fitting:
             self._coordinator.leave()
             self._replaced.end()
 
-    def _lost(self, error: BaseException) -> bool:
-        """Whether the error means that a peer was lost. Then the world has changed."""
-        if self._in_step:
-            self._in_step = False
-            self._world.step_over()
-            if not self._world.step_lost(error):
-                return False
-            self._world.go_on(Phase.LOST)
-            return True
-        if not self._world.lost(error):
-            return False
-        if self._behind:
-            self._world.torn()
-        else:
-            self._world.go_on(Phase.DONE)
-        return True
-
     def _place(self, rank: int, world_size: int) -> None:
         trainer = self._trainer
         environment = trainer.strategy.cluster_environment
@@ -332,11 +271,6 @@ class Fitting:
                 f"{world_size} processes: give the job one size (--nnodes=N), so that a lost process is replaced "
                 f"before the others go on, {INSTEAD}"
             )
-
-    @property
-    def _number(self) -> int:
-        round_ = self._recovery.round
-        return -1 if round_ is None else round_.number
 
     def _optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **named: Any) -> Any:
         """Run forward and backward before the optimizer's step and not in it, so that the loss of a peer in them costs

@@ -1,14 +1,10 @@
-"""An adapter for Hugging Face Trainer: a callback that saves and stops, and `train`, which resumes from the newest
-commit.
+"""An adapter for Hugging Face Trainer: a callback that saves and stops, whose `train` resumes from the newest commit:
+docs/reference/adapters.md.
 
-    callback = EverstepCallback("s3://bucket/run", every_steps=100)
-    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[callback])
-    callback.train(trainer)                              # instead of trainer.train()
-
-A callback alone is not enough: Trainer's loop takes its first epoch and the batches to skip from its resume path,
-before the first callback runs. So `train` restores the commit, writes Trainer's own `trainer_state.json`, and calls
-`trainer.train(resume_from_checkpoint=…)` with that folder. Trainer does not need the folder's other files, except the
-weights: their loading is switched off, because they are loaded already.
+Trainer's loop takes its first epoch and the batches to skip from its resume path, before the first callback runs. So
+`train` restores the commit, writes Trainer's own `trainer_state.json`, and calls
+`trainer.train(resume_from_checkpoint=…)` with that folder. Of the folder's other files Trainer needs the weights, whose
+loading is switched off, because they are loaded already.
 
 A step is committed when the next one begins: then its logging and evaluation are done, and the random generators are as
 the next step will find them. To stop, `Preempted` is raised there; `control.should_training_stop` is not set, because
@@ -33,7 +29,7 @@ from torch.utils.data import IterableDataset
 from everstep.checkpoint import Checkpointer, SettingUnusable
 from everstep.contract import refusal
 from everstep.recovery.state.switches import SWITCHES, Switches
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around
 from everstep.train import refused_end
 from everstep.train.adapters import missing
 from everstep.train.adapters.late import Late, LateRng
@@ -98,7 +94,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         global batch or model. If asked to stop, it commits and ends the process with exit code 86.
         """
         replaced = Replacements()
-        replaced.put("on_step_begin", self._before_step_begins, trainer.callback_handler)
+        replaced.put("on_step_begin", around(self._before_step_begins), trainer.callback_handler)
         try:
             with refused_end.remembered():
                 result = self._train(trainer, arguments)
@@ -178,15 +174,11 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
         if self._unbroken is None and not self._begun and self._state["trainer"].before_epoch:
             self._rng.apply()  # the run that goes on with a greater max_steps draws the epoch's numbers
 
-    def _before_step_begins(self, begins: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_step_begins(self, begins: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
         """A step is begun before the first callback hears of it: what a callback counts there belongs to the step,
         wherever the callback stands in the list."""
-
-        def began(args: Any, state: Any, control: Any) -> Any:
-            self._step_begins(state)
-            return begins(args, state, control)
-
-        return began
+        self._step_begins(state)
+        return begins(args, state, control)
 
     def _step_begins(self, state: Any) -> None:
         self._weights = self._weights or CallbackWeights(self._trainer.callback_handler.callbacks, self._trainer.model)

@@ -1,13 +1,7 @@
 """An adapter for Lightning: a callback that restores, saves and stops, and `Elastic`, a loader that resumes without
-reading data again.
-
-    callback = EverstepCallback("s3://bucket/run", every_steps=100)
-    trainer = Trainer(max_epochs=3, callbacks=[callback], enable_checkpointing=False)
-    trainer.fit(model, Elastic(ElasticLoader(dataset, global_batch=64)))
+reading data again: docs/reference/adapters.md.
 
 It is a callback and no `CheckpointIO`, because Lightning calls that on rank 0 only, and all ranks take part in a save.
-The loops' progress is restored by their own `state_dict`, as Lightning's checkpoints do it.
-
 A step is committed when the next batch has arrived: then its validation is done. Other loaders than `Elastic` come back
 to their position by reading and dropping the batches before it, with the random generators as they were when the epoch
 began.

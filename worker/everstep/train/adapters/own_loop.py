@@ -28,7 +28,7 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.group.script_location import ScriptLocation, ScriptPhase, script_call_site
 from everstep.torch_private import accelerate as prepared
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around
 from everstep.torch_private.reducers import replace_pre_forward
 from everstep.torch_private.tensors import versions
 from everstep.train.adapters.counted import BY_HAND, check_counters
@@ -55,13 +55,13 @@ class OwnLoop:
         self._left = False  # whether the script has left its loop early
         self._read = False  # its text
         self._replaced = Replacements()
-        self._replaced.put("backward", lambda call: partial(self._weighting, call), accelerator)
-        self._replaced.put("accumulate", lambda call: partial(self._accumulating, call), accelerator)
+        self._replaced.put("backward", around(self._weighting), accelerator)
+        self._replaced.put("accumulate", around(self._accumulating), accelerator)
         for name in _COLLECTIVES:
             self._replaced.put(name, partial(self._only_in_scope, name), accelerator)
         for optimizer in prepared.optimizers_of(accelerator):
-            self._replaced.put("step", self._counting, optimizer)
-        replace_pre_forward(self._replaced, self._guarding)
+            self._replaced.put("step", around(self._counting), optimizer)
+        replace_pre_forward(self._replaced, around(self._guarding))
         self._give_back = _take_over(loader, self)
 
     def end(self) -> None:
@@ -153,12 +153,9 @@ class OwnLoop:
         counts = versions(p for _, p in named)
         return [(name, count, repr(norm)) for (name, _), count, norm in zip(named, counts, norms, strict=True)]
 
-    def _counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def stepped(*arguments: Any, **named: Any) -> Any:
-            self._stepped += 1
-            return step(*arguments, **named)
-
-        return stepped
+    def _counting(self, step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._stepped += 1
+        return step(*arguments, **named)
 
     def _keeps(self, error: BaseException) -> bool:
         """Whether a peer was lost in the present batch. Then the step is over."""
@@ -222,20 +219,16 @@ class OwnLoop:
 
         return called
 
-    def _guarding(self, before: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarding(self, before: Callable[..., Any], model: Any, *inputs: Any, **named: Any) -> Any:
         """Let DDP's forward pass go on without its collectives (of buffers, for example) in a lost step."""
-
-        def guarded(model: Any, *inputs: Any, **named: Any) -> Any:
-            if self._error is not None:
-                return inputs, named
-            try:
-                return before(model, *inputs, **named)
-            except Exception as e:
-                if not self._keeps(e):
-                    raise
-                return inputs, named
-
-        return guarded
+        if self._error is not None:
+            return inputs, named
+        try:
+            return before(model, *inputs, **named)
+        except Exception as e:
+            if not self._keeps(e):
+                raise
+            return inputs, named
 
 
 def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:

@@ -27,30 +27,21 @@ from typing import Any, NoReturn
 import torch
 
 from everstep.checkpoint import StateMismatch
-from everstep.contract import refusal
-from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import ScriptPhase
-from everstep.recovery.state.randomness import STATE, Randomness
+from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.switches import SWITCHES, Switches
 from everstep.torch_private import transformers as private
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around
 from everstep.train.adapters import accelerated
-from everstep.train.adapters.uncounted import Uncounted
+from everstep.train.adapters.passes import Again, Passes
 from everstep.train.between_steps import BetweenSteps
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import Evaluations
-from everstep.train.feeding.resharding import Resharding
 from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.nested_loops import NestedLoops
 from everstep.train.once import Onces
-from everstep.train.recovering_world import RecoveringWorld
-from everstep.train.step import Phase
-
-
-class Again(Exception):
-    """Raised when the world has changed, to begin the next pass."""
 
 
 class AtEnd(Exception):
@@ -73,29 +64,17 @@ class _Agreement(BetweenSteps):
         self._work.back_to(min(done for (done,) in members.gather((self._work.done,))))
 
 
-class _World(RecoveringWorld):
-    def _moved(self) -> None:
-        members = self._recovery.members
-        accelerated.move(members.rank, members.world_size)
-        super()._moved()
-
-
-class Unbroken:
+class Unbroken(Passes):
     """One training of `trainer`. `kept`: its `TrainerState` in the run's state. It also says how much of the work after
     the step is done. `samples`: those that the ranks compare."""
 
     def __init__(
         self, trainer: Any, recovery: Recovery, coordinator: StepCoordinator, kept: Any, samples: CommonSamples
     ) -> None:
+        super().__init__(recovery, coordinator, trainer.args.device)
         self._samples = samples
         self._trainer = trainer
-        self._recovery = recovery
-        self._coordinator = coordinator
         self._kept = kept
-        self._random = Randomness(True, trainer.args.device)
-        self._world: _World
-        self._round = -1  # of this pass
-        self._in_step = False
         self._ready = False  # whether the world works, and the pass has come to a step
         self._max_steps = 0  # steps for which the schedule was made
         self._own_schedule = False
@@ -109,10 +88,10 @@ class Unbroken:
         try:
             self._build(given)
             trainer.model_init = None  # there is a model
-            private.replace_preparation(replaced, self._preparing, trainer)
-            private.replace_work(replaced, self._working, trainer)
-            replaced.put("on_train_begin", self._beginning, trainer.callback_handler)
-            replaced.put("on_epoch_begin", self._epoch_beginning, trainer.callback_handler)
+            private.replace_preparation(replaced, around(self._prepare), trainer)
+            private.replace_work(replaced, around(self._work), trainer)
+            replaced.put("on_train_begin", around(self._train_begins), trainer.callback_handler)
+            replaced.put("on_epoch_begin", around(self._epoch_begins), trainer.callback_handler)
             self._begin()
             while True:
                 self._kept.look()
@@ -139,34 +118,25 @@ class Unbroken:
             self._world.between()
             self._same_world()
         self._ready = True
-        self._world.step_begins()
-        self._random.begin(step, self._recovery.members.rank)
-        self._in_step = True
+        self._step_begins(step)
 
     def finish(self, save: bool) -> None:
         if not self._world.finish(save=save):
             raise Again
         self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws the same numbers
 
-    def _beginning(self, begins: Callable[..., Any]) -> Callable[..., Any]:
+    def _train_begins(self, begins: Callable[..., Any], *arguments: Any) -> Any:
         """Each pass begins with on_train_begin, where callbacks set their attributes to those of a first step. So what
         they were is put back when all of them have heard it."""
+        self._trainer.control = begins(*arguments)
+        self._redo()
+        return self._trainer.control
 
-        def began(*arguments: Any) -> Any:
-            self._trainer.control = begins(*arguments)
-            self._redo()
-            return self._trainer.control
-
-        return began
-
-    def _epoch_beginning(self, begins: Callable[..., Any]) -> Callable[..., Any]:
-        def began(*arguments: Any) -> Any:
-            control = begins(*arguments)
-            if not self._ready:  # the first epoch of this pass
-                self._kept.epoch_begins()
-            return control
-
-        return began
+    def _epoch_begins(self, begins: Callable[..., Any], *arguments: Any) -> Any:
+        control = begins(*arguments)
+        if not self._ready:  # the first epoch of this pass
+            self._kept.epoch_begins()
+        return control
 
     def _redo(self) -> None:
         """At the beginning of a pass, do the rest of the work after the step. Raises `AtEnd`."""
@@ -191,16 +161,13 @@ class Unbroken:
         trainer = self._trainer
         self._seed = torch.initial_seed()
 
-        def building(prepare: Callable[..., Any]) -> Callable[..., Any]:
-            def built(max_steps: int, *rest: Any) -> NoReturn:
-                prepare(max_steps, *rest)
-                self._max_steps, self._own_schedule = max_steps, private.makes_schedule(trainer)
-                raise _Built
-
-            return built
+        def build(prepare: Callable[..., Any], max_steps: int, *rest: Any) -> NoReturn:
+            prepare(max_steps, *rest)
+            self._max_steps, self._own_schedule = max_steps, private.makes_schedule(trainer)
+            raise _Built
 
         replaced = Replacements()
-        private.replace_preparation(replaced, building, trainer)
+        private.replace_preparation(replaced, around(build), trainer)
         try:
             with accelerated.building(), contextlib.suppress(_Built):
                 trainer.train(**given)
@@ -220,22 +187,10 @@ class Unbroken:
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
-        state[BUCKETS] = reducers = Reducers(state)
         state[SWITCHES] = switches = Switches(state)
         switches.start()
         self._kept.seed = self._seed
-        self._random.start()
-        self._coordinator.join()
-        self._world = _World(
-            self._recovery,
-            self._coordinator,
-            state,
-            reducers,
-            None,
-            Resharding(None),
-            _Agreement(self._kept),
-            Uncounted(),
-        )
+        self._join(state, _Agreement(self._kept), accelerated.move)
         self._world.begin()
 
     def _pass(self, given: dict[str, Any]) -> Any:
@@ -270,39 +225,16 @@ class Unbroken:
         if trainer.neftune_noise_alpha is not None and getattr(trainer, "neftune_hook_handle", None) is not None:
             trainer.neftune_hook_handle.remove()
 
-    def _lost(self, error: BaseException) -> bool:
-        """Whether the error means that a peer was lost. Then the world has changed."""
-        if not self._in_step:
-            if not self._world.lost(error):
-                return False
-            self._world.go_on(Phase.DONE)
-            return True
-        self._in_step = False
-        self._world.step_over()
-        if not self._world.step_lost(error):
-            return False
-        self._world.go_on(Phase.LOST)
-        return True
-
     def _same_world(self) -> None:
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         if self._number != self._round:
             raise Again
 
-    @property
-    def _number(self) -> int:
-        round_ = self._recovery.round
-        return -1 if round_ is None else round_.number
-
-    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(max_steps: int, *rest: Any) -> Any:
-            trainer = self._trainer
-            private.keep_schedule(trainer)
-            if self._own_schedule and max_steps != self._max_steps:
-                self._make_schedule(max_steps)
-            return prepare(max_steps, *rest)
-
-        return prepared
+    def _prepare(self, prepare: Callable[..., Any], max_steps: int, *rest: Any) -> Any:
+        private.keep_schedule(self._trainer)
+        if self._own_schedule and max_steps != self._max_steps:
+            self._make_schedule(max_steps)
+        return prepare(max_steps, *rest)
 
     def _make_schedule(self, max_steps: int) -> None:
         """Make the schedule for so many steps, in the same object, because that is tracked. Before the first round the
@@ -322,23 +254,15 @@ class Unbroken:
         schedule.__dict__.update(made.__dict__)
         trainer.lr_scheduler, self._max_steps = schedule, max_steps
 
-    def _working(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def working(*arguments: Any, **named: Any) -> Any:
-            if self._in_step:
-                self._step_ends()
-            found = work(*arguments, **named)
-            self._kept.did()
-            return found
+    def _work(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if self._in_step:
+            self._step_ended()
+        found = work(*arguments, **named)
+        self._kept.did()
+        return found
 
-        return working
-
-    def _step_ends(self) -> None:
-        self._world.step_over()
-        if not self._world.step_ended():
-            self._recovery.check()  # raises
-        refusal.count_step()
-        self._in_step = False
-        self._recovery.program.scope.enter(ScriptPhase.STEP)
+    def _step_ended(self) -> None:
+        self._step_ends()
         state = self._trainer.state
         self._coordinator.count(state.global_step, total=state.max_steps, epoch=int(state.epoch or 0))
         self._kept.step_ended()

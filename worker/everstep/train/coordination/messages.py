@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around
 
 _FUNCTIONS = (
     "send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list", "monitored_barrier",
@@ -29,20 +29,17 @@ class Messages:
         self.count = 0
         self._replaced = Replacements()
         for name in _FUNCTIONS:
-            self._replaced.put(name, self._counting, distributed_c10d, dist)
+            self._replaced.put(name, around(self._counting), distributed_c10d, dist)
 
     def end(self) -> None:
         self._replaced.end()
 
-    def _counting(self, function: Any) -> Any:
-        def counted(*arguments: Any, **named: Any) -> Any:
-            if self._inside:
-                return function(*arguments, **named)
-            before, self._inside = self._number(), True
-            try:
-                return function(*arguments, **named)
-            finally:
-                self._inside = False
-                self.count += self._number() - before
-
-        return counted
+    def _counting(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if self._inside:
+            return function(*arguments, **named)
+        before, self._inside = self._number(), True
+        try:
+            return function(*arguments, **named)
+        finally:
+            self._inside = False
+            self.count += self._number() - before

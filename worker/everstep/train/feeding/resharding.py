@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 from everstep.data.plan.assignment import World
 from everstep.recovery.errors import LoopError
 from everstep.recovery.state.shape import Shape
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around
 
 _make = DistributedSampler.__init__
 
@@ -50,8 +50,8 @@ class Resharding:
         self._world: World | None = None  # None: while the process builds its objects
         self._replaced = Replacements()
         if most is not None:
-            self._replaced.put("__init__", self._making, DistributedSampler)
-            self._replaced.put("__iter__", self._iterating, DistributedSampler)
+            self._replaced.put("__init__", around(self._make), DistributedSampler)
+            self._replaced.put("__iter__", around(self._iterate), DistributedSampler)
 
     def add(self, loader: Resharded) -> None:
         """Track an object, for example a loader from `run.loader`."""
@@ -76,29 +76,23 @@ class Resharding:
         """No further world follows."""
         self._replaced.end()
 
-    def _making(self, make: Any) -> Any:
-        def making(sampler: Any, *given: Any, **named: Any) -> None:
-            make(sampler, *given, **named)
-            places = (*given[1:3], named.get("num_replicas"), named.get("rank"))
-            if all(place is None for place in places):
-                self._samplers.add(sampler)
-                if self._world is None:
-                    _cut(sampler, 0, self.shape.reads_as(0, self._most or 1).size)
-            else:
-                self._fixed[sampler] = self._world
+    def _make(self, make: Any, sampler: Any, *given: Any, **named: Any) -> None:
+        make(sampler, *given, **named)
+        places = (*given[1:3], named.get("num_replicas"), named.get("rank"))
+        if all(place is None for place in places):
+            self._samplers.add(sampler)
+            if self._world is None:
+                _cut(sampler, 0, self.shape.reads_as(0, self._most or 1).size)
+        else:
+            self._fixed[sampler] = self._world
 
-        return making
-
-    def _iterating(self, iterate: Any) -> Any:
-        def iterating(sampler: Any) -> Iterator[Any]:
-            self._check(sampler)
-            if self._world is None and sampler in self._samplers:
-                sampler = copy.copy(sampler)
-                _cut(sampler, 0, 1)
-            found: Iterator[Any] = iterate(sampler)
-            return found
-
-        return iterating
+    def _iterate(self, iterate: Any, sampler: Any) -> Iterator[Any]:
+        self._check(sampler)
+        if self._world is None and sampler in self._samplers:
+            sampler = copy.copy(sampler)
+            _cut(sampler, 0, 1)
+        found: Iterator[Any] = iterate(sampler)
+        return found
 
     def _check(self, sampler: DistributedSampler[Any]) -> None:
         made = self._fixed.get(sampler, self._world)

@@ -20,6 +20,7 @@ import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -107,8 +108,8 @@ class Reader:
 
     def carried(self) -> list[Carried]:
         """What the loop carries, in the order of its text."""
-        ends = [*self._ends, *([self._done] if self._done is not None else [])]
-        self._done = set.intersection(*ends) if ends else set()
+        self._meet([*self._ends, self._done])
+        self._done = self._done or set()
         made = {name for name, one in self._bound.items() if one.rebound}
         for name in self._bound:  # attributes of what outlives the step
             if name[-1].startswith(".") and not any(name[:i] in made for i in range(1, len(name))):
@@ -233,7 +234,7 @@ class Reader:
         if self._visited > MOST:
             raise TooLarge
         match n:
-            case ast.If():
+            case ast.If() | ast.IfExp():
                 self._if(n)
             case ast.Match():
                 self._visit(n.subject)
@@ -271,9 +272,6 @@ class Reader:
 
     def _define(self, n: ast.AST) -> None:
         match n:
-            case ast.IfExp():
-                self._visit(n.test)
-                self._branches([n.body], [n.orelse])
             case ast.withitem():
                 self._visit(n.context_expr)
                 self._enter_method(self._name(n.context_expr), "__enter__", "__aenter__")
@@ -300,41 +298,36 @@ class Reader:
             case _:
                 self._block(list(ast.iter_child_nodes(n)))
 
-    def _if(self, n: ast.If) -> None:
+    def _if(self, n: ast.If | ast.IfExp) -> None:
         """One arm of `if` and its `elif`s runs: a long chain of them is a deep tree."""
-        ends = list[set[Name]]()
-        arm: ast.If | None = n
-        while arm is not None:
-            self._visit(arm.test)
-            before = set(self._done or ())
-            self._block(arm.body)
-            ends += [self._done] if self._done is not None else []
-            self._done = before
-            match arm.orelse:
-                case [ast.If() as further]:
-                    arm = further
-                case other:
-                    self._block(other)
-                    arm = None
-        ends += [self._done] if self._done is not None else []
-        self._done = set.intersection(*ends) if ends else None
+        tests, arms, last = [n.test], [n.body], n.orelse
+        while isinstance(last, list) and len(last) == 1 and isinstance(further := last[0], ast.If):
+            tests, arms, last = [*tests, further.test], [*arms, further.body], further.orelse
+        self._branches(*(arm if isinstance(arm, list) else [arm] for arm in (*arms, last)), tests=tests)
 
     def _while(self, n: ast.While) -> None:
         self._visit(n.test)
         with self._perhaps(loop=True) as breaks:
             self._block(n.body)
         if isinstance(n.test, ast.Constant) and n.test.value:  # its body runs, and a break ends it
-            self._done = set.intersection(*breaks) if breaks else None
+            self._meet(breaks)
         self._block(n.orelse)
 
-    def _branches(self, *branches: Sequence[ast.AST]) -> None:
-        """One of them runs."""
-        before, ends = self._done or set(), list[set[Name]]()
-        for branch in branches:
-            self._done = set(before)
+    def _branches(self, *branches: Sequence[ast.AST], tests: Sequence[ast.AST] = ()) -> None:
+        """One of them runs. `tests`: run one after the other, until one of them chooses the branch of its place."""
+        ends = list[set[Name] | None]()
+        for branch, test in zip_longest(branches, tests):
+            self._block([test] if test is not None else [])
+            before = set(self._done or ())
             self._block(branch)
-            ends += [self._done] if self._done is not None else []
-        self._done = set.intersection(*ends) if ends else None
+            ends.append(self._done)
+            self._done = before
+        self._meet(ends)
+
+    def _meet(self, ends: Sequence[set[Name] | None]) -> None:
+        """One of these ways has led here."""
+        ways = [end for end in ends if end is not None]
+        self._done = set.intersection(*ways) if ways else None
 
     @contextmanager
     def _perhaps(
@@ -582,8 +575,7 @@ class Reader:
         self._running.append(node)
         self._block(node.body if isinstance(node.body, list) else [node.body])
         self._running.pop()
-        ends = [*self._scope.ends, *([self._done] if self._done is not None else [])]
-        self._done = set.intersection(*ends) if ends else None
+        self._meet([*self._scope.ends, self._done])
         self._scope, self._breaks = here, breaks
 
 
