@@ -24,7 +24,7 @@ torch.manual_seed(0)
 x = torch.randn(96, 4)
 dataset = TensorDataset(x, x.sum(1, keepdim=True))
 x_test, y_test = torch.randn(8, 4), torch.randn(8, 1)
-texts = torch.randn(10, 480, 4)
+texts, x_texts = torch.randn(10, 480, 4), torch.randn(3, 96, 4)
 criterion = loss_function
 
 
@@ -35,7 +35,7 @@ def Net():
 class Reader(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.cell, self.head = torch.nn.GRU(4, 8, batch_first=True), torch.nn.Linear(8, 1)
+        self.cell, self.head = torch.nn.LSTM(4, 8, batch_first=True), torch.nn.Linear(8, 1)
 
     def forward(self, words, hidden):
         output, hidden = self.cell(words, hidden)
