@@ -49,7 +49,7 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
             if root.cause is Cause.START_TIMEOUT and restarts.start_timeouts >= _limit(facts):
                 return Failed(
                     FailedReason.START_TIMED_OUT,
-                    f"worker {root.index}: {root.detail}; {restarts.start_timeouts} times in a row "
+                    f"worker {root.index}: {root.detail}; {restart_budget.in_a_row(restarts.start_timeouts)} "
                     "(spec.recovery.noProgressLimit)",
                     root,
                 )

@@ -139,10 +139,15 @@ def judge_by_budget(
     if reporting and not alone and counted.without_progress >= recovery.no_progress_limit:
         return Fail(
             FailedReason.NO_PROGRESS,
-            f"worker {loss.index}: {loss.detail}; lost {counted.without_progress} times in a row without one new step "
-            f"(spec.recovery.noProgressLimit)",
+            f"worker {loss.index}: {loss.detail}; lost {in_a_row(counted.without_progress)} without one new step "
+            "(spec.recovery.noProgressLimit)",
         )
     return Restart(counted)
+
+
+def in_a_row(count: int) -> str:
+    """`once`, or `3 times in a row`."""
+    return "once" if count == 1 else f"{count} times in a row"
 
 
 def _used_up(recovery: Recovery) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rung
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
+from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Status
 from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Plan, Requeue
@@ -104,9 +105,15 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
         restarts=change.restarts if change is not None else None,
         recoveries=_recoveries(facts, change),
-        # Each published roster has the whole time for its start, as its pods have.
-        refused_since=waits.refused_since(facts) if change is None else None,
+        refused_since=None if change is not None and _begins_again(facts, change) else waits.refused_since(facts),
     )
+
+
+def _begins_again(facts: Facts, change: Publish) -> bool:
+    """Whether a worker that cannot be created has the whole time for its start again: it was given up, or somebody
+    has edited the spec. The loss of another worker gives it no more time."""
+    given_up = any(loss.cause is Cause.START_TIMEOUT and loss.unstarted for loss in facts.lost)
+    return given_up or change.event is None or change.event.reason is not EventReason.WORKER_LOST
 
 
 def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, ...]:

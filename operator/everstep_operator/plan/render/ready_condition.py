@@ -200,7 +200,7 @@ def patience(facts: Facts) -> Requeue | None:
 def _has_waited_long(facts: Facts) -> bool:
     """Whether the job is blocked by more than a pod that has waited for a node only a short time."""
     snapshot, pods = facts.snapshot, facts.current.values()
-    refused = bool(snapshot.name_collisions or snapshot.create_refused or snapshot.object_refused)
+    refused = snapshot.create_obstacle is not None or waits.refused_earlier(facts) is not None
     stuck = any(p.waiting for p in pods)
     late = any(p.starting is not None and waited(facts, p) >= STALLED_AFTER for p in pods)
     return refused or stuck or late or bool(starved(facts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from everstep_operator.api.conditions import ConditionStatus, ConditionType
 from everstep_operator.plan import times
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import pods
@@ -76,6 +77,8 @@ def blocked(facts: Facts) -> str | None:
     if snapshot.create_refused is not None:
         since = _moment(facts, refused_since(facts))
         return f"the API server refuses to create a worker{since}: {snapshot.create_refused}"
+    if (earlier := refused_earlier(facts)) is not None:
+        return earlier
     for index, pod in sorted(facts.current.items()):
         if pod.waiting is not None:
             return f"worker {index} has not started{_since(facts, pod)}: {pod.waiting}"
@@ -96,6 +99,15 @@ def refused_since(facts: Facts) -> datetime | None:
         return None
     since = facts.job.status.refused_since
     return facts.snapshot.now if since is None and facts.snapshot.create_obstacle is not None else since
+
+
+def refused_earlier(facts: Facts) -> str | None:
+    """Why a missing worker could not be created, in the words of the status; None where this leader has tried it
+    itself, or no worker waits for that."""
+    if facts.snapshot.create_obstacle is not None or refused_since(facts) is None:
+        return None
+    stalled = facts.job.status.condition(ConditionType.STALLED)
+    return stalled.message if stalled is not None and stalled.status is ConditionStatus.TRUE else None
 
 
 def refused(what: str) -> str:
