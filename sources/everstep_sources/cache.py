@@ -56,12 +56,12 @@ def bytes_of(limit: int | str) -> int:
     """Bytes of a limit as users write it: 20000000, "20 GB", "20 GiB". Raises DataError."""
     if isinstance(limit, str):
         match = _SIZE.fullmatch(limit)
-        found = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+        size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     else:
-        found = limit if isinstance(limit, int) and not isinstance(limit, bool) else 0
-    if found < 1:
+        size = limit if isinstance(limit, int) and not isinstance(limit, bool) else 0
+    if size < 1:
         raise DataError(f"limit={limit!r}: bytes are expected, as a number or like '20 GiB'")
-    return found
+    return size
 
 
 def part_of(root: Path, size: int) -> Path:
@@ -136,14 +136,14 @@ def make_room(root: Path, part: Path, limit: int, until: float, url: str) -> int
 def _evict(root: Path, most: int) -> int:
     """Remove what nobody holds, least recently used first, until `most` bytes are left; how many are."""
     total, entries = 0, []
-    for one in os.scandir(root):
-        path = Path(one.path)
-        if match := _PART.fullmatch(one.name):
+    for entry in os.scandir(root):
+        path = Path(entry.path)
+        if match := _PART.fullmatch(entry.name):
             if (lock := opened(path, fcntl.LOCK_EX)) is not None:  # its process is gone
                 remove(path, lock)
             else:
                 total += int(match[1])
-        elif _ENTRY.fullmatch(one.name):
+        elif _ENTRY.fullmatch(entry.name):
             size, used = _measure(path)
             total += size
             entries.append((used, size, path))
@@ -185,7 +185,7 @@ Unpack = Callable[[bytes], bytes]
 
 
 @dataclass(slots=True)
-class Held:
+class CachedFile:
     """A file that stays where it is until `close`."""
 
     path: Path
@@ -231,7 +231,7 @@ class Cache:
         stored: int | None = None,
         unpack: Unpack | None = None,
         name: str | None = None,
-    ) -> Held:
+    ) -> CachedFile:
         """The file at `url`, fetched if it is not here; close what is returned.
 
         `version`: what else tells this content from what was at the URL before. `stored`: bytes that the store must
@@ -241,15 +241,15 @@ class Cache:
         key = hashlib.blake2b(f"{url}\0{version}".encode(), digest_size=16).hexdigest()
         root = self._made()
         until = time.monotonic() + self.patience
-        if (found := self._whole(root / key, until)) is not None:
-            return found
+        if (file := self._whole(root / key, until)) is not None:
+            return file
         lock = root / "locks" / f"{int(key, 16) % _LOCKS:02x}"
         with Turn(lock, until, f"{url}: another process of this node fetches it, or a file that shares its lock"):
-            if (found := self._whole(root / key, until)) is not None:
-                return found
+            if (file := self._whole(root / key, until)) is not None:
+                return file
             self._fetch(root, key, url, name or url.rsplit("/", 1)[-1], size, stored, unpack, until)
-            if (found := self._whole(root / key, until)) is not None:
-                return found
+            if (file := self._whole(root / key, until)) is not None:
+                return file
         raise CacheError(f"{url}: what was fetched into {root} was damaged at once: check the disk")
 
     def _made(self) -> Path:
@@ -260,14 +260,14 @@ class Cache:
             raise CacheError(f"Cache({str(root)!r}): the folder cannot be made ({e}): pass another folder") from e
         return root
 
-    def _whole(self, entry: Path, until: float) -> Held | None:
+    def _whole(self, entry: Path, until: float) -> CachedFile | None:
         """The entry, held; None if there is none. A damaged one is removed."""
         while (lock := opened(entry, fcntl.LOCK_SH)) is not None:
             path = _checked(entry)
             if path is not None:
                 with suppress(OSError):
                     os.utime(entry)
-                return Held(path, lock)
+                return CachedFile(path, lock)
             os.close(lock)
             if (alone := opened(entry, fcntl.LOCK_EX)) is not None:
                 remove(entry, alone)
@@ -315,12 +315,12 @@ class Cache:
 
 def _size(fs: Any, path: str, url: str) -> int:
     try:
-        found = fs.size(path)
+        size = fs.size(path)
     except OSError as e:
         raise CacheError(f"{url} cannot be fetched: {e!r}") from e
-    if found is None:
+    if size is None:
         raise CacheError(f"{url}: its store does not say how large it is, so no room can be kept: pass its size")
-    return int(found)
+    return int(size)
 
 
 def _fetched(fs: Any, path: str, url: str, expected: int) -> bytes:
@@ -345,9 +345,9 @@ def _write(part: Path, name: str, url: str, content: bytes, size: int) -> None:
             file.write(content[at : at + _PIECE])
         file.flush()
         os.fsync(file.fileno())
-    said = {"url": url, "file": name, "bytes": size, "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+    summary = {"url": url, "file": name, "bytes": size, "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
     with (part / ".whole").open("w") as file:
-        json.dump(said, file)
+        json.dump(summary, file)
         file.flush()
         os.fsync(file.fileno())
     _flush(part)
@@ -364,14 +364,14 @@ def _flush(folder: Path) -> None:
 def _checked(entry: Path) -> Path | None:
     """The file of an entry, if it has the bytes that it was written with."""
     try:
-        said = json.loads((entry / ".whole").read_text())
-        path = entry / said["file"]
-        if path.stat().st_size != said["bytes"]:
+        summary = json.loads((entry / ".whole").read_text())
+        path = entry / summary["file"]
+        if path.stat().st_size != summary["bytes"]:
             return None
         digest = xxhash.xxh3_128()
         with path.open("rb") as file:
             while piece := file.read(_PIECE):
                 digest.update(piece)
-        return path if digest.hexdigest() == said["xxh3_128"] else None
+        return path if digest.hexdigest() == summary["xxh3_128"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -17,7 +17,7 @@ import fsspec
 
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.shards import Shard, ShardedDataset
-from everstep_sources.cache import Cache, Held, Unpack
+from everstep_sources.cache import Cache, CachedFile, Unpack
 from everstep_sources.errors import CacheError
 
 log = logging.getLogger("everstep.data")
@@ -49,7 +49,7 @@ class Files:
         stored: int | None = None,
         unpack: Unpack | None = None,
         called: str | None = None,
-    ) -> Held:
+    ) -> CachedFile:
         """A file to open, until the result is closed. Arguments are those of `Cache.hold`; without a cache nothing is
         unpacked. Raises CacheError, DatasetUnusable."""
         if self.cache is not None:
@@ -61,7 +61,7 @@ class Files:
             raise DatasetUnusable(f"{path}: the index names this file, and it is not there")
         if size is not None and path.stat().st_size != size:
             raise DatasetUnusable(f"{path} has {path.stat().st_size} bytes, and the index says {size}")
-        return Held(path)
+        return CachedFile(path)
 
     @property
     def local(self) -> bool:
@@ -92,8 +92,10 @@ class Opener(ABC):
 class Opened(Sequence[Any]):
     """A shard whose samples `read` gives by their number; it is held until `close`."""
 
-    def __init__(self, held: Held, length: int, read: Callable[[int], Any], end: Callable[[], None] = lambda: None):
-        self._held, self._length, self._read, self._end = held, length, read, end
+    def __init__(
+        self, file: CachedFile, length: int, read: Callable[[int], Any], end: Callable[[], None] = lambda: None
+    ):
+        self._file, self._length, self._read, self._end = file, length, read, end
 
     def __len__(self) -> int:
         return self._length
@@ -105,7 +107,7 @@ class Opened(Sequence[Any]):
         try:
             self._end()
         finally:
-            self._held.close()
+            self._file.close()
 
 
 def sharded(

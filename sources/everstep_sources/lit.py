@@ -94,7 +94,7 @@ class _OpenChunk(Opener):
     def __call__(self, name: str) -> Sequence[Any]:
         chunk = self._entries[name]
         codec = self._config["compression"] if _is_packed_whole(self._config) else None
-        held = self.files.hold(
+        chunk_file = self.files.hold(
             name,
             size=chunk["chunk_bytes"],  # of the chunk unpacked, if it is compressed whole
             version=json.dumps([chunk, codec] if codec else chunk, sort_keys=True),
@@ -104,9 +104,9 @@ class _OpenChunk(Opener):
         loader = self._loader(chunk)
 
         def read(index: int) -> Any:
-            return loader.load_item_from_chunk(index, 0, str(held.path), 0, chunk["chunk_bytes"])
+            return loader.load_item_from_chunk(index, 0, str(chunk_file.path), 0, chunk["chunk_bytes"])
 
-        return Opened(held, chunk["chunk_size"], read, lambda: loader.close(0))
+        return Opened(chunk_file, chunk["chunk_size"], read, lambda: loader.close(0))
 
     def _loader(self, chunk: dict[str, Any]) -> Any:
         config = dict(self._config)
@@ -125,10 +125,10 @@ class _Unpack:
 
     def __call__(self, stored: bytes) -> bytes:
         try:
-            found: bytes = _codecs()[self._codec].decompress(stored)
+            content: bytes = _codecs()[self._codec].decompress(stored)
         except Exception as e:  # each codec has errors of its own
             raise DatasetUnusable(f"{self._name} cannot be unpacked ({e!r}): it is cut, or was changed") from e
-        return found
+        return content
 
 
 def _is_packed_whole(config: Mapping[str, Any]) -> bool:

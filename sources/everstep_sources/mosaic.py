@@ -43,13 +43,13 @@ def mds(
     opener = _OpenMds(files, entries)
     for name, entry in entries.items():
         opener.check(name, entry, allow_unsafe_types)
-    said = json.dumps(list(entries.values()), sort_keys=True).encode()
+    index = json.dumps(list(entries.values()), sort_keys=True).encode()
     return sharded(
         [Shard(name, entry["samples"]) for name, entry in entries.items()],
         opener,
         transform=transform,
         open_limit=open_limit,
-        identity=hashlib.blake2b(said, digest_size=16).hexdigest(),
+        identity=hashlib.blake2b(index, digest_size=16).hexdigest(),
         sizes={name: entry["raw_data"]["bytes"] for name, entry in entries.items()},
     )
 
@@ -75,7 +75,7 @@ class _OpenMds(Opener):
         raw, packed = entry["raw_data"], entry["zip_data"]
         stored = packed or raw
         url = str(PurePosixPath(name).with_name(PurePosixPath(stored["basename"]).name))
-        held = self.files.hold(
+        file = self.files.hold(
             url,
             size=raw["bytes"],
             stored=stored["bytes"],
@@ -83,8 +83,8 @@ class _OpenMds(Opener):
             unpack=_Unpack(url, entry["compression"] if packed else None, stored.get("hashes") or {}),
             called=PurePosixPath(name).name,
         )
-        reader = self._reader(str(held.path.parent), held.path.name, entry)
-        return Opened(held, entry["samples"], reader.get_item)
+        reader = self._reader(str(file.path.parent), file.path.name, entry)
+        return Opened(file, entry["samples"], reader.get_item)
 
     def _reader(self, folder: str, file: str, entry: Mapping[str, Any]) -> Any:
         return _library().reader_from_json(folder, None, {**entry, "raw_data": {**entry["raw_data"], "basename": file}})
@@ -101,8 +101,8 @@ class _Unpack:
         from streaming.base.hashing import get_hash  # noqa: PLC0415
 
         for algorithm, wanted in self._hashes.items():
-            if (found := get_hash(algorithm, stored)) != wanted:
-                raise DatasetUnusable(f"{self._name}: {algorithm} is {found}, and the index says {wanted}")
+            if (actual := get_hash(algorithm, stored)) != wanted:
+                raise DatasetUnusable(f"{self._name}: {algorithm} is {actual}, and the index says {wanted}")
         return decompress(self._compression, stored) if self._compression else stored
 
 

@@ -52,10 +52,10 @@ def webdataset(
             " Count them once: `json.dump(tar_counts(urls), open('counts.json', 'w'))`, and pass counts='counts.json'"
         )
     known = _Counts(counts, listed)
-    found = {url.removeprefix(root): known.of(url) for url in listed}
-    sizes = {name: size for name, (_, size) in found.items() if size is not None}
+    counted = {url.removeprefix(root): known.of(url) for url in listed}
+    sizes = {name: size for name, (_, size) in counted.items() if size is not None}
     return sharded(
-        [Shard(name, samples) for name, (samples, _) in found.items() if samples],
+        [Shard(name, samples) for name, (samples, _) in counted.items() if samples],
         _OpenTar(files, sizes),
         transform=transform,
         open_limit=open_limit,
@@ -66,16 +66,16 @@ def webdataset(
 
 def tar_counts(urls: str | Sequence[str], *, cache: Cache | None = None) -> dict[str, dict[str, int]]:
     """The samples and bytes of each of these tar files, by URL. Reads the headers of local files, and all of others."""
-    found = {}
+    counted = {}
     for url in _expanded(urls):
         files = Files("", cache)
         Files(url, cache).check()
-        held = files.hold(url, size=None)
+        file = files.hold(url, size=None)
         try:
-            found[url] = {"samples": len(_listed(held.path, url)), "bytes": held.path.stat().st_size}
+            counted[url] = {"samples": len(_listed(file.path, url)), "bytes": file.path.stat().st_size}
         finally:
-            held.close()
-    return found
+            file.close()
+    return counted
 
 
 class _OpenTar(Opener):
@@ -84,12 +84,12 @@ class _OpenTar(Opener):
         self._sizes = dict(sizes)
 
     def __call__(self, name: str) -> Sequence[Any]:
-        held = self.files.hold(name, size=self._sizes.get(name), stored=self._sizes.get(name))
+        archive = self.files.hold(name, size=self._sizes.get(name), stored=self._sizes.get(name))
         try:
-            samples = _listed(held.path, name)
-            file = held.path.open("rb")
+            samples = _listed(archive.path, name)
+            file = archive.path.open("rb")
         except BaseException:
-            held.close()
+            archive.close()
             raise
 
         def read(index: int) -> Any:
@@ -98,11 +98,11 @@ class _OpenTar(Opener):
                 file.seek(member.offset_data)
                 data = file.read(member.size)
                 if len(data) != member.size:
-                    raise DatasetUnusable(f"{held.path} ends within {member.name}: it is damaged")
+                    raise DatasetUnusable(f"{archive.path} ends within {member.name}: it is damaged")
                 members.append({"fname": member.name, "data": data, "__url__": name})
             return next(iter(_library().group_by_keys(members)))
 
-        return Opened(held, len(samples), read, file.close)
+        return Opened(archive, len(samples), read, file.close)
 
 
 def _listed(path: Path, name: str) -> list[list[tarfile.TarInfo]]:
@@ -156,18 +156,18 @@ def _expand(url: str) -> list[str]:
 class _Counts:
     """The sample counts of tar files, from the user or a file, by URL, or by the file's name if that is unique."""
 
-    def __init__(self, asked: Counts, listed: Sequence[str]) -> None:
-        self._known = asked if isinstance(asked, Mapping) else _from_file(str(asked))
-        self._by_name = {PurePosixPath(url).name: said for url, said in self._known.items()}
+    def __init__(self, counts: Counts, listed: Sequence[str]) -> None:
+        self._known = counts if isinstance(counts, Mapping) else _from_file(str(counts))
+        self._by_name = {PurePosixPath(url).name: count for url, count in self._known.items()}
         if len(self._by_name) < len(self._known) or len({PurePosixPath(url).name for url in listed}) < len(listed):
             self._by_name = {}
 
     def of(self, url: str) -> tuple[int, int | None]:
         """Samples and bytes."""
-        said = self._known.get(url, self._by_name.get(PurePosixPath(url).name))
-        samples, size = (said.get("samples"), said.get("bytes", -1)) if isinstance(said, Mapping) else (said, -1)
+        count = self._known.get(url, self._by_name.get(PurePosixPath(url).name))
+        samples, size = (count.get("samples"), count.get("bytes", -1)) if isinstance(count, Mapping) else (count, -1)
         if not isinstance(samples, int) or not isinstance(size, int) or isinstance(samples, bool) or samples < 0:
-            raise DatasetUnusable(f"{url}: counts gives {said!r} for it: count its samples with tar_counts(urls)")
+            raise DatasetUnusable(f"{url}: counts gives {count!r} for it: count its samples with tar_counts(urls)")
         return samples, size if size >= 0 else None
 
 

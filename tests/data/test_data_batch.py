@@ -78,6 +78,6 @@ def test_weights_are_needed_where_some_batch_in_some_world_has_one_that_is_not_1
 def test_who_reads_a_weight_or_scales_by_it_has_asked_for_it_also_on_another_device() -> None:
     batch = Batch(torch.ones(2), 0, 0, np.arange(2), 2, 3, Weight(2 / 3))
     moved = batch.to("cpu")
-    assert not batch.weighing.asked
+    assert not batch.weighing.read
     assert moved.scale(3.0) == 2.0
-    assert batch.weighing.asked
+    assert batch.weighing.read

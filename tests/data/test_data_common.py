@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from everstep.data import ElasticLoader, Shard, ShardedDataset, Stream
-from everstep.data.common import facts_of, is_comparable, places, read_samples
+from everstep.data.common import facts_of, is_comparable, read_samples, sampled_indices
 from everstep.data.sketches import differ, sketch, stored
 
 
@@ -159,7 +159,7 @@ def test_sample_that_draws_is_read_under_one_seed_and_the_generators_stay() -> N
     assert before[1:] == after[1:]
     torch.manual_seed(6)
     again = read_samples(Of(drawn))
-    assert sorted(one) == places(Of(drawn), 10)
+    assert sorted(one) == sampled_indices(Of(drawn), 10)
     assert not any(differ(one[i], again[i]) for i in one)
 
 
@@ -225,8 +225,8 @@ def test_sample_that_cannot_be_read_is_left_to_the_training(caplog: pytest.LogCa
 
 def test_sample_of_each_part_is_read() -> None:
     parts = [TensorDataset(torch.arange(100)) for _ in range(3)]
-    assert {50, 150, 250} <= set(places(ConcatDataset(parts), 300))
-    assert {0, 299} <= set(places(ConcatDataset(parts), 300))
+    assert {50, 150, 250} <= set(sampled_indices(ConcatDataset(parts), 300))
+    assert {0, 299} <= set(sampled_indices(ConcatDataset(parts), 300))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_dataset_of_a_script_may_have_what_it_likes_under_the_names_that_torch_u
         mine: Any = Of(int)
         setattr(mine, name, held)
         assert is_comparable(mine)
-        assert sorted(read_samples(mine)) == places(Of(int), 10)
+        assert sorted(read_samples(mine)) == sampled_indices(Of(int), 10)
 
 
 def test_datasets_that_refer_to_each_other_are_probed() -> None:

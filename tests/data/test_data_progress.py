@@ -214,14 +214,14 @@ def test_step_in_hand_is_acknowledged_once_by_word_or_by_asking() -> None:
 
 def test_position_is_not_given_out_while_a_step_is_in_hand() -> None:
     trainer = Trainer(Setup(n=100, batch=10).rank(0, 1), 0)
-    trainer.progress.settled("x")
+    trainer.progress.check_acknowledged("x")
     trainer.micro_batch()
     with pytest.raises(
         Unacknowledged, match=r"step 0 of epoch 0 is in hand: call acknowledge\(\) after optimizer.step"
     ):
-        trainer.progress.settled("a position was asked for")
+        trainer.progress.check_acknowledged("a position was asked for")
     trainer.progress.acknowledge()
-    trainer.progress.settled("x")
+    trainer.progress.check_acknowledged("x")
 
 
 def test_half_a_step_cannot_be_acknowledged() -> None:

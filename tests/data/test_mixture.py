@@ -24,7 +24,7 @@ from everstep.data import (
 )
 from everstep.data.errors import LoaderUnusable
 from everstep.data.plan.assignment import World
-from everstep.data.plan.mixing import places_of, table_of
+from everstep.data.plan.mixing import shares_of, table_of
 from everstep.data.takeover import TakenOver
 
 
@@ -117,9 +117,9 @@ def test_dataloader_of_a_mixture_is_taken_over_in_its_order() -> None:
 
 
 def test_weights_are_whole_numbers_in_their_smallest_form() -> None:
-    assert places_of({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
-    assert places_of({"a": 4, "b": 6}) == {"a": 2, "b": 3}
-    assert places_of({"a": Fraction(1, 3), "b": Fraction(2, 3)}) == {"a": 1, "b": 2}
+    assert shares_of({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
+    assert shares_of({"a": 4, "b": 6}) == {"a": 2, "b": 3}
+    assert shares_of({"a": Fraction(1, 3), "b": Fraction(2, 3)}) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,8 @@ VAGUE = frozenset(
         "worth",
     ]
 )
-FINISHED = ["agent", "cli", "contract", "membership", "storage"]
-FOLDERS = ["operator", "local", *(f"worker/everstep/{package}" for package in FINISHED)]
+FINISHED = ["agent", "cli", "contract", "data", "membership", "storage"]
+FOLDERS = ["operator", "local", "sources", *(f"worker/everstep/{package}" for package in FINISHED)]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

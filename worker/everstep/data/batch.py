@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """Of a batch's mean loss. `asked`: whether anybody has read it."""
+    """Of a batch's mean loss. `read`: whether anybody has read it."""
 
     value: float
-    asked: bool = False
+    read: bool = False
 
 
 class BatchLacks(BatchUnusable, AttributeError):
@@ -50,7 +50,7 @@ class Batch(Generic[T]):
     def weight(self) -> float:
         """Scale the *mean* loss over the rows by it, and the gradient that DDP averages is that of the mean over all
         `global_count` samples of the step."""
-        self.weighing.asked = True
+        self.weighing.read = True
         return self.weighing.value
 
     @property
@@ -95,11 +95,11 @@ def _moved(data: Any, device: Any) -> Any:
     if hasattr(data, "to"):
         return data.to(device)
     if isinstance(data, tuple) and hasattr(data, "_fields"):  # a named one
-        return type(data)(*(_moved(one, device) for one in data))
+        return type(data)(*(_moved(part, device) for part in data))
     if isinstance(data, list | tuple):
-        return type(data)(_moved(one, device) for one in data)
+        return type(data)(_moved(part, device) for part in data)
     if isinstance(data, Mapping):
-        return {key: _moved(one, device) for key, one in data.items()}
+        return {key: _moved(part, device) for key, part in data.items()}
     return data
 
 

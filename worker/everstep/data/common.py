@@ -34,18 +34,18 @@ PARTS: Final = 8  # of a dataset of several, from which one sample each is read
 _FACTS_DEPTH, _FACTS, _FACTS_EACH = 4, 500, 64
 
 
-def places(dataset: Any, length: int) -> list[int]:
+def sampled_indices(dataset: Any, length: int) -> list[int]:
     """The indices to read: the first, the last, two that depend on the length, and one of each part."""
-    found = {0, length - 1}
+    indices = {0, length - 1}
     for k in range(2):
         drawn = hashlib.blake2b(f"{length}:{k}".encode(), digest_size=8).digest()
-        found.add(int.from_bytes(drawn, "little") % length)
+        indices.add(int.from_bytes(drawn, "little") % length)
     begin = 0
     for part in _parts(dataset):
         if begin + len(part) // 2 < length:
-            found.add(begin + len(part) // 2)
+            indices.add(begin + len(part) // 2)
         begin += len(part)
-    return sorted(found)
+    return sorted(indices)
 
 
 def is_comparable(dataset: Any) -> bool:
@@ -86,20 +86,20 @@ def _parts(dataset: Any) -> list[Any]:
 def facts_of(dataset: Any) -> dict[str, str]:
     """The numbers, texts and flags among the attributes of a dataset and what it holds, by path. What changes them in
     the loop (a curriculum) may change the samples."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     seen: set[int] = set()
     level = [("", dataset)]
     for _ in range(_FACTS_DEPTH):
         below: list[tuple[str, Any]] = []
-        for path, one in level:
-            for name, value in _attributes(one):
+        for path, node in level:
+            for name, value in _attributes(node):
                 if value is None or isinstance(value, bool | int | float | str):
-                    found[f"{path}.{name}"] = _short(value)
+                    facts[f"{path}.{name}"] = _short(value)
                 elif id(value) not in seen and len(seen) < _FACTS:
                     seen.add(id(value))
                     below.append((f"{path}.{name}", value))
         level = below
-    return found
+    return facts
 
 
 def _short(value: object) -> str:
@@ -108,14 +108,14 @@ def _short(value: object) -> str:
     return hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
 
 
-def _attributes(one: Any) -> list[tuple[Any, Any]]:
-    if isinstance(one, dict):
-        return list(one.items()) if len(one) <= _FACTS_EACH else []
-    if isinstance(one, list | tuple):
-        return list(enumerate(one)) if len(one) <= _FACTS_EACH else []
-    if isinstance(one, type | torch.Tensor | np.ndarray):
+def _attributes(owner: Any) -> list[tuple[Any, Any]]:
+    if isinstance(owner, dict):
+        return list(owner.items()) if len(owner) <= _FACTS_EACH else []
+    if isinstance(owner, list | tuple):
+        return list(enumerate(owner)) if len(owner) <= _FACTS_EACH else []
+    if isinstance(owner, type | torch.Tensor | np.ndarray):
         return []
-    return list(getattr(one, "__dict__", {}).items())
+    return list(getattr(owner, "__dict__", {}).items())
 
 
 def read_samples(
@@ -123,7 +123,7 @@ def read_samples(
 ) -> dict[int, Sketch]:
     """Sketches of the samples that could be read, and that were the same twice. Takes about `SECONDS` at most, but for
     the first sample where there are no workers."""
-    probe = _Probe(dataset, places(dataset, len(dataset)))
+    probe = _Probe(dataset, sampled_indices(dataset, len(dataset)))
     if num_workers == 0:
         return dict(_taken(probe[k] for k in range(len(probe))))
     start = worker_init_fn if isinstance(worker_init_fn, WorkerStart) else WorkerStart(worker_init_fn)
@@ -147,11 +147,11 @@ def read_samples(
 
 def _taken(read: Iterable[Any]) -> Iterator[tuple[int, Sketch]]:
     began = time.monotonic()
-    for index, found, why in read:
-        if found is not None:
-            yield index, found
+    for index, sample, why in read:
+        if sample is not None:
+            yield index, sample
         if why:
-            log.log(logging.DEBUG if found is not None else logging.WARNING, "sample %d is %s", index, why)
+            log.log(logging.DEBUG if sample is not None else logging.WARNING, "sample %d is %s", index, why)
         if time.monotonic() - began > SECONDS:
             log.warning("to read samples takes long: only some are compared with those of the other ranks")
             return
@@ -171,18 +171,18 @@ class _Probe(Dataset[Any]):
             raise IndexError(k)
         index, began = self._indices[k], time.monotonic()
         try:
-            found = []
+            sketches = []
             for _ in range(2):
                 (sample,) = self._read.__getitems__(Request(0, 0, [index]))
-                found.append(sketch(sample))
+                sketches.append(sketch(sample))
                 if time.monotonic() - began > SECONDS / 2:
                     break
         except Exception as e:  # what is wrong shows when training reads it
             return index, None, f"not compared with that of the other ranks: reading it raised {e!r}"
-        if len(found) == 1:
+        if len(sketches) == 1:
             return index, None, "not compared with that of the other ranks: reading it takes long"
-        (one, left_out), (other, _) = found
-        if differ(one, other):
+        (first, left_out), (other, _) = sketches
+        if differ(first, other):
             why = "not the same when it is read twice under one seed, so it is not compared with that of other ranks"
             return index, None, why
-        return index, one, f"compared without its {', '.join(sorted(left_out))}" if left_out else ""
+        return index, first, f"compared without its {', '.join(sorted(left_out))}" if left_out else ""

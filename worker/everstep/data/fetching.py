@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from everstep.data.randomness.generators import Held, held_by, kept
+from everstep.data.randomness.generators import AnyGenerator, generators_of, kept
 from everstep.data.randomness.seeding import Reading, generators_kept, reading, sample_seed, seed_generators
 from everstep.data.stream import Mark, Stream
 
@@ -59,7 +59,7 @@ class Fetching(Dataset[Any]):
         self._dataset = dataset
         self._seeded = seeded and not _only_indexes(dataset)
         self._requests = 0
-        self._held: tuple[Held, ...] = ()
+        self._generators: tuple[AnyGenerator, ...] = ()
 
     @property
     def source(self) -> Any:
@@ -86,12 +86,14 @@ class Fetching(Dataset[Any]):
                 return list(at_once(wanted))
         self._requests += 1
         if self._seeded and not self._requests & (self._requests - 1):  # a worker may make them when it has begun
-            self._held = held_by(self._dataset.transform if isinstance(self._dataset, Stream) else self._dataset)
+            self._generators = generators_of(
+                self._dataset.transform if isinstance(self._dataset, Stream) else self._dataset
+            )
         # The training process has generators of its own to keep; a worker's serve nothing but samples.
         keep = self._seeded and not in_worker
         with (
             generators_kept() if keep else nullcontext(),
-            kept(self._held if keep else ()),
+            kept(self._generators if keep else ()),
             reading(Reading(request.seed, request.epoch)) as now,
         ):
             try:
@@ -104,16 +106,16 @@ class Fetching(Dataset[Any]):
                 raise
 
     def _one_by_one(self, wanted: list[int], now: Reading) -> list[Any]:
-        found: list[Any] = [None] * len(wanted)
+        rows: list[Any] = [None] * len(wanted)
         for row in sorted(range(len(wanted)), key=wanted.__getitem__):
             now.index = index = wanted[row]
             if self._seeded:
                 value = sample_seed(now.seed, now.epoch, index)
                 seed_generators(value)
-                for generator in self._held:
+                for generator in self._generators:
                     generator.seed(value)
-            found[row] = self._dataset[index]
-        return found
+            rows[row] = self._dataset[index]
+        return rows
 
 
 def _only_indexes(dataset: Any) -> bool:

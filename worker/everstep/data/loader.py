@@ -109,23 +109,23 @@ class ElasticLoader:
     ) -> None:
         global_batch, seed = whole("global_batch", global_batch), whole("seed", seed)
         micro_batch = None if micro_batch is None else whole("micro_batch", micro_batch)
-        found = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
+        identity = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
         if sampler is not None and shuffle is not None:
             raise DataError(f"shuffle={shuffle!r} and a sampler: the sampler is the order; leave out shuffle=")
-        self._dataset, self._samples = dataset, found.length
-        kind = _kind_of(dataset, shuffle, sampler, found.length)
+        self._dataset, self._samples = dataset, identity.length
+        kind = _kind_of(dataset, shuffle, sampler, identity.length)
         self._drawn = kind if isinstance(kind, Drawn) else None
         if self._drawn is not None:  # a position is one in what was drawn
-            what = f"{self._drawn.name} of {found.length} of {found.kind}"
-            found = replace(found, length=self._drawn.length, kind=what)
+            what = f"{self._drawn.name} of {identity.length} of {identity.kind}"
+            identity = replace(identity, length=self._drawn.length, kind=what)
         elif isinstance(kind, Own):
-            found = replace(found, length=kind.length)
+            identity = replace(identity, length=kind.length)
         shards = blocks_of(dataset, kind)
-        order_of(kind, found.length, seed, 0, shards)  # what cannot be shuffled is refused here
+        order_of(kind, identity.length, seed, 0, shards)  # what cannot be shuffled is refused here
         self._allowed = check_changes(allow_changes)
         self._progress = Progress(
-            Cursor(seed, 0, 0, global_batch, label(kind), found),
-            Epoch(found.length, global_batch, drop_last),
+            Cursor(seed, 0, 0, global_batch, label(kind), identity),
+            Epoch(identity.length, global_batch, drop_last),
             kind,
             world_of(rank, world_size),
             micro_batch=micro_batch,
@@ -186,9 +186,9 @@ class ElasticLoader:
     def __iter__(self) -> Iterator[Batch[Any]]:
         """The rest of the present epoch. A step in hand that was only looked at, under `torch.no_grad()`, comes again;
         for another one Unacknowledged is raised."""
-        if self._looked_at is not None and not self._looked_at.asked and not torch.is_grad_enabled():
+        if self._looked_at is not None and not self._looked_at.read and not torch.is_grad_enabled():
             self._progress.rewind()
-        self._progress.settled("a new iteration was begun")
+        self._progress.check_acknowledged("a new iteration was begun")
         self._live = None
         return _Epoch(self, self.epoch)
 
@@ -216,7 +216,7 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values. Raises Unacknowledged if a step is in hand."""
-        self._progress.settled("a position was asked for")
+        self._progress.check_acknowledged("a position was asked for")
         cursor = self._progress.cursor
         state = cursor.state_dict()
         if self._drawn is not None and cursor.index:  # else the epoch is still to be drawn
@@ -325,13 +325,13 @@ class ElasticLoader:
         self._dataset.restore(self._marks.newest)
 
     def _check_drawn(self, state: Mapping[str, Any]) -> None:
-        said = state.get("drawn")
-        if self._drawn is None or not said:
+        drawn = state.get("drawn")
+        if self._drawn is None or not drawn:
             return
         saved = parse(state)
         if saved.order == self._progress.cursor.order and saved.dataset.length == self._drawn.length:
             mine = digest(self._drawn.draw(saved.seed, saved.epoch))
-            if mine != said:
+            if mine != drawn:
                 raise PositionMismatch(
                     f"the position is sample {saved.index} of epoch {saved.epoch} as {self._drawn.name} drew it, and"
                     " here it draws other samples for that epoch: its weights or arguments were changed, or it counts"

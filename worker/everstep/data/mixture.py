@@ -11,7 +11,7 @@ from typing import Any
 
 from everstep.data.errors import DataError, DatasetUnusable
 from everstep.data.fingerprints import Fingerprint, fingerprint
-from everstep.data.plan.mixing import VERSION, MixedOrder, Part, places_of
+from everstep.data.plan.mixing import VERSION, MixedOrder, Part, shares_of
 from everstep.data.plan.order import Drawn, Own, Shuffle, label, shuffle_of
 from everstep.data.shards import blocks_of
 
@@ -46,11 +46,13 @@ class Mixture:
         self._shuffle = shuffle_of(shuffle)
         if isinstance(self._shuffle, Own | Drawn):
             raise DataError(f"Mixture(shuffle={shuffle!r}): pass True, False or Blocks(size=…, window=…)")
-        places = places_of({str(name): weight for name, (_, weight) in sources.items()})
-        self._found = [_found(name, dataset) for name, dataset in zip(self._names, self.datasets, strict=True)]
+        shares = shares_of({str(name): weight for name, (_, weight) in sources.items()})
+        self._identities = [
+            _fingerprint(name, dataset) for name, dataset in zip(self._names, self.datasets, strict=True)
+        ]
         self._parts = [
-            Part(name, places[name], found.length, blocks_of(dataset, self._shuffle))
-            for name, dataset, found in zip(self._names, self.datasets, self._found, strict=True)
+            Part(name, shares[name], identity.length, blocks_of(dataset, self._shuffle))
+            for name, dataset, identity in zip(self._names, self.datasets, self._identities, strict=True)
         ]
         self._ends = list(accumulate(part.length for part in self._parts))
         self._length = self._ends[-1] if length is None else length
@@ -75,19 +77,19 @@ class Mixture:
     def fingerprint(self) -> str:
         """The sources' names, lengths and fingerprints, in order."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, found in zip(self._names, self._found, strict=True):
-            digest.update(f"{len(name)}:{name}:{found.length}:{found.identity or found.kind};".encode())
+        for name, identity in zip(self._names, self._identities, strict=True):
+            digest.update(f"{len(name)}:{name}:{identity.length}:{identity.identity or identity.kind};".encode())
         return f"mixture:{digest.hexdigest()}"
 
     def order(self) -> Own:
         """The order by which the loader takes its samples."""
-        places = ":".join(str(part.places) for part in self._parts)
-        name = f"mixture-{VERSION}/{places}/length={self._length}/{label(self._shuffle)}"
+        shares = ":".join(str(part.share) for part in self._parts)
+        name = f"mixture-{VERSION}/{shares}/length={self._length}/{label(self._shuffle)}"
         parts, length, shuffle = tuple(self._parts), self._length, self._shuffle
         return Own(name, length, lambda seed, epoch: MixedOrder(parts, length, shuffle, seed, epoch))
 
 
-def _found(name: str, dataset: Any) -> Fingerprint:
+def _fingerprint(name: str, dataset: Any) -> Fingerprint:
     try:
         return fingerprint(dataset)
     except DatasetUnusable as e:

@@ -54,12 +54,12 @@ class ElasticSampler(Sampler[int]):
         hash_samples: int = 0,
         allow_changes: Collection[str] = (),
     ) -> None:
-        found = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
+        identity = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
         self._shuffle = shuffle_of(shuffle)
         self._shards = blocks_of(dataset, self._shuffle)
-        order_of(self._shuffle, found.length, seed, 0, self._shards)
+        order_of(self._shuffle, identity.length, seed, 0, self._shards)
         self._allowed = check_changes(allow_changes)
-        self._cursor = Cursor(seed, 0, 0, 0, label(self._shuffle), found)
+        self._cursor = Cursor(seed, 0, 0, 0, label(self._shuffle), identity)
         self._began = 0  # the position that the present iteration began at
         self.drop_last = drop_last
         self.world = world_of(rank, num_replicas)

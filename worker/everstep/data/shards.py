@@ -173,7 +173,7 @@ def _close(source: Any) -> None:
         close()
 
 
-def _wrong_length(shard: Shard, found: str) -> DatasetUnusable:
+def _wrong_length(shard: Shard, actual: str) -> DatasetUnusable:
     return DatasetUnusable(
-        f"shard {shard.name!r} was declared with {shard.length} samples and holds {found}: declare its true length"
+        f"shard {shard.name!r} was declared with {shard.length} samples and holds {actual}: declare its true length"
     )

@@ -54,34 +54,34 @@ def sketch(sample: Any) -> tuple[Sketch, set[str]]:
     _feed(sample, digest, floats, left_out, 0)
     if len(floats) > _LEAVES:
         floats[_LEAVES:] = [_looked_at(np.concatenate(floats[_LEAVES:]))]
-    return (digest.hexdigest(), [_values(one) for one in floats]), left_out
+    return (digest.hexdigest(), [_values(leaf) for leaf in floats]), left_out
 
 
 def stored(saved: Any) -> Sketch:
     """A sketch, from its JSON."""
-    return saved[0], [Values(*one) for one in saved[1]]
+    return saved[0], [Values(*values) for values in saved[1]]
 
 
-def differ(one: Sketch, other: Sketch) -> bool:
-    if one[0] != other[0] or len(one[1]) != len(other[1]):
+def differ(first: Sketch, other: Sketch) -> bool:
+    if first[0] != other[0] or len(first[1]) != len(other[1]):
         return True
-    return any(_apart(mine, theirs) for mine, theirs in zip(one[1], other[1], strict=True))
+    return any(_apart(mine, theirs) for mine, theirs in zip(first[1], other[1], strict=True))
 
 
-def _apart(one: Values, other: Values) -> bool:
-    if one.elements != other.elements:
+def _apart(first: Values, other: Values) -> bool:
+    if first.elements != other.elements:
         return True
-    near = _near(one.elements)
+    near = _near(first.elements)
     rounding = 0.0
-    if one.large != other.large:
-        rounding = max(one.rounding, other.rounding) * max(one.largest, other.largest)
+    if first.large != other.large:
+        rounding = max(first.rounding, other.rounding) * max(first.largest, other.largest)
     # Rounding may lift the largest element over an edge; then one process has a decade more above, of all elements.
-    top = min(max(map(int, filter(None, v.decades)), default=_ANY) for v in (one, other))
+    top = min(max(map(int, filter(None, v.decades)), default=_ANY) for v in (first, other))
     none = [0.0] * 5
-    for decade in one.decades.keys() | other.decades.keys():
+    for decade in first.decades.keys() | other.decades.keys():
         if decade and int(decade) > top:
             continue
-        mine, theirs = one.decades.get(decade, none), other.decades.get(decade, none)
+        mine, theirs = first.decades.get(decade, none), other.decades.get(decade, none)
         allowed = near * max(mine[1], theirs[1])
         if decade:
             allowed += rounding * math.sqrt(max(mine[0], theirs[0]))
@@ -138,14 +138,14 @@ def _array(value: Any) -> npt.NDArray[Any] | None:
         if isinstance(value, torch.Tensor):
             tensor = value.detach()
             tensor = tensor.cpu() if tensor.layout is torch.strided and not tensor.is_quantized else tensor.to_dense()
-            found = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).resolve_conj().numpy()
+            array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).resolve_conj().numpy()
         elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
-            found = np.asarray(value)
+            array = np.asarray(value)
         else:
             return None
     except (TypeError, ValueError, RuntimeError):
         return None
-    return None if found.dtype.hasobject else np.ascontiguousarray(found)
+    return None if array.dtype.hasobject else np.ascontiguousarray(array)
 
 
 def _feed_array(array: npt.NDArray[Any], digest: Any, floats: list[Floats]) -> None:

@@ -161,8 +161,8 @@ class Stream:
 
     def mark(self, index: int) -> Mark | None:
         """The last mark whose samples were all read before sample `index`."""
-        found = [m for m in self._marks if m.index + PROBED <= index and m.digest]
-        return found[-1] if found else None
+        passed = [m for m in self._marks if m.index + PROBED <= index and m.digest]
+        return passed[-1] if passed else None
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
@@ -258,9 +258,9 @@ class Stream:
             return ""
         state = self._reading.state_dict()
         try:
-            said = json.dumps(state, sort_keys=True)
-            if json.loads(said) == state:
-                return said
+            text = json.dumps(state, sort_keys=True)
+            if json.loads(text) == state:
+                return text
         except (TypeError, ValueError):
             pass
         self._says = False
@@ -288,13 +288,13 @@ class Stream:
         digest.update(digest_of(sample))
         if at + 1 < mark.index + PROBED and at + 1 < self._length:
             return True
-        found, self._probe = digest.hexdigest(), None
+        value, self._probe = digest.hexdigest(), None
         if self._expected is None:
-            self._check_saved(mark, found)
-            self._marks = [*self._marks[-_KEPT + 1 :], Mark(mark.epoch, mark.index, mark.state, found)]
+            self._check_saved(mark, value)
+            self._marks = [*self._marks[-_KEPT + 1 :], Mark(mark.epoch, mark.index, mark.state, value)]
             return True
         self._expected = None
-        if found == mark.digest:
+        if value == mark.digest:
             return True
         log.warning(
             "%s.load_state_dict() does not lead back to the samples that were read there (a shuffle buffer is not part"

@@ -82,8 +82,8 @@ def leave_process_group(trainer: int) -> None:
         os.setpgid(0, 0)
     if (
         _LINUX
-        and (held := signal.sigtimedwait([signal.SIGTERM], 0)) is not None
-        and held.si_pid in (trainer, os.getppid())
+        and (pending := signal.sigtimedwait([signal.SIGTERM], 0)) is not None
+        and pending.si_pid in (trainer, os.getppid())
     ):
         os._exit(0)  # as torch's workers do on their trainer's word
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -132,12 +132,12 @@ def shares(step: Step, world: World, micro_batch: int | None = None) -> tuple[Sh
     offset, size = part(step.count, world.rank, world.size)
     largest = -(-step.count // world.size)
     micros = -(-largest // micro_batch) if micro_batch else 1
-    found = []
+    shares = []
     for micro in range(micros):
         within, count = part(size, micro, micros)
         first = step.first + offset + within if count else step.first
-        found.append(Share(step, micro, micros, first, count, weight(count, world.size, step.count)))
-    return tuple(found)
+        shares.append(Share(step, micro, micros, first, count, weight(count, world.size, step.count)))
+    return tuple(shares)
 
 
 def weight(count: int, world_size: int, global_count: int) -> float:

@@ -37,15 +37,15 @@ _KEPT: Final = 64  # orders of sources' epochs
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One source: `places` of each period, `length` samples, and its shards' lengths if it has any."""
+    """One source. `share`: its samples in a period. `length`: its samples. `shards`: their lengths."""
 
     name: str
-    places: int
+    share: int
     length: int
     shards: tuple[int, ...] | None = None
 
 
-def places_of(weights: dict[str, float | int | Fraction]) -> dict[str, int]:
+def shares_of(weights: dict[str, float | int | Fraction]) -> dict[str, int]:
     """The smallest whole numbers in these proportions. Raises DataError for those that have none below 65536."""
     exact = {}
     for name, weight in weights.items():
@@ -58,31 +58,31 @@ def places_of(weights: dict[str, float | int | Fraction]) -> dict[str, int]:
     scale = lcm(*(w.denominator for w in exact.values()))
     whole = {name: int(w * scale) for name, w in exact.items()}
     common = gcd(*whole.values())
-    places = {name: count // common for name, count in whole.items()}
-    if sum(places.values()) > MAX_PERIOD:
+    shares = {name: count // common for name, count in whole.items()}
+    if sum(shares.values()) > MAX_PERIOD:
         raise DataError(
-            f"Mixture: the weights {weights} repeat after {sum(places.values())} samples, and {MAX_PERIOD} are the"
+            f"Mixture: the weights {weights} repeat after {sum(shares.values())} samples, and {MAX_PERIOD} are the"
             " most: round them, to two or three digits"
         )
-    return places
+    return shares
 
 
 @lru_cache(maxsize=16)  # each plan begins with it, and the largest takes a tenth of a second
-def table_of(places: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def table_of(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """The source of each place of a period. Not to be written to."""
-    period = sum(places)
+    period = sum(shares)
     table = np.empty(period, dtype=np.int64)
-    coming = [(0, k, 0) for k in range(len(places))]  # (when its next sample may be taken, source, its samples so far)
+    coming = [(0, k, 0) for k in range(len(shares))]  # (when its next sample may be taken, source, its samples so far)
     heapq.heapify(coming)
     due: list[tuple[int, int, int]] = []
-    for place in range(period):
-        while coming and coming[0][0] <= place:
+    for slot in range(period):
+        while coming and coming[0][0] <= slot:
             _, k, taken = heapq.heappop(coming)
-            heapq.heappush(due, (-(-(taken + 1) * period // places[k]), k, taken))
+            heapq.heappush(due, (-(-(taken + 1) * period // shares[k]), k, taken))
         _, k, taken = heapq.heappop(due)
-        table[place] = k
-        if taken + 1 < places[k]:
-            heapq.heappush(coming, ((taken + 1) * period // places[k], k, taken + 1))
+        table[slot] = k
+        if taken + 1 < shares[k]:
+            heapq.heappush(coming, ((taken + 1) * period // shares[k], k, taken + 1))
     return table
 
 
@@ -96,8 +96,8 @@ class MixedOrder:
         self._parts, self._shuffle = parts, shuffle
         self._seeds = [_seed_of(seed, part.name) for part in parts]
         self._firsts = np.cumsum([0, *(part.length for part in parts)])
-        places = np.array([part.places for part in parts], dtype=np.int64)
-        self._places, self._table = places, table_of(tuple(part.places for part in parts))
+        shares = np.array([part.share for part in parts], dtype=np.int64)
+        self._shares, self._table = shares, table_of(tuple(part.share for part in parts))
         self._before = np.empty_like(self._table)  # samples of the same source earlier in the period
         for k in range(len(parts)):
             here = self._table == k
@@ -106,13 +106,13 @@ class MixedOrder:
         self._orders: dict[tuple[int, int], Order] = {}
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
-        periods, places = np.divmod(asked + self._offset, len(self._table))
-        sources = self._table[places]
-        counts = (periods + self._period) * self._places[sources] + self._before[places]
-        out = np.empty_like(asked)
+        indices = np.asarray(positions, dtype=np.int64)
+        if indices.size and (indices.min() < 0 or indices.max() >= self.n):
+            raise IndexError(f"positions {indices.min()}..{indices.max()} of an order of {self.n} items")
+        periods, slots = np.divmod(indices + self._offset, len(self._table))
+        sources = self._table[slots]
+        counts = (periods + self._period) * self._shares[sources] + self._before[slots]
+        out = np.empty_like(indices)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
             epochs, within = np.divmod(counts[here], self._parts[k].length)
@@ -125,13 +125,13 @@ class MixedOrder:
         return int(self.take([position])[0])
 
     def _order(self, k: int, epoch: int) -> Order:
-        if (found := self._orders.get((k, epoch))) is None:
+        if (order := self._orders.get((k, epoch))) is None:
             if len(self._orders) >= _KEPT:
                 self._orders.clear()
             part = self._parts[k]
-            found = order_of(_shuffle_of(self._shuffle, part), part.length, self._seeds[k], epoch, part.shards)
-            self._orders[k, epoch] = found
-        return found
+            order = order_of(_shuffle_of(self._shuffle, part), part.length, self._seeds[k], epoch, part.shards)
+            self._orders[k, epoch] = order
+        return order
 
 
 def _shuffle_of(shuffle: Shuffle, part: Part) -> Shuffle:

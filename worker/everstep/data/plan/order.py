@@ -71,10 +71,10 @@ class EqualBlocks:
         return first, min(last, self.n)
 
     def items(self, window: int, offsets: Indices) -> Indices:
-        place = offsets + window * self._full
+        offset = offsets + window * self._full
         if window == self._short_window:
-            place = np.where(place >= (self._short + 1) * self._size - self._missing, place + self._missing, place)
-        slot, within = np.divmod(place, self._size)
+            offset = np.where(offset >= (self._short + 1) * self._size - self._missing, offset + self._missing, offset)
+        slot, within = np.divmod(offset, self._size)
         return self._order.take(slot) * self._size + within
 
 
@@ -98,10 +98,10 @@ class ListedBlocks:
         return int(self._ends[first - 1]) if first else 0, int(self._ends[last - 1])
 
     def items(self, window: int, offsets: Indices) -> Indices:
-        places = offsets + self.span(window)[0]
-        slots = np.searchsorted(self._ends, places, side="right")
+        positions = offsets + self.span(window)[0]
+        slots = np.searchsorted(self._ends, positions, side="right")
         begins = np.where(slots > 0, self._ends[slots - 1], 0)
-        return np.asarray(self._starts[slots] + (places - begins), dtype=np.int64)
+        return np.asarray(self._starts[slots] + (positions - begins), dtype=np.int64)
 
 
 class BlockOrder:
@@ -113,21 +113,22 @@ class BlockOrder:
         self.n = layout.n
         self._layout = layout
         self._key = key
-        self._held: tuple[int, Permutation] | None = None  # the window in use: orders are read from front to back
+        # Of the window in use: orders are read from front to back.
+        self._permutation: tuple[int, Permutation] | None = None
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The items at one-dimensional `positions`, as int64. Raises IndexError if one is outside [0, n)."""
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
-        out = np.empty_like(asked)
-        todo = np.arange(len(asked))
+        wanted = np.asarray(positions, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
+            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
+        out = np.empty_like(wanted)
+        todo = np.arange(len(wanted))
         while todo.size:
-            window = self._layout.window_of(int(asked[todo[0]]))
+            window = self._layout.window_of(int(wanted[todo[0]]))
             first, end = self._layout.span(window)
-            inside = (asked[todo] >= first) & (asked[todo] < end)
+            inside = (wanted[todo] >= first) & (wanted[todo] < end)
             here = todo[inside]
-            out[here] = self._layout.items(window, self._within(window, end - first).take(asked[here] - first))
+            out[here] = self._layout.items(window, self._within(window, end - first).take(wanted[here] - first))
             todo = todo[~inside]
         return out
 
@@ -136,9 +137,9 @@ class BlockOrder:
         return int(self.take([position])[0])
 
     def _within(self, window: int, size: int) -> Permutation:
-        if self._held is None or self._held[0] != window:
-            self._held = window, Permutation(size, self._key + b"window" + window.to_bytes(8, "little"))
-        return self._held[1]
+        if self._permutation is None or self._permutation[0] != window:
+            self._permutation = window, Permutation(size, self._key + b"window" + window.to_bytes(8, "little"))
+        return self._permutation[1]
 
 
 # --- order
@@ -211,17 +212,17 @@ class Own:
 Shuffle = InOrder | Shuffled | Blocks | Drawn | Own
 
 
-def shuffle_of(asked: bool | Shuffle) -> Shuffle:
+def shuffle_of(argument: bool | Shuffle) -> Shuffle:
     """The shuffle that a `shuffle` argument means: True, False, or a shuffle itself."""
-    match asked:
+    match argument:
         case True:
             return Shuffled()
         case False:
             return InOrder()
         case InOrder() | Shuffled() | Blocks() | Drawn() | Own():
-            return asked
+            return argument
         case _:
-            raise DataError(f"shuffle={asked!r}: pass True, False or Blocks(size=…, window=…)")
+            raise DataError(f"shuffle={argument!r}: pass True, False or Blocks(size=…, window=…)")
 
 
 def label(shuffle: Shuffle) -> str:
@@ -274,10 +275,10 @@ class _Identity:
         self.n = n
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
-        return asked.copy()
+        wanted = np.asarray(positions, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
+            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
+        return wanted.copy()
 
     def at(self, position: int) -> int:
         return int(self.take([position])[0])
@@ -289,10 +290,10 @@ class _Listed:
         self._samples = samples
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()}..{asked.max()} of an order of {self.n} items")
-        return self._samples[asked]
+        wanted = np.asarray(positions, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
+            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
+        return self._samples[wanted]
 
     def at(self, position: int) -> int:
         return int(self.take([position])[0])

@@ -70,16 +70,16 @@ class Permutation:
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The items at `positions` (any shape), as int64. Raises IndexError if one is outside [0, n)."""
-        asked = np.asarray(positions, dtype=np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()}..{asked.max()} of a permutation of {self.n} items")
+        wanted = np.asarray(positions, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
+            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of a permutation of {self.n} items")
         if self._table is not None:
-            return self._table[asked]
-        flat = asked.reshape(-1).view(np.uint64)
+            return self._table[wanted]
+        flat = wanted.reshape(-1).view(np.uint64)
         out = np.empty(flat.shape, dtype=np.uint64)
         for start in range(0, flat.size, _CHUNK):
             out[start : start + _CHUNK] = self._walk_all(flat[start : start + _CHUNK])
-        return out.view(np.int64).reshape(asked.shape)
+        return out.view(np.int64).reshape(wanted.shape)
 
     def _check(self, value: int) -> None:
         if not 0 <= value < self.n:

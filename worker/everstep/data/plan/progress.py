@@ -73,7 +73,7 @@ class Progress:
             return
         if hand.micro < hand.micros - 1:
             raise Unacknowledged(
-                f"{self._place(hand)} cannot be acknowledged: {hand.micro + 1} of its {hand.micros} micro-batches were"
+                f"{self._named(hand)} cannot be acknowledged: {hand.micro + 1} of its {hand.micros} micro-batches were"
                 " handed out. Take the others, or call rewind() to give the step up"
             )
         over = hand.step.end >= self.epoch.length
@@ -107,11 +107,11 @@ class Progress:
         self.cursor = replace(self.cursor, seed=seed)
         self.rewind()
 
-    def settled(self, what: str) -> None:
+    def check_acknowledged(self, what: str) -> None:
         """Raises Unacknowledged if a step is in hand, because `what` has to know whether it is consumed."""
         if self._hand is not None:
             raise Unacknowledged(
-                f"{what} while {self._place(self._hand)} is in hand: call acknowledge() after optimizer.step() if the"
+                f"{what} while {self._named(self._hand)} is in hand: call acknowledge() after optimizer.step() if the"
                 " step is done, or rewind() if it is not"
             )
 
@@ -120,5 +120,5 @@ class Progress:
         self.cursor = resume(parse(state), self.cursor, allowed)
         self.rewind()
 
-    def _place(self, share: Share) -> str:
+    def _named(self, share: Share) -> str:
         return f"step {share.step.number} of epoch {self.cursor.epoch}"

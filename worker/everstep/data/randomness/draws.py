@@ -17,7 +17,7 @@ import numpy as np
 from everstep.data.errors import LoaderUnusable
 from everstep.data.plan.order import Drawn
 from everstep.data.plan.permutation import MAX_N, Indices
-from everstep.data.randomness.generators import held_by, kept
+from everstep.data.randomness.generators import generators_of, kept
 from everstep.data.randomness.seeding import generators_kept, sample_seed, seed_generators
 
 _SAMPLER: Final = 2**64 - 1  # no sample has this index
@@ -71,28 +71,28 @@ class Draws:
     def fresh(self, seed: int, epoch: int) -> Indices:
         """Iterate the sampler. Leaves all generators as they were. Raises LoaderUnusable."""
         value = sample_seed(seed, epoch, _SAMPLER)
-        own = held_by(self._sampler)
+        own = generators_of(self._sampler)
         with generators_kept(), kept(own):
             seed_generators(value)
             for generator in own:
                 generator.seed(value)
             if callable(move := getattr(self._sampler, "set_epoch", None)):
                 move(epoch)
-            found = list(islice(iter(self._sampler), self._length + 1))
-        return self._checked(found, epoch)
+            drawn = list(islice(iter(self._sampler), self._length + 1))
+        return self._checked(drawn, epoch)
 
-    def _checked(self, found: list[Any], epoch: int) -> Indices:
-        if len(found) != self._length:
-            many = f"{len(found)}" if len(found) < self._length else "more"
+    def _checked(self, drawn: list[Any], epoch: int) -> Indices:
+        if len(drawn) != self._length:
+            many = f"{len(drawn)}" if len(drawn) < self._length else "more"
             raise LoaderUnusable(
                 f"{self._name} has length {self._length} and draws {many} samples in epoch {epoch}: let __len__ say how"
                 " many it draws, the same in each epoch"
             )
         try:
-            samples = np.array([index.__index__() for index in found], dtype=np.int64)
+            samples = np.array([index.__index__() for index in drawn], dtype=np.int64)
         except (AttributeError, TypeError) as e:
             raise LoaderUnusable(
-                f"{self._name} draws {next(i for i in found if not hasattr(i, '__index__'))!r}: one sample's index at a"
+                f"{self._name} draws {next(i for i in drawn if not hasattr(i, '__index__'))!r}: one sample's index at a"
                 " time is expected, an integer"
             ) from e
         if samples.min() < 0 or samples.max() >= self._samples:

@@ -24,7 +24,7 @@ LARGEST: Final = 64  # entries of a container that is looked into
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, np.ndarray, torch.Tensor)
 
 
-class Held:
+class AnyGenerator:
     """One generator, whatever library it is of."""
 
     def __init__(self, generator: Any) -> None:
@@ -65,13 +65,13 @@ class Held:
                 found.setstate(state)
 
 
-def held_by(owner: Any) -> tuple[Held, ...]:
+def generators_of(owner: Any) -> tuple[AnyGenerator, ...]:
     """The generators among the attributes of `owner`, and of what it holds."""
-    return tuple(map(Held, _generators(owner)))
+    return tuple(map(AnyGenerator, _generators(owner)))
 
 
 @contextmanager
-def kept(generators: Iterable[Held]) -> Iterator[None]:
+def kept(generators: Iterable[AnyGenerator]) -> Iterator[None]:
     """Put them back as they were."""
     before = [(generator, generator.state()) for generator in generators]
     try:
@@ -86,26 +86,26 @@ def _generators(owner: Any) -> Iterator[Any]:
     level = [owner]
     for _ in range(DEEPEST + 1):
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                yield one
+        for node in level:
+            if isinstance(node, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+                yield node
                 continue
-            for part in _parts(one):
+            for part in _parts(node):
                 if not isinstance(part, _LEAVES) and id(part) not in seen and len(seen) < MOST:
                     seen.add(id(part))
                     below.append(part)
         level = below
 
 
-def _parts(one: Any) -> Iterator[Any]:
-    if isinstance(one, dict):
-        yield from one.values() if len(one) <= LARGEST else ()
-    elif isinstance(one, list | tuple | set | frozenset):
-        yield from one if len(one) <= LARGEST else ()
+def _parts(owner: Any) -> Iterator[Any]:
+    if isinstance(owner, dict):
+        yield from owner.values() if len(owner) <= LARGEST else ()
+    elif isinstance(owner, list | tuple | set | frozenset):
+        yield from owner if len(owner) <= LARGEST else ()
     else:
-        yield from list(getattr(one, "__dict__", {}).values())
-        for kind in type(one).__mro__:
+        yield from list(getattr(owner, "__dict__", {}).values())
+        for kind in type(owner).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if (part := getattr(one, name, None)) is not None:
+                if (part := getattr(owner, name, None)) is not None:
                     yield part

@@ -98,7 +98,7 @@ class Feed:
     def check_weights(self, step: int) -> None:
         """An optimizer has stepped in the present step. Raises `LoopError` if the loss of a batch was not weighted."""
         for loader, weight in self._given:
-            if weight.asked or (weight.value == 1 and not self._needs[id(loader)]):
+            if weight.read or (weight.value == 1 and not self._needs[id(loader)]):
                 continue
             why = f"{weight.value:.6g} in this step" if weight.value != 1 else "1 now, and not in each step and world"
             raise LoopError(
