@@ -19,6 +19,7 @@ import torch
 import everstep
 from everstep.data import Batch, ElasticLoader
 from everstep.train.step import Step
+from support.ordinary.ordinary_rows import ROWS, SCRIPTS
 from support.processes.warm_python import warm
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
@@ -81,6 +82,42 @@ def test_contract_is_short_and_begins_with_its_sentence() -> None:
     text = PAGE.read_text()
     assert len(text.split()) <= MOST_WORDS
     assert text.split("\n\n")[1] == "*What is tracked survives. Everything else begins anew in a new process.*"
+
+
+# By the beginning of a row of the table "What the loop carries": the scripts that are written as it says and are played
+# with kills (`tests/ordinary`), and what both have in common.
+CARRIED: dict[str, dict[str, list[str]]] = {
+    "a list or dictionary": {"options_counted_advised": []},
+    "a number, text or flag": {"first_loss_tracked": ["carried = {"]},
+    "an attribute, ": {"warmup_object_advised": ['warmup.carried = {"taken": warmup.taken}', 'self.carried["taken"]']},
+    "a `deque` or a `set`": {
+        "recent_losses_advised": ['del carried["recent"][:-3]'],
+        "lengths_seen_advised": ['carried = {"seen": dict.fromkeys(seen)}'],
+    },
+    "`itertools.count()`": {"rate_by_iterator_advised": ['carried["taken"] += 1']},
+    "another iterator": {"weight_by_generator_advised": ["itertools.islice(weights, "]},
+    "a default of a parameter": {"default_list_advised": []},
+    "a module's attribute": {"dropout_decays_advised": ['now = {"p": drop.p}', 'drop.p = now["p"]']},
+    "a number or flag of a module": {"queue_in_buffer": ["self.register_buffer("]},
+    "an attribute of the dataset": {
+        "dataset_changed_advised": ['self.carried = {"scale": 1.0}', "dataset_carried=dataset.carried"]
+    },
+    "the index of `enumerate": {"dropout_by_step": ["step.number"]},
+    "a rank or a world size": {"functional": ["run.world_size"]},
+}
+
+
+def test_each_row_of_what_the_loop_carries_is_a_script_that_is_played() -> None:
+    _, _, text = (REFERENCE / "session-tracking.md").read_text().partition("| what is carried |")
+    rows = text.split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == len(CARRIED)
+    played = {row.script for row in ROWS if not row.refused}
+    for row, (beginning, scripts) in zip(rows, CARRIED.items(), strict=True):
+        assert row.startswith(f"| {beginning}")
+        assert scripts.keys() <= played
+        for script, lines in scripts.items():
+            text = (SCRIPTS / f"{script}.py").read_text()
+            assert [line for line in lines if line not in row or line not in text] == []
 
 
 @pytest.mark.parametrize("kind", [everstep.Run, Step, Batch])
