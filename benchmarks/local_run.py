@@ -2,13 +2,16 @@
 
     python benchmarks/local_run.py [--quick] [--json PATH]
 
-The demo is `make demo`'s command in a fresh process: three local workers, one killed, scaled to four.
+The demo is `make demo`'s command in a fresh process: three local workers, one killed, scaled to four. `everstep
+--version` is the least that any command costs.
 """
 
 from __future__ import annotations
 
 import re
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -75,11 +78,20 @@ def replaced(entries: list[Entry], kill: ActionTaken) -> float:
     return next(e.at for e in pods if e.phase == "Running" and e.pod not in before)
 
 
+def version() -> float:
+    """Seconds of a processor that `everstep --version` takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "everstep.cli.main", "--version"], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> int:
     args = parser(__doc__).parse_args()
     taken = [sample() for _ in range(1 if args.quick else SAMPLES)]
     middle = {part: sorted(t[part] for t in taken)[len(taken) // 2] for part in taken[0]}
     lower, n = Better.LOWER, len(taken)
+    shown = [version() for _ in range(SAMPLES)]
     return finish(
         [
             Figure("demo.start_to_first_line.p50", middle["start"], "s", lower, n, goal=3),
@@ -87,6 +99,7 @@ def main() -> int:
             Figure("demo.accuracy.p50", middle["accuracy"], "share", Better.HIGHER, n, goal=0.95),
             Figure("demo.kill_to_next_step.p50", middle["recovery"], "s", lower, n),
             Figure("demo.kill_to_new_pod.p50", middle["replaced"], "s", lower, n),
+            Figure("cli.version_cpu.p50", statistics.median(shown), "s", lower, SAMPLES, goal=0.2),
         ],
         args,
     )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import typer
+from typing import Final
 
-from everstep_local.bench import command as bench
-from everstep_local.plan import command as plan
-from everstep_local.run import commands as run
-
-app = typer.Typer()
-app.add_typer(run.app)
-app.command("plan")(plan.plan)
-app.command("bench")(bench.bench)
-# Errors of the user's input, whose text says what is wrong.
-EXPECTED = (*run.EXPECTED, *plan.EXPECTED, *bench.EXPECTED)
+_OF_RUN: Final = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs")
+# By name the module that has it.
+COMMANDS: Final = {
+    **dict.fromkeys(_OF_RUN, "everstep_local.run.commands"),
+    "plan": "everstep_local.plan.command",
+    "bench": "everstep_local.bench.command",
+}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from everstep_local import commands
+from everstep_local.bench import command
 from everstep_local.bench.plot import draw
 from everstep_local.bench.scaling import Measured, Scaling, rows
 
@@ -63,6 +63,6 @@ def test_sizes_are_run_one_after_the_other_and_compared(tmp_path: Path) -> None:
     ("sizes", "problem"), [("1,x", "numbers of workers are expected"), ("0,2", "each is from 1 to 64")]
 )
 def test_sizes_that_mean_nothing_are_refused(sizes: str, problem: str) -> None:
-    done = CliRunner().invoke(commands.app, ["bench", str(SCRIPT), "--sizes", sizes])
-    assert isinstance(done.exception, commands.EXPECTED), done.output
+    done = CliRunner().invoke(command.app, [str(SCRIPT), "--sizes", sizes])
+    assert isinstance(done.exception, command.EXPECTED), done.output
     assert problem in str(done.exception)

@@ -110,6 +110,53 @@ def test_version_is_that_of_the_package(name: str, tmp_path: Path) -> None:
     assert call([*PROGRAMS[name], "--version"], tmp_path).stdout == f"{name} {version(name.removesuffix('-run'))}\n"
 
 
+LOADS = """
+import sys
+from everstep.cli.main import main
+sys.argv = ["everstep", *sys.argv[1:]]
+try:
+    main()
+except SystemExit:
+    print(*sys.modules, file=sys.stderr)
+"""
+MODULES = 300  # when the version is shown; with all commands there were 1,131
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded", "others"),
+    [
+        (["--version"], "everstep.cli.main", "rich everstep.cli.ckpt everstep_local"),
+        (["ckpt", "ls", "--help"], "everstep.cli.ckpt", "everstep.cli.rehearse everstep_local.run torch"),
+        (["stacks", "--help"], "everstep.cli.stacks", "everstep.cli.ckpt everstep_local.run torch"),
+        (["kill", "--help"], "everstep_local.run", "everstep.cli.ckpt everstep_local.plan everstep_local.bench torch"),
+        (["plan", "--help"], "everstep_local.plan", "everstep.cli.ckpt everstep_local.run everstep_local.bench torch"),
+    ],
+)  # fmt: skip
+def test_command_loads_its_own_modules_alone(arguments: list[str], loaded: str, others: str, tmp_path: Path) -> None:
+    done = call([sys.executable, "-c", LOADS, *arguments], tmp_path)
+    modules = set(done.stderr.split())
+    assert loaded in modules
+    assert modules.isdisjoint(others.split())
+    if arguments == ["--version"]:
+        assert len(modules) < MODULES
+
+
+def test_command_that_is_misspelt_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    done = call([*PROGRAMS["everstep"], "rehears"], tmp_path)
+    assert done.returncode == 2
+    assert "No such command 'rehears'. Did you mean 'rehearse'?" in done.stderr
+
+
+def test_help_lists_all_commands_with_what_they_do(tmp_path: Path) -> None:
+    shown = call([*PROGRAMS["everstep"], "--help"], tmp_path, COLUMNS="200").stdout
+    for name, does in {
+        "run": "Run a job here with the real operator", "plan": "Show what the operator would decide",
+        "bench": "Run a job with each number of workers", "ckpt": "List, check, pin, copy and export",
+        "stacks": "Where each rank of a job is", "doctor": "Say which versions are installed",
+    }.items():  # fmt: skip
+        assert re.search(rf"\b{name}\b\W+{does}", shown), shown
+
+
 # --- the operator
 
 

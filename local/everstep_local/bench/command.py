@@ -39,9 +39,11 @@ class BenchError(Exception):
     """A size cannot be measured; the text says why."""
 
 
-EXPECTED = (BenchError,)
+app = typer.Typer(add_completion=False)
+EXPECTED = (BenchError, NoAgent, control.ControlError)
 
 
+@app.command()
 def bench(
     job: Annotated[Path, typer.Argument(help="A TrainingJob's YAML file, or a Python script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,

@@ -37,9 +37,11 @@ class PlanCommandError(Exception):
     """The command is wrong, or there is no answer. The text says what to do."""
 
 
+app = typer.Typer(add_completion=False)
 EXPECTED = (PlanCommandError, SnapshotError, KubeError)
 
 
+@app.command()
 def plan(
     job: Annotated[str | None, typer.Argument(help="A TrainingJob of the cluster.")] = None,
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="The job's namespace.")] = "default",

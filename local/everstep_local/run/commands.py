@@ -19,7 +19,7 @@ from everstep_local.run.job_file import Overrides, parse_elastic, read_secret
 from everstep_local.run.manifest import JobFileError
 from everstep_local.run.view import View
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 EXPECTED = (control.ControlError, JobFileError, FaultError)  # errors of the user's input, whose text says what is wrong
 
 RunName = Annotated[str | None, typer.Option("--run", help="The local run, by its job's name.")]

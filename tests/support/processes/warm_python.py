@@ -41,7 +41,7 @@ IMPORTED = (
     "torch.distributed.fsdp", "torch.distributed.run", "everstep.agent.main", "everstep.agent.processes.program",
     "everstep.agent.processes.stores", "everstep.checkpoint.checkpointer", "everstep.data.loader",
     "everstep.membership.torchrun.handler", "everstep.storage.backends.s3", "everstep.train.session",
-    "everstep.cli.main",
+    "everstep.cli.main", "everstep.cli.ckpt",
     "numpy", "safetensors.torch", "sklearn.datasets", "xxhash",
 )  # fmt: skip
 

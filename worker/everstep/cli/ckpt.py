@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="List, check, pin, copy and export the commits below a checkpoint URL.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
+EXPECTED = ()
 
 ckpt_convert.add_to(app)
 

@@ -16,7 +16,11 @@ from everstep.version import __version__
 
 MISSING = 1  # exit code
 
+app = typer.Typer(add_completion=False)
+EXPECTED = ()
 
+
+@app.command()
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
     """Say which versions are installed, and look for the private names of torch and other libraries that Everstep uses.
 

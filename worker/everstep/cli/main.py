@@ -1,8 +1,8 @@
 """`everstep`: one program, whose commands come from two distributions.
 
 `everstep ckpt` is part of `everstep`. The package everstep-local brings `everstep run` and its kin by an entry point,
-so that this one imports nothing of it. Invariant: a person never sees a traceback; what went wrong is one line, and
-the exit code is the job's.
+so that this one imports nothing of it. A command's module is imported when it is called, or its help is shown.
+Invariant: a person never sees a traceback; what went wrong is one line, and the exit code is the job's.
 """
 
 from __future__ import annotations
@@ -11,37 +11,114 @@ import io
 import logging
 import os
 import sys
-from importlib.metadata import entry_points
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from everstep.cli import ckpt
-from everstep.cli.agents import NoAgent
-from everstep.cli.doctor import doctor
-from everstep.cli.printing import say, say_error
-from everstep.cli.profile import profile
-from everstep.cli.rehearse import rehearse
-from everstep.cli.stacks import stacks
 from everstep.version import __version__
 
 USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
-GROUP = "everstep.commands"  # the entry points of modules that have `app` and `EXPECTED`
+# Entry points of modules that have `COMMANDS`, as `OWN`: by name a module, which has `app`, and `EXPECTED`: errors of
+# the user's input, whose text says what is wrong.
+GROUP = "everstep.commands"
 LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan", "bench")
+OWN = {name: f"everstep.cli.{name}" for name in ("ckpt", "stacks", "profile", "doctor", "rehearse")}
+
+
+class Commands(Mapping[str, Any]):
+    """The commands by name. `expected`: the errors of those that are imported."""
+
+    def __init__(self) -> None:
+        self.expected: tuple[type[Exception], ...] = ()
+        self._loaded: dict[str, Any] = {}
+
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """By name. Without everstep-local, whose commands say what they need, theirs are ""."""
+        from importlib.metadata import entry_points  # noqa: PLC0415  it takes as long as all that `--version` needs
+
+        try:
+            groups = [point.load() for point in entry_points(group=GROUP)]
+        except ModuleNotFoundError:
+            groups = []
+        local = {name: module for group in groups for name, module in group.COMMANDS.items()}
+        return (local or dict.fromkeys(LOCAL, "")) | OWN
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, name: str) -> Any:
+        module = self._modules[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name, module)
+            self._loaded[name].name = name
+        return self._loaded[name]
+
+    def _load(self, name: str, module: str) -> Any:
+        if not module:
+            return _refusing("the package everstep-local, which has this command, is not installed")
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as e:
+            if name in OWN:
+                raise
+            return _refusing(f"the package {e.name} is missing")
+        self.expected += found.EXPECTED
+        command = typer.main.get_command(found.app)
+        return getattr(command, "commands", {}).get(name, command)  # of a module with several, or one that is a group
+
+
+def _refusing(problem: str) -> Any:
+    """A command of everstep-local, which says what it needs."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def refuse() -> None:
+        _say_error(f"{problem}: pip install everstep-local")
+        raise typer.Exit(USAGE)
+
+    return typer.main.get_command(app)
+
+
+def _say_error(text: object) -> None:
+    from everstep.cli.printing import say_error  # noqa: PLC0415  it imports rich
+
+    say_error(f"everstep: {text}")
+
+
+COMMANDS = Commands()
+
+
+class _Group(TyperGroup):
+    """All commands, none of which is imported yet."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**{**attributes, "commands": COMMANDS})
+
+    def list_commands(self, _: Any) -> list[str]:
+        return list(self.commands)
+
 
 app = typer.Typer(
+    cls=_Group,
     help="Elastic, fault-tolerant PyTorch training: run a TrainingJob on this machine and break it; ask what the "
     "operator decides about one; look into its processes; keep checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-expected: tuple[type[Exception], ...] = (NoAgent,)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        say(f"everstep {__version__}")
+        print(f"everstep {__version__}")
         raise typer.Exit
 
 
@@ -52,36 +129,6 @@ def _options(
     """What stands before a command."""
 
 
-def _without_local(problem: str) -> None:
-    """The commands of everstep-local, which say what they need."""
-
-    def refuse() -> None:
-        say_error(f"everstep: {problem}: pip install everstep-local")
-        raise typer.Exit(USAGE)
-
-    for name in LOCAL:
-        app.command(name, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
-            refuse
-        )
-
-
-try:
-    groups = [point.load() for point in entry_points(group=GROUP)]
-except ModuleNotFoundError as e:
-    _without_local(f"the package {e.name} is missing")
-else:
-    if not groups:
-        _without_local("the package everstep-local, which has this command, is not installed")
-    for group in groups:
-        app.add_typer(group.app)
-        expected = (*expected, *group.EXPECTED)
-app.add_typer(ckpt.app, name="ckpt")
-app.command("stacks")(stacks)
-app.command("profile")(profile)
-app.command("doctor")(doctor)
-app.command("rehearse", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(rehearse)
-
-
 def main() -> None:
     """Entry point of `everstep`."""
     for stream in (sys.stdout, sys.stderr):
@@ -90,9 +137,6 @@ def main() -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     try:
         app()
-    except expected as e:
-        say_error(f"everstep: {e}")
-        sys.exit(USAGE)
     except BrokenPipeError:
         # Whoever read has gone; what is still buffered must not raise again at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,9 +144,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as e:
+        if isinstance(e, COMMANDS.expected):
+            _say_error(e)
+            sys.exit(USAGE)
         # A defect of ours or of the machine: one line for the person, the rest for whoever mends it.
         logging.getLogger(__name__).exception("everstep failed")
-        say_error(f"everstep: {type(e).__name__}: {e}")
+        _say_error(f"{type(e).__name__}: {e}")
         sys.exit(1)
 
 

@@ -11,11 +11,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.cli.agents import Answer, Context, Job, Namespace, NoAgent, Output, ask, head, where_of
 from everstep.cli.printing import SafeConsole, say
 from everstep.contract.agent_requests import MAX_STEPS, PROFILE
 
+app = typer.Typer(add_completion=False)
+EXPECTED = (NoAgent,)
 
+
+@app.command()
 def profile(
     job: Job = None,
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="How many of the next steps.")] = 20,

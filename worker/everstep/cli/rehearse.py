@@ -33,7 +33,11 @@ from everstep.rehearse.record import MOST_BYTES
 SOMETHING_FOUND, USAGE = 1, 2  # exit codes
 EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
 
+app = typer.Typer(add_completion=False)
+EXPECTED = ()
 
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def rehearse(
     script: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="The training script; its own arguments after it.")

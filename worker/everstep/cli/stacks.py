@@ -6,13 +6,17 @@ import json
 
 import typer
 
-from everstep.cli.agents import Answer, Context, Job, Namespace, Output, ask, head, where_of
+from everstep.cli.agents import Answer, Context, Job, Namespace, NoAgent, Output, ask, head, where_of
 from everstep.cli.printing import say
 from everstep.contract.agent_requests import STACKS
 
 SECONDS = 20.0  # for an agent to ask its processes
 
+app = typer.Typer(add_completion=False)
+EXPECTED = (NoAgent,)
 
+
+@app.command()
 def stacks(job: Job = None, namespace: Namespace = None, context: Context = None, output: Output = "text") -> None:
     """Where each rank of a job is: its step, the collective in which it waits, and the stacks of its threads.
 
