@@ -3,22 +3,26 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from everstep.cli import profile
-from everstep_local.run import commands, control
-from everstep_local.run.console import Plain, render
+from everstep.cli.jobs import commands, tables
+from everstep.cli.jobs.source import JobError
+from everstep.cli.jobs.view import EventRow, View, WorkerRow
+from everstep_local.run import control
+from everstep_local.run.console import Plain
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
-from everstep_local.run.view import EventRow, View, WorkerRow
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 
@@ -162,15 +166,15 @@ def view(message: str) -> View:
 @pytest.mark.parametrize("message", [GLOO, "[bold]not bold[/bold]", "[/]", "a [x] b"])
 def test_message_that_looks_like_markup_is_shown_as_it_is(message: str) -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render(view(message)))
+    console.print(tables.job(view(message)))
     assert console.export_text().count(message) == 2
 
 
 def test_head_of_a_run_says_that_its_program_was_rehearsed() -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render(view("")))
+    console.print(tables.job(view("")))
     assert "rehearsed" not in console.export_text()
-    console.print(render(replace(view(""), rehearsed="2026-11-29, 3 ranks, 40 steps")))
+    console.print(tables.job(replace(view(""), rehearsed="2026-11-29, 3 ranks, 40 steps")))
     assert "goodput –  rehearsed (2026-11-29, 3 ranks, 40 steps)" in console.export_text()
 
 
@@ -207,32 +211,46 @@ async def test_run_that_stands_still_is_told_after_a_bounded_time(
         yield {}
 
     def ask() -> list[object]:
-        return list(control.ask(control.find("job"), "status"))
+        return list(control.ask(control.alive()[0], "status"))
 
     async with control.ControlServer("job", {"status": never}):  # type: ignore[dict-item]
         with pytest.raises(control.ControlError, match="does not answer; is it stopped"):
             await asyncio.to_thread(ask)
 
 
-async def test_of_several_runs_the_one_to_change_has_to_be_named(
+async def test_of_several_runs_the_one_that_is_meant_has_to_be_named_and_each_has_a_name_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    changed: list[str] = []
 
-    async def told(_: object) -> object:
-        yield {"done": "told"}
+    def handlers(number: str) -> dict[str, control.Handler]:
+        async def status(_: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            yield {"view": View.unknown("train").to_json()}
 
-    def call(*arguments: str) -> Result:
-        return CliRunner().invoke(commands.app, arguments)
+        async def suspend(_: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            changed.append(number)
+            yield {"done": "suspend"}
 
-    async with control.ControlServer("first", {"suspend": told}):  # type: ignore[dict-item]
-        assert (await asyncio.to_thread(call, "suspend")).output == "told\n"
-        async with control.ControlServer("second", {"suspend": told}):  # type: ignore[dict-item]
-            refused = await asyncio.to_thread(call, "suspend")
-            assert isinstance(refused.exception, control.ControlError)
-            assert str(refused.exception).startswith("several local runs are alive: first, second. Name the one")
-            assert (await asyncio.to_thread(call, "suspend", "--run", "first")).output == "told\n"
-            assert control.find().name == "second", "to look at, the newest"
+        return {"status": status, "suspend": suspend}
+
+    async def call(*arguments: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, commands.app, arguments)
+
+    async with control.ControlServer("train", handlers("first")):
+        assert (await call("suspend", "--no-wait")).output == "train: to be suspended (local run train)\n"
+        async with control.ControlServer("train", handlers("second")) as second:
+            assert second.name == "train-2"
+            refused = await call("suspend", "--no-wait")
+            assert isinstance(refused.exception, JobError)
+            assert str(refused.exception) == "several local runs are alive: train, train-2. Name the one that is meant"
+            assert (await call("suspend", "train-2", "--no-wait")).exit_code == 0
+            assert (await call("list", "-o", "name")).output == "train\ntrain-2\n"
+            unknown = await call("suspend", "other", "--no-wait")
+            assert str(unknown.exception).startswith("no local run named 'other'; alive: train, train-2")
+    assert changed == ["first", "second"]
 
 
 def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) -> None:
@@ -252,7 +270,7 @@ def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) 
     assert (helped.returncode, "verify" in helped.stdout) == (0, True)
     refused = call("run", "job.yaml", "--workers", "3")
     assert refused.returncode == 2
-    assert refused.stderr == "everstep: the package msgspec is missing: pip install everstep-local\n"
+    assert re.fullmatch(r"everstep: the package [\w.]+ is missing: pip install everstep-local\n", refused.stderr)
 
 
 def test_folder_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ MODULES = 300  # when the version is shown; with all commands there were 1,131
         (["--version"], "everstep.cli.main", "rich everstep.cli.ckpt everstep_local"),
         (["ckpt", "ls", "--help"], "everstep.cli.ckpt", "everstep.cli.rehearse everstep_local.run torch"),
         (["stacks", "--help"], "everstep.cli.stacks", "everstep.cli.ckpt everstep_local.run torch"),
-        (["kill", "--help"], "everstep_local.run", "everstep.cli.ckpt everstep_local.plan everstep_local.bench torch"),
+        (["kill", "--help"], "everstep.cli.jobs.commands", "everstep.cli.ckpt everstep_local.run kubernetes torch"),
+        (["run", "--help"], "everstep_local.run", "everstep.cli.ckpt everstep_local.plan everstep_local.bench torch"),
         (["plan", "--help"], "everstep_local.plan", "everstep.cli.ckpt everstep_local.run everstep_local.bench torch"),
     ],
 )  # fmt: skip

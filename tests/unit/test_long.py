@@ -14,7 +14,7 @@ import pytest
 from support import TESTS
 
 LANES = runpy.run_path(str(TESTS / "lanes" / "lanes.py"))["LANES"]
-NIGHTLY = {"long", "long-nodes"}
+NIGHTLY = {"long", "long-nodes", "long-alone"}
 LONG = "pytest.mark.long"
 CONFTEST = (
     "from support.lanes.long import Long\n"

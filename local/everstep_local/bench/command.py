@@ -146,7 +146,8 @@ def _wait(process: subprocess.Popen[bytes], name: str, out: Path, seconds: float
 
 def _step(name: str) -> int:
     try:
-        (answer,) = control.ask(control.find(name), "status")
+        (address,) = (run for run in control.alive() if run.name == name)
+        (answer,) = control.ask(address, "status")
     except (control.ControlError, ValueError):
         return 0  # it begins, or ends
     return max((row["step"] or 0 for row in answer["view"]["workers"] if row["rank"] == 0), default=0)

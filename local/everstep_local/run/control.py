@@ -18,6 +18,7 @@ import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,19 +60,9 @@ def folder() -> Path:
     return path
 
 
-def find(name: str | None = None, *, only: bool = False) -> RunAddress:
-    """The run of that name, or the only one, or the newest. Raises `ControlError` if there is none; with `only` also if
-    no name was given and there are several."""
-    live = sorted(_live(), key=lambda run: run.began)
-    chosen = [run for run in live if name is None or run.name == name]
-    if only and name is None and len(live) > 1:
-        names = ", ".join(sorted(run.name for run in live))
-        raise ControlError(f"several local runs are alive: {names}. Name the one that is meant: --run {live[-1].name}")
-    if chosen:
-        return chosen[-1]
-    others = f"; running: {', '.join(sorted(run.name for run in live))}" if live else ""
-    what = f"no local run named {name!r}" if name is not None else "no local run"
-    raise ControlError(f"{what} in {folder()}{others or '; start one with `everstep run`'}")
+def alive() -> list[RunAddress]:
+    """The runs of this user that are alive, the oldest first. Raises `ControlError`."""
+    return sorted(_live(), key=lambda run: run.began)
 
 
 def _live() -> Iterator[RunAddress]:
@@ -114,19 +105,20 @@ def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
 
 
 class ControlServer:
-    """Serves `handlers` by verb for as long as the context is open."""
+    """Serves `handlers` by verb for as long as the context is open. `name` is the run's, with a number behind it where
+    another run of that name is alive: one name means one run."""
 
     def __init__(self, name: str, handlers: dict[str, Handler]) -> None:
         self._handlers = handlers
-        self._path = folder() / f"{os.getpid()}-{name}.sock"
+        taken = {run.name for run in _live()}
+        self.name = next(n for i in count(1) if (n := name if i == 1 else f"{name}-{i}") not in taken)
+        self._path = folder() / f"{os.getpid()}-{self.name}.sock"
         if len(os.fsencode(self._path)) > MAX_SOCKET_PATH:
             raise ControlError(f"{self._path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> ControlServer:
-        for _ in _live():
-            pass  # this removes the sockets of runs that crashed
         self._server = await asyncio.start_unix_server(self._connected, self._path, limit=MAX_LINE)
         return self
 

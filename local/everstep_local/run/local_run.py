@@ -19,14 +19,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from everstep.cli.jobs.view import EVENTS as EVENTS_SHOWN
+from everstep.cli.jobs.view import EventRow, View, clock_time, condition
+from everstep.cli.jobs.view import ended as has_ended
 from everstep.contract import labels
 from everstep.contract.messages import Phase, Report
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.nodes.pool import LocalNodes
 from everstep_local.run.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep_local.run.job_file import Prepared
-from everstep_local.run.view import EVENTS as EVENTS_SHOWN
-from everstep_local.run.view import EventRow, Peak, View, clock_time, condition, view
+from everstep_local.run.view import Peak, view
 from everstep_operator.controller import observe
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.client import KubeClient
@@ -133,7 +135,9 @@ class LocalRun:
             await self._finish()
         finally:
             await cancel(ended, self._operator, *machinery, *self._logs.values())
-        complete = condition(self._last, "Complete").get("status") == "True"
+        if not has_ended(self._last.status):
+            return Outcome.INTERRUPTED  # somebody has deleted the job
+        complete = condition(self._last.status, "Complete").get("status") == "True"
         return Outcome.COMPLETE if complete else Outcome.FAILED
 
     async def _submit(self) -> None:
@@ -253,7 +257,7 @@ class LocalRun:
             self._ended.set()
             return
         self._last = job
-        ready, world = condition(job, "Ready"), job.status.get("world") or {}
+        ready, world = condition(job.status, "Ready"), job.status.get("world") or {}
         if not ready:
             return  # the operator has not seen it yet
         self.history.add(
@@ -266,7 +270,7 @@ class LocalRun:
                 (job.status.get("checkpoint") or {}).get("lastCommittedStep"),
             )
         )
-        if any(condition(job, end).get("status") == "True" for end in ("Complete", "Failed")):
+        if has_ended(job.status):
             self._ended.set()
         self._changed()
 

@@ -12,6 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from everstep.cli.jobs import tables
+from everstep.cli.jobs.source import JobError
+from everstep.cli.jobs.view import View
 from everstep.cli.printing import SafeConsole, say_error
-from everstep_local.run.console import Plain, render
+from everstep_local.run.console import Plain
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
 from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
+from everstep_local.run.sources import HISTORY, STATUS, event_rows, kept_log
 from everstep_local.run.timeline import build
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
@@ -91,7 +96,9 @@ async def _play(
     changed: asyncio.Event,
 ) -> int:
     handlers = Handlers(local)
-    async with ControlServer(prepared.name, handlers.by_verb()):  # it may refuse, before anything is started
+    async with ControlServer(prepared.name, handlers.by_verb()) as control:  # it may refuse, before anything is started
+        if control.name != prepared.name:
+            console.print(f"note: another run {prepared.name} is alive: the commands know this one as {control.name}")
         task = asyncio.create_task(local.run())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -151,7 +158,7 @@ async def _show(local: LocalRun, changed: asyncio.Event, console: Console, plain
 
         def refresh() -> None:
             if (view := local.view()) is not None:
-                live.update(render(view), refresh=True)
+                live.update(tables.job(view), refresh=True)
 
         try:
             while True:
@@ -167,9 +174,9 @@ def _report(local: LocalRun, out: Path, console: Console, outcome: Outcome) -> N
     """Write the report of the run: its history, its timeline and its last lines."""
     view = local.view()
     timeline = build(local.history)
-    local.history.save(out / "history.jsonl")
+    local.history.save(out / HISTORY)
     if view is not None:
-        (out / "status.json").write_text(json.dumps(view.to_json(), indent=2) + "\n", "utf-8")
+        (out / STATUS).write_text(json.dumps(view.to_json(), indent=2) + "\n", "utf-8")
     title = f"{local.job.name}: {timeline.outcome} after {timeline.seconds:.1f} s"
     (out / "timeline.svg").write_text(draw(timeline, title), "utf-8")
     console.print(text(timeline, CELLS), highlight=False, markup=False, soft_wrap=True)
@@ -208,6 +215,8 @@ class Handlers:
     def by_verb(self) -> dict[str, Handler]:
         return {
             "status": self.status,
+            "events": self.events,
+            "delete-job": self.delete_job,
             "kill": self.kill,
             "delete": self.delete,
             "kill-node": self.kill_node,
@@ -247,9 +256,17 @@ class Handlers:
 
     async def status(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         view = self._local.view()
-        if view is None:
-            raise ControlError("the run has just begun; try again")
-        yield {"view": view.to_json()}
+        yield {"view": (view or View.unknown(self._local.job.name)).to_json()}
+
+    async def events(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
+        view = self._local.view()
+        rows = event_rows(self._local.history, view.began) if view is not None else []
+        yield {"events": [asdict(row) for row in rows]}
+
+    async def delete_job(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
+        job = self._local.job
+        await _kube(self._local.client.delete(JOBS, job.namespace, job.name))
+        yield self._did(f"delete {job.name}")
 
     async def kill(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
         pod = self._pod(request)
@@ -309,15 +326,20 @@ class Handlers:
         yield self._did("suspend" if wanted else "resume")
 
     async def logs(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
-        pod = self._pod(request)
-        lines = self._local.nodes.logs(
-            self._local.job.namespace, pod, tail=request.get("tail"), follow_=request.get("follow") is True
-        )
-        try:
-            async for line in lines:
-                yield {"line": line.text}
-        except KeyError:
-            raise ControlError(f"pod {pod} has not started yet") from None
+        pod, tail = str(request.get("pod")), request.get("tail")
+        if pod in self._local.pod_names():
+            namespace, follow = self._local.job.namespace, request.get("follow") is True
+            try:
+                async for line in self._local.nodes.logs(namespace, pod, tail=tail, follow_=follow):
+                    yield {"line": line.text}
+            except KeyError:
+                raise ControlError(f"pod {pod} has not started yet") from None
+            return
+        try:  # it is gone, and its log is kept
+            for text in kept_log(self._local.options.out, pod, tail):
+                yield {"line": text}
+        except JobError as e:
+            raise ControlError(str(e)) from e
 
     async def _patch(self, spec: dict[str, Any]) -> None:
         job = self._local.job

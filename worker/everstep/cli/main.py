@@ -21,12 +21,17 @@ from typer.core import TyperGroup
 
 from everstep.version import __version__
 
-USAGE, INTERRUPTED = 2, 130  # exit codes: a command that was given wrongly, Ctrl-C
+# Exit codes: a command that was given wrongly, Ctrl-C. An error of EXPECTED may have another, `exit_code`.
+USAGE, INTERRUPTED = 2, 130
 # Entry points of modules that have `COMMANDS`, as `OWN`: by name a module, which has `app`, and `EXPECTED`: errors of
 # the user's input, whose text says what is wrong.
 GROUP = "everstep.commands"
-LOCAL = ("run", "status", "kill", "start", "scale", "suspend", "resume", "logs", "plan", "bench")
-OWN = {name: f"everstep.cli.{name}" for name in ("ckpt", "stacks", "profile", "doctor", "rehearse")}
+LOCAL = ("run", "start", "plan", "bench")
+_OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "delete", "kill")
+OWN = {
+    **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),
+    **{name: f"everstep.cli.{name}" for name in ("ckpt", "stacks", "profile", "doctor", "rehearse")},
+}
 
 
 class Commands(Mapping[str, Any]):
@@ -65,13 +70,13 @@ class Commands(Mapping[str, Any]):
         if not module:
             return _refusing("the package everstep-local, which has this command, is not installed")
         try:
-            found = import_module(module)
+            loaded = import_module(module)
         except ModuleNotFoundError as e:
             if name in OWN:
                 raise
             return _refusing(f"the package {e.name} is missing")
-        self.expected += found.EXPECTED
-        command = typer.main.get_command(found.app)
+        self.expected += loaded.EXPECTED
+        command = typer.main.get_command(loaded.app)
         return getattr(command, "commands", {}).get(name, command)  # of a module with several, or one that is a group
 
 
@@ -108,8 +113,8 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Elastic, fault-tolerant PyTorch training: run a TrainingJob on this machine and break it; ask what the "
-    "operator decides about one; look into its processes; keep checkpoints.",
+    help="Elastic, fault-tolerant PyTorch training: look at jobs and change them, on a cluster or on this machine; run "
+    "one here and break it; ask what the operator decides about it; look into its processes; keep checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -146,7 +151,7 @@ def main() -> None:
     except Exception as e:
         if isinstance(e, COMMANDS.expected):
             _say_error(e)
-            sys.exit(USAGE)
+            sys.exit(getattr(e, "exit_code", USAGE))
         # A defect of ours or of the machine: one line for the person, the rest for whoever mends it.
         logging.getLogger(__name__).exception("everstep failed")
         _say_error(f"{type(e).__name__}: {e}")

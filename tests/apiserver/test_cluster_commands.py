@@ -1,0 +1,176 @@
+"""`everstep list`, `status`, `events`, `scale`, `suspend`, `kill`, `delete` against a real API server.
+
+No node runs here: the tests write what an operator and kubelets would. Logs and waits are played on kind.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from everstep.cli.jobs.source import JobError, Unreachable
+from everstep.contract import labels
+from support.apiserver.jobs import Jobs
+from support.commands import Call, caller
+from testcluster.daemon import free_ports
+
+DELETED = 30.0  # seconds for an object to go
+
+
+@pytest.fixture
+def call(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """A command in this namespace; what it prints. It raises as the command does."""
+    monkeypatch.setenv("KUBECONFIG", str(jobs.control_plane.kubeconfig))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return caller("-n", jobs.namespace)
+
+
+def write(jobs: Jobs, kind: str, name: str, status: dict[str, Any]) -> None:
+    body = json.dumps({"status": status})
+    done = jobs.kubectl("patch", f"{kind}/{name}", "--subresource=status", "--type=merge", "-p", body)
+    assert done.returncode == 0, done.stderr
+
+
+def training(jobs: Jobs, name: str, **status: Any) -> dict[str, Any]:
+    """A job whose operator has written this into its status."""
+    job = jobs.create(name, {})
+    ready = {"type": "Ready", "status": "True", "reason": "Running", "message": "2/2 ready"}
+    write(jobs, "tjob", name, {"conditions": [{**ready, "lastTransitionTime": "2026-01-01T00:00:00Z"}], **status})
+    return job
+
+
+def pod(jobs: Jobs, job: str, worker: int, incarnation: int = 0, **status: Any) -> str:
+    name = f"{job}-w{worker}-{incarnation}"
+    marks = {labels.JOB: job, labels.WORKER_INDEX: str(worker), labels.INCARNATION: str(incarnation)}
+    body = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": marks},
+        "spec": {"containers": [{"name": "worker", "image": "x"}, {"name": "mesh", "image": "x"}]},
+    }  # fmt: skip
+    done = jobs.kubectl("create", "-f", "-", input=json.dumps(body))
+    assert done.returncode == 0, done.stderr
+    if status:
+        write(jobs, "pod", name, status)
+    return name
+
+
+def container(name: str, **state: Any) -> dict[str, Any]:
+    return {"name": name, "image": "x", "imageID": "x", "ready": "running" in state, "restartCount": 0, "state": state}
+
+
+def test_list_and_status_say_of_a_job_what_its_objects_say(jobs: Jobs, call: Call) -> None:
+    world, progress = {"round": 7, "size": 2}, {"step": 40, "totalSteps": 90}
+    job = training(
+        jobs, "seen", world=world, progress=progress, checkpoint={"lastCommittedStep": 32}, goodputPercent=97
+    )
+    running = {"startedAt": "2026-01-01T00:00:00Z"}
+    # A mesh that never ends beside a worker that failed: the worker's own container is what counts.
+    failed = [container("worker", terminated={"exitCode": 3}), container("mesh", running=running)]
+    pod(jobs, "seen", 0, phase="Running", containerStatuses=failed)
+    ready = [{"type": "Ready", "status": "True"}]
+    both = [container(name, running=running) for name in ("worker", "mesh")]
+    pod(jobs, "seen", 1, 4, phase="Running", conditions=ready, containerStatuses=both)
+    unplaced = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"}]
+    pod(jobs, "seen", 2, phase="Pending", conditions=unplaced)
+    pod(jobs, "other", 0)
+    regarding = {"kind": "TrainingJob", "name": "seen", "namespace": jobs.namespace, "uid": job["metadata"]["uid"]}
+    for number, reason in enumerate(("WorldFormed", "WorkerLost")):
+        event = {
+            "apiVersion": "events.k8s.io/v1", "kind": "Event", "metadata": {"name": f"seen-{number}"},
+            "eventTime": f"2026-01-01T00:00:0{number}.000000Z", "reason": reason, "note": f"{reason} [red]x",
+            "type": "Normal", "action": "Act", "reportingController": "everstep.dev/t", "reportingInstance": "t",
+            "regarding": regarding,
+        }  # fmt: skip
+        done = jobs.kubectl("create", "-f", "-", input=json.dumps(event))
+        assert done.returncode == 0, done.stderr
+
+    shown = json.loads(call("status", "seen", "-o", "json"))
+    states = {row["pod"]: (row["worker"], row["restarts"], row["state"]) for row in shown["workers"]}
+    assert states == {
+        "seen-w0-0": (0, 0, "Failed"), "seen-w1-4": (1, 4, "training"), "seen-w2-0": (2, 0, "Unschedulable")
+    }  # fmt: skip
+    facts = {name: shown[name] for name in ("status", "round", "size", "step", "total_steps", "committed", "goodput")}
+    assert facts == {
+        "status": "Running", "round": 7, "size": 2, "step": 40, "total_steps": 90, "committed": 32, "goodput": ""
+    }  # fmt: skip
+    assert [event["reason"] for event in shown["events"]] == ["WorldFormed", "WorkerLost"]
+    text = call("status", "seen")
+    assert "step 40/90  committed 32  world 2  round 7" in text
+    assert "WorkerLost [red]x" in text, "others' words are no markup"
+    assert "RANK" not in text, "nobody has told of ranks"
+    assert yaml.safe_load(call("status", "seen", "-o", "yaml")) == shown
+    first = call("events", "seen").splitlines()[0]
+    assert first.split()[1:] == ["WorldFormed", "WorldFormed", "[red]x"]
+    row = next(line for line in call("list").splitlines() if line.startswith("seen"))
+    assert row.split()[:6] == ["seen", "Running", "40/90", "32", "2", "0"]
+    assert "seen" in call("list", "-o", "name").split()
+    assert any(entry["job"] == "seen" for entry in json.loads(caller()("list", "-A", "-o", "json")))
+
+
+def test_commands_that_change_a_job_change_that_job_alone(jobs: Jobs, call: Call) -> None:
+    for name in ("mine", "yours"):
+        jobs.create(name, {"elastic.minReplicas": 1, "elastic.maxReplicas": 4})
+    assert call("scale", "mine", "3").startswith("mine: 3 workers wanted (namespace ")
+    assert call("suspend", "mine", "--no-wait").startswith("mine: to be suspended")
+    assert (jobs.get("mine")["spec"]["replicas"], jobs.get("mine")["spec"]["suspend"]) == (3, True)
+    call("resume", "mine", "--no-wait")
+    assert jobs.get("mine")["spec"]["suspend"] is False
+    assert jobs.get("yours")["spec"].get("replicas") != 3
+    kept, ended = pod(jobs, "mine", 0), pod(jobs, "mine", 1)
+    assert call("kill", "mine", "1").startswith(f"pod {ended} deleted by force")
+    assert call("kill", kept, "--delete").startswith(f"pod {kept} deleted (")
+    call("delete", "mine")
+    deadline = time.monotonic() + DELETED
+    while jobs.exists("mine"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert jobs.exists("yours")
+
+
+def test_what_is_wrong_is_one_line_that_says_what_to_do(
+    jobs: Jobs, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.create("there", {"elastic.minReplicas": 1, "elastic.maxReplicas": 2})
+    for verb in (["status"], ["logs"], ["events"], ["delete"], ["kill", "--delete"]):
+        with pytest.raises(JobError, match=r"no job 'absent' in namespace .*; it has .*there"):
+            call(verb[0], "absent", *(["1"] if verb[0] == "kill" else []), *verb[1:])
+    with pytest.raises(JobError, match="name the job"):
+        call("status")
+    with pytest.raises(JobError, match=r"replicas|maxReplicas"):
+        call("scale", "there", "3")
+    with pytest.raises(JobError, match="there has no worker 5; it has none yet"):
+        call("logs", "there", "5")
+    with pytest.raises(JobError, match=r"no context 'x' in the kubeconfig .*; it has"):
+        call("status", "there", "--context", "x")
+    with pytest.raises(JobError, match="kubeconfig"):
+        call("status", "there", "--kubeconfig", str(tmp_path / "none"))
+    (tmp_path / "broken").write_text("{a: [")
+    with pytest.raises(JobError, match=r"kubeconfig .*broken cannot be"):
+        call("status", "there", "--kubeconfig", str(tmp_path / "broken"))
+
+    settings = yaml.safe_load(Path(jobs.control_plane.kubeconfig).read_text())
+    token = jobs.kubectl("create", "token", "default").stdout.strip()
+    settings["users"] = [{"name": user["name"], "user": {"token": token}} for user in settings["users"]]
+    (tmp_path / "weak").write_text(yaml.safe_dump(settings))
+    with pytest.raises(Unreachable, match=r"you may not do that in namespace .*forbidden"):
+        call("status", "there", "--kubeconfig", str(tmp_path / "weak"))
+    settings["users"] = [{"name": user["name"], "user": {"token": "no"}} for user in settings["users"]]
+    (tmp_path / "nobody").write_text(yaml.safe_dump(settings))
+    with pytest.raises(Unreachable, match="does not accept your credentials"):
+        call("status", "there", "--kubeconfig", str(tmp_path / "nobody"))
+    (port,) = free_ports(1)
+    for cluster in settings["clusters"]:
+        cluster["cluster"]["server"] = f"https://127.0.0.1:{port}"
+    (tmp_path / "gone").write_text(yaml.safe_dump(settings))
+    with pytest.raises(Unreachable, match=rf"the cluster at https://127.0.0.1:{port} does not answer: .*refused"):
+        call("status", "there", "--kubeconfig", str(tmp_path / "gone"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(JobError, match="no local run named 'there'"):
+        caller()("status", "there")
+    with pytest.raises(Unreachable, match="no cluster is configured"):
+        caller("-n", "default")("list")

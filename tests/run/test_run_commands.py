@@ -1,0 +1,68 @@
+"""The commands of a second terminal, on a local run that is alive and on what it left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from everstep.cli.jobs.source import JobError
+from support.commands import caller
+from support.local.local_job import LocalJob
+from support.scenarios.player import wait_for
+from support.scenarios.reference import EXAMPLE
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = LocalJob(tmp_path / "run", name="elastic")
+    monkeypatch.chdir(job.folder)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(job.temporary))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    call = caller()
+    out = job.folder / ".everstep" / "kept"
+    job.start(
+        str(EXAMPLE / "elastic.py"), "--workers", "3", "--elastic", "2:4", "--plain", "--out", str(out),
+        "--", "--steps", "100000", "--step-seconds", "0.02",
+    )  # fmt: skip
+    try:
+        wait_for(
+            "three workers that train", lambda: job.view().get("size") == 3 and job.reached("progress.step") > 0, 90
+        )
+        assert call("list", "-o", "name") == "elastic\n"
+        shown = json.loads(call("status", "elastic", "-o", "json"))
+        assert [(row["worker"], row["state"]) for row in shown["workers"]] == [(n, "training") for n in range(3)]
+        wait_for("a line of the script", lambda: "\nstep=" in call("logs", "0"), 60)  # the only run is meant
+        assert len(call("logs", "elastic", "w0", "--tail", "1").splitlines()) == 1
+        assert call("kill", "elastic", "1") == "kill elastic-w1-0 (local run elastic)\n"
+        wait_for("the worker that replaces it", lambda: job.worker(1)["restarts"] == 1 and job.worker(1)["step"], 60)
+        assert call("logs", "elastic-w1-0").count("step=") == 0, (
+            "rank 0 alone prints; the log of a pod that is gone is kept"
+        )
+        assert call("scale", "2") == "elastic: 2 workers wanted (local run elastic)\n"
+        assert call("suspend") == "elastic: suspended (local run elastic)\n"
+        assert job.view()["workers"] == []
+        assert call("resume", "elastic") == "elastic: trains again (local run elastic)\n"
+        assert job.view()["status"].startswith("Running")
+        reasons = [row["reason"] for row in json.loads(call("events", "-o", "json"))]
+        assert {"WorkerLost", "WorldResized"} <= set(reasons)
+        with pytest.raises(JobError, match="no worker 9; it has 0, 1"):
+            call("logs", "elastic", "9")
+        assert call("delete", "elastic") == "elastic: deleted; its commits stay (local run elastic)\n"
+        assert job.process is not None
+        assert job.process.wait(60) == 130
+        assert call("status").startswith("elastic  ")
+        assert call("list", "--ended", "-o", "name") == "elastic\n"
+        assert call("logs", "elastic", "--tail", "1")
+        assert [row["reason"] for row in json.loads(call("events", "elastic", "-o", "json"))][: len(reasons)] == reasons
+        assert call("status", "--out", str(out)) == call("status")
+        with pytest.raises(JobError, match="no local run named 'elastic'"):
+            call("suspend", "elastic")
+        with pytest.raises(JobError, match="is no folder of a run that has ended"):
+            call("status", "--out", str(tmp_path))
+    finally:
+        job.remove()

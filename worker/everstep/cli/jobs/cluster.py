@@ -1,0 +1,234 @@
+"""A cluster's jobs, through the official client: it knows kubeconfigs, their exec plug-ins, and a pod's own account.
+
+Requests are JSON in and out. Every wait has a bound, and every failure is one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from everstep.cli.jobs.source import JobError, NoCluster, Unreachable, Where
+from everstep.cli.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
+from everstep.contract import labels
+
+try:
+    import urllib3
+    from kubernetes import client, config
+    from kubernetes.client.exceptions import ApiException
+except ModuleNotFoundError as e:
+    raise NoCluster(f"the package {e.name} is missing: pip install 'everstep[cluster]'") from e
+
+# The package calls itself typed, but these carry no annotations.
+_contexts: Any = config.list_kube_config_contexts
+_new_client: Any = config.new_client_from_config
+_load_incluster: Any = config.load_incluster_config
+
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
+PAGE = 500  # objects of a list in one answer
+EVENTS_API = "/apis/events.k8s.io/v1"
+JOBS_API = f"/apis/{labels.GROUP}/{labels.VERSION}"
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+MERGE = {"Content-Type": "application/merge-patch+json"}
+
+
+def connect(where: Where) -> Cluster:
+    """The cluster of this kubeconfig and context; in a pod where neither is there, its own. Raises `NoCluster` where
+    there is none, `JobError` for a file or context that is not there."""
+    # The client would keep $KUBECONFIG as it was when it was loaded.
+    file = where.kubeconfig or os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    api: Any = None
+    try:
+        contexts, active = _contexts(config_file=file)
+    except config.ConfigException as e:
+        if where.kubeconfig is not None or where.context is not None:
+            raise JobError(f"the kubeconfig {file} cannot be used: {e}") from e
+        contexts, active = [], None
+    except Exception as e:  # its parsers raise errors of YAML, KeyError and TypeError
+        raise JobError(f"the kubeconfig {file} cannot be read: {e}") from e
+    if where.context is not None:
+        active = next((each for each in contexts if each["name"] == where.context), None)
+        if active is None:
+            names = ", ".join(str(each["name"]) for each in contexts)
+            raise JobError(f"no context {where.context!r} in the kubeconfig {file}; it has {names or 'none'}")
+    try:
+        if active is not None:
+            api = _new_client(file, active["name"], persist_config=False)
+            namespace = str((active.get("context") or {}).get("namespace") or "default")
+            title = f"context {active['name']}"
+        else:
+            settings = client.Configuration()
+            _load_incluster(settings)
+            api = client.ApiClient(settings)
+            namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
+            title = "this pod's cluster"
+    except (config.ConfigException, OSError) as e:
+        raise NoCluster(
+            f"no cluster is configured ({e}): give --kubeconfig FILE, or set KUBECONFIG"
+            if active is None
+            else f"context {active['name']} cannot be used: {e}"
+        ) from e
+    except Exception as e:
+        raise JobError(f"the kubeconfig {file} cannot be used: {type(e).__name__}: {e}") from e
+    return Cluster(api, where.namespace or namespace, title, where.every)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A namespace of a cluster; `every`: lists are of all namespaces."""
+
+    api: Any
+    namespace: str
+    cluster: str
+    every: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"all namespaces of {self.cluster}" if self.every else f"namespace {self.namespace} of {self.cluster}"
+
+    def jobs(self) -> list[View]:
+        return [of_objects(job) for job in self._list(JOBS_API, labels.PLURAL, every=self.every)]
+
+    def view(self, job: str) -> View:
+        stored = self._job(job)
+        pods = self._list("/api/v1", "pods", labelSelector=f"{labels.JOB}={job}")
+        return of_objects(stored, pods, self._events(stored))
+
+    def events(self, job: str) -> list[EventRow]:
+        return [event_row(event) for event in self._events(self._job(job))]
+
+    def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
+        del job  # a pod's name is enough
+        query: dict[str, Any] = {"container": labels.WORKER_CONTAINER, "follow": follow}
+        if tail is not None:
+            query["tailLines"] = tail
+        response = self._send("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query, quiet=follow)
+        rest = b""
+        try:
+            for part in response.response.stream(decode_content=True):
+                *lines, rest = (rest + part).split(b"\n")
+                yield from (line.decode("utf-8", "replace") for line in lines)
+        except urllib3.exceptions.HTTPError as e:
+            raise Unreachable(f"the log of {pod} broke off: {e}") from e
+        if rest:
+            yield rest.decode("utf-8", "replace")
+
+    def scale(self, job: str, replicas: int) -> None:
+        self._patch(job, {"spec": {"replicas": replicas}}, "scale")
+
+    def suspend(self, job: str, wanted: bool) -> None:
+        self._patch(job, {"spec": {"suspend": wanted}})
+
+    def delete(self, job: str) -> None:
+        self._call("DELETE", self._path(job), job=job, body={"propagationPolicy": "Background"})
+
+    def kill(self, job: str, pod: str, *, delete: bool) -> str:
+        del job
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}"
+        self._call("DELETE", path, body={} if delete else {"gracePeriodSeconds": 0})
+        return f"pod {pod} deleted" if delete else f"pod {pod} deleted by force"
+
+    def disturb(self, job: str, verb: str, **arguments: str) -> str:
+        raise JobError(
+            f"{verb.replace('-', ' ')}: only on this machine; a cluster's nodes and its operator serve others too"
+        )
+
+    def _path(self, job: str) -> str:
+        return f"{JOBS_API}/namespaces/{self.namespace}/{labels.PLURAL}/{job}"
+
+    def _job(self, job: str) -> Object:
+        stored: Object = self._call("GET", self._path(job), job=job)
+        return stored
+
+    def _patch(self, job: str, body: dict[str, Any], subresource: str = "") -> None:
+        path = "/".join(part for part in (self._path(job), subresource) if part)
+        self._call("PATCH", path, job=job, body=body)
+
+    def _events(self, job: Object) -> list[Object]:
+        selector = f"regarding.uid={job['metadata']['uid']}"
+        return sorted(self._list(EVENTS_API, "events", fieldSelector=selector), key=event_time)
+
+    def _list(self, api: str, plural: str, *, every: bool = False, **query: str) -> list[Object]:
+        path = f"{api}/{plural}" if every else f"{api}/namespaces/{self.namespace}/{plural}"
+        items: list[Object] = []
+        page = ""
+        while True:
+            answer = self._call("GET", path, {**query, "limit": PAGE, **({"continue": page} if page else {})})
+            items += answer.get("items") or ()
+            page = (answer.get("metadata") or {}).get("continue") or ""
+            if not page:
+                return items
+
+    def _call(
+        self, method: str, path: str, query: dict[str, Any] | None = None, *, job: str = "", body: Any = None
+    ) -> Any:
+        response = self._send(method, path, query or {}, job=job, body=body)
+        try:
+            return json.loads(response.read())
+        except ValueError as e:
+            raise Unreachable(f"what answers at {self._server} is no Kubernetes API server: {e}") from e
+        except urllib3.exceptions.HTTPError as e:
+            raise Unreachable(f"the answer of the cluster at {self._server} broke off: {e}") from e
+
+    @property
+    def _server(self) -> str:
+        return str(self.api.configuration.host)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any],
+        *,
+        job: str = "",
+        body: Any = None,
+        quiet: bool = False,
+    ) -> Any:
+        """`quiet`: the answer may be silent for any time."""
+        headers = {"Accept": "application/json", **(MERGE if method == "PATCH" else {})}
+        request = self.api.param_serialize(
+            method, path, query_params=list(query.items()), header_params=headers, body=body,
+            auth_settings=["BearerToken"],
+        )  # fmt: skip
+        timeout = (CONNECT_SECONDS, None if quiet else ANSWER_SECONDS)
+        try:
+            response = self.api.call_api(*request, _request_timeout=timeout)
+        except (ApiException, urllib3.exceptions.HTTPError, OSError) as e:
+            raise Unreachable(f"the cluster at {self._server} does not answer: {_cause(e)}") from e
+        if response.status >= 300:
+            self._refused(response, path, job)
+        return response
+
+    def _refused(self, response: Any, path: str, job: str) -> NoReturn:
+        try:
+            status = json.loads(response.read())
+            message = str(status.get("message") or "")
+        except ValueError:
+            message = ""
+        match response.status:
+            case 404 if job and f'"{job}"' in message:
+                names = ", ".join(sorted(view.job for view in self.jobs())) or "none"
+                raise JobError(f"no job {job!r} in {self.title}; it has {names}")
+            case 404 if path.startswith(JOBS_API):
+                raise Unreachable(f"{self.cluster} knows no {labels.KIND}: install the operator's chart there")
+            case 401:
+                raise Unreachable(f"{self.cluster} does not accept your credentials: log in to it again")
+            case 403:
+                raise Unreachable(f"you may not do that in {self.title}: {message}")
+            case 404 | 409 | 422:
+                raise JobError(message)
+            case code:
+                raise Unreachable(f"{self.cluster} answers {code}: {message or response.reason}")
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, which is the only one that a person can act on."""
+    reason = getattr(error, "reason", None)
+    while isinstance(reason, BaseException):
+        error, reason = reason, getattr(reason, "reason", None)
+    text = str(reason or error).strip().splitlines()
+    return text[-1].rpartition(": ")[2] if text else type(error).__name__

@@ -1,0 +1,291 @@
+"""The commands about jobs: `everstep list`, `status`, `logs`, `events`, `scale`, `suspend`, `resume`, `delete`, `kill`.
+
+This module parses, asks a `source.Source`, and prints.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from everstep.cli.jobs import tables
+from everstep.cli.jobs.source import (
+    JobError,
+    NoCluster,
+    Source,
+    Unreachable,
+    Where,
+    cluster,
+    local_alive,
+    local_ended,
+    pick,
+)
+from everstep.cli.jobs.tables import Output
+from everstep.cli.jobs.view import View, ended
+from everstep.cli.printing import safe_line, say, say_error
+
+app = typer.Typer(add_completion=False)
+EXPECTED = (JobError, Unreachable)
+
+POLL_SECONDS = 1.0
+WAIT_SECONDS = 600.0  # for workers to leave or to train again
+SHOWN_EVENTS = 12
+POD = re.compile(r"(?P<job>.+)-w(?P<worker>\d+)-\d+")
+WORKER = re.compile(r"w?(\d+)")
+
+Job = Annotated[str | None, typer.Argument(help="The job's name; without it the only local run.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="A job on a cluster, in this namespace.")]
+Context = Annotated[str | None, typer.Option("--context", help="A job on the cluster of this context.")]
+Kubeconfig = Annotated[str | None, typer.Option("--kubeconfig", help="A job on the cluster of this file.")]
+Out = Annotated[str | None, typer.Option("--out", help="What a local run left in this folder.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="How it is printed.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it has happened.")]
+
+
+@app.command("list")
+def list_jobs(
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    every: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
+    over: Annotated[bool, typer.Option("--ended", help="Also what ended runs left under .everstep.")] = False,
+    output: Format = Output.TABLE,
+) -> None:
+    """The jobs: local runs, and those in the namespace of the cluster's context."""
+    where = Where(namespace, context, kubeconfig, every=every)
+    sources: list[Source] = [] if where.names_a_cluster else local_alive()
+    if over and not where.names_a_cluster:
+        sources += local_ended(None)
+    try:
+        sources.append(cluster(where))
+        views = [(source.title, view) for source in sources for view in source.jobs()]
+    except NoCluster:
+        if where.names_a_cluster:
+            raise
+        views = [(source.title, view) for source in sources for view in source.jobs()]
+    except Unreachable as e:
+        if where.names_a_cluster or len(sources) < 2:
+            raise
+        say_error(f"note: {e}")
+        views = [(source.title, view) for source in sources[:-1] for view in source.jobs()]
+    if not views and output in (Output.TABLE, Output.WIDE):
+        titles = ", ".join(source.title for source in sources)
+        say_error(f"no job{f' in {titles}' if titles else ''}; start one with `everstep run`, or kubectl apply")
+        return
+    data = [{"where": title, **view.to_json()} for title, view in views]
+    tables.put(output, data, [view.job for _, view in views], lambda wide: tables.jobs(views, wide))
+
+
+@app.command()
+def status(
+    job: Job = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again whenever it changes.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    out: Out = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """One job: its line, its workers and its newest events."""
+    source, name = pick(job, Where(namespace, context, kubeconfig, out))
+    view = source.view(name)
+    _show(view, output)
+    while watch and not ended(view.raw_status):
+        time.sleep(POLL_SECONDS)
+        new = source.view(name)
+        if new != view:
+            view = new
+            _show(view, output)
+
+
+def _show(view: View, output: Output) -> None:
+    newest = replace(view, events=view.events[-SHOWN_EVENTS:])
+    tables.put(output, newest.to_json(), [view.job], lambda _: tables.job(newest))
+
+
+@app.command()
+def events(
+    job: Job = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    out: Out = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """All events of a job that are kept, oldest first."""
+    source, name = pick(job, Where(namespace, context, kubeconfig, out))
+    rows = source.events(name)
+    data = [{"at": row.at, "type": row.type, "reason": row.reason, "message": row.message} for row in rows]
+    tables.put(output, data, [row.reason for row in rows], lambda _: tables.events(rows))
+
+
+@app.command()
+def logs(
+    job: Annotated[str | None, typer.Argument(help="The job, or one of its pods.")] = None,
+    worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="The worker: 0, or w0.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="That of the worker which failed first.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Those of all workers, one after the other.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as long as it is written.")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, help="Only so many lines from the end.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    out: Out = None,
+) -> None:
+    """What a worker has printed: worker 0's, if none is named."""
+    if every and follow:
+        raise JobError("--all prints one log after the other, so it cannot follow: name a worker")
+    if job is not None and worker is None and WORKER.fullmatch(job):
+        job, worker = None, job  # `everstep logs 0`
+    pod = None
+    if job is not None and worker is None and (parts := POD.fullmatch(job)):
+        job, pod = parts["job"], job
+    source, name = pick(job, Where(namespace, context, kubeconfig, out))
+    pods = [pod] if pod is not None else _pods(source.view(name), worker, failed=failed, every=every)
+    for each in pods:
+        if len(pods) > 1:
+            say(f"==> {each} <==")
+        for line in source.logs(name, each, follow=follow, tail=tail):
+            print(safe_line(line), flush=follow)
+
+
+def _pods(view: View, worker: str | None, *, failed: bool, every: bool) -> list[str]:
+    """The pods that are meant, a worker's newest one each."""
+    newest = {row.worker: row.pod for row in view.workers}  # sorted by restarts
+    if failed:
+        failure = view.raw_status.get("failure") or {}
+        known = [row.pod for row in view.workers if row.state == "Failed"]
+        if "pod" in failure or known:
+            return [str(failure["pod"])] if "pod" in failure else known[:1]
+        raise JobError(f"no worker of {view.job} has failed; name one: {_choice(newest)}")
+    if every:
+        return [newest[index] for index in sorted(newest)]
+    index = 0
+    if worker is not None:
+        number = WORKER.fullmatch(worker)
+        if number is None:
+            raise JobError(f"{worker!r} is no worker; name one: {_choice(newest)}")
+        index = int(number[1])
+    elif newest and 0 not in newest:
+        index = min(newest)
+    if index not in newest:
+        raise JobError(f"{view.job} has no worker {index}; it has {_choice(newest)}")
+    return [newest[index]]
+
+
+def _choice(newest: dict[int, str]) -> str:
+    return ", ".join(str(index) for index in sorted(newest)) or "none yet"
+
+
+@app.command()
+def scale(
+    job_and_number: Annotated[list[str], typer.Argument(metavar="[JOB] WORKERS")],
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Change the number of workers of an elastic job."""
+    *job, number = job_and_number
+    if len(job) > 1 or not number.isdecimal() or int(number) < 1:
+        raise JobError("give the job and its number of workers, at least 1: everstep scale JOB WORKERS")
+    source, name = pick(job[0] if job else None, Where(namespace, context, kubeconfig), changes=True)
+    source.scale(name, int(number))
+    say(f"{name}: {number} workers wanted ({source.title})")
+
+
+@app.command()
+def suspend(
+    job: Job = None,
+    wait: Wait = True,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Take all workers away; `resume` goes on from the last commit."""
+    source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
+    source.suspend(name, True)
+    if wait:
+        _wait(source, name, "its workers leave", lambda view: view.status == "Suspended" and not view.workers)
+    say(f"{name}: {'suspended' if wait else 'to be suspended'} ({source.title})")
+
+
+@app.command()
+def resume(
+    job: Job = None,
+    wait: Wait = True,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Let a suspended job go on."""
+    source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
+    source.suspend(name, False)
+    if wait:
+        _wait(source, name, "its workers train", lambda view: view.status.startswith("Running"))
+    say(f"{name}: {'trains again' if wait else 'to be resumed'} ({source.title})")
+
+
+def _wait(source: Source, job: str, what: str, done: Callable[[View], bool]) -> None:
+    """Wait until `done`, and say what for. Raises `JobError` when the job has ended, or after `WAIT_SECONDS`."""
+    began = time.monotonic()
+    message = ""
+    while True:
+        view = source.view(job)
+        if done(view):
+            return
+        if ended(view.raw_status):
+            raise JobError(f"{job} has ended: {view.status}: {view.message}")
+        if time.monotonic() - began > WAIT_SECONDS:
+            raise JobError(f"{what}: not within {WAIT_SECONDS:.0f} s: {view.status}: {view.message}")
+        if view.message != message and sys.stderr.isatty():
+            message = view.message
+            say_error(f"{job}: waiting until {what}: {message}")
+        time.sleep(POLL_SECONDS / 4)
+
+
+@app.command()
+def delete(
+    job: Annotated[str, typer.Argument(help="The job's name.")],
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Delete a job with its workers. What it has committed stays."""
+    source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
+    source.delete(name)
+    say(f"{name}: deleted; its commits stay ({source.title})")
+
+
+@app.command()
+def kill(
+    job: Annotated[str | None, typer.Argument(help="The job, or one of its pods.")] = None,
+    worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="The worker: 0, or w0.")] = None,
+    graceful: Annotated[bool, typer.Option("--delete", help="Delete the pod as kubectl does, with its grace.")] = False,
+    node: Annotated[str | None, typer.Option(help="Of a local run: everything on this node dies.")] = None,
+    operator: Annotated[bool, typer.Option("--operator", help="Of a local run: another operator takes over.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Kill a worker, to see that the training goes on: its processes here, its pod by force on a cluster."""
+    if job is not None and worker is None and WORKER.fullmatch(job):
+        job, worker = None, job
+    pod = None
+    if job is not None and worker is None and (parts := POD.fullmatch(job)):
+        job, pod = parts["job"], job
+    if sum((pod is not None or worker is not None, node is not None, operator)) != 1:
+        raise JobError("give one of: a pod, a job and its worker (everstep kill JOB 1), --node NAME, --operator")
+    source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
+    if node is not None:
+        say(source.disturb(name, "kill-node", node=node))
+    elif operator:
+        say(source.disturb(name, "kill-operator"))
+    else:
+        chosen = pod if pod is not None else _pods(source.view(name), worker, failed=False, every=False)[0]
+        say(f"{source.kill(name, chosen, delete=graceful)} ({source.title})")

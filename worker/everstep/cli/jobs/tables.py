@@ -1,0 +1,128 @@
+"""What the commands about jobs print: tables for people, and the same facts as JSON, YAML or names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from importlib import import_module
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.jobs.source import JobError
+from everstep.cli.jobs.view import EventRow, View, age
+from everstep.cli.printing import SafeConsole, cell, say
+
+PIPE_WIDTH = 4096  # characters of a line
+STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}
+
+
+class Output(StrEnum):
+    """`-o`."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+
+
+def put(output: Output, data: Any, names: Iterable[str], table: Callable[[bool], Any]) -> None:
+    """Print `data` as asked for. `table(wide)` makes the table."""
+    match output:
+        case Output.JSON:
+            say(json.dumps(data, indent=2))
+        case Output.YAML:
+            try:
+                yaml = import_module("yaml")
+            except ModuleNotFoundError:
+                raise JobError("-o yaml needs the package pyyaml: pip install pyyaml, or take -o json") from None
+            say(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), end="")
+        case Output.NAME:
+            for name in names:
+                say(name)
+        case Output.TABLE | Output.WIDE:
+            # Whoever reads through a pipe wants a row a line, and whole names.
+            console = SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
+            console.print(table(output is Output.WIDE))
+
+
+def job(view: View) -> Group:
+    """The job's line, a row a worker, then the newest events."""
+    head = Text()
+    head.append(f"{view.job}  ", "bold")
+    head.append(f"{view.status}  ", "green" if view.status in ("Running", "Complete") else "yellow")
+    head.append(
+        f"step {shown(view.step)}/{shown(view.total_steps)}  committed {shown(view.committed)}  "
+        f"world {view.size}  round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
+    )
+    if view.rehearsed:
+        head.append(f"  rehearsed ({view.rehearsed})")
+    notice = [cell(view.notice, "red")] if view.notice else []
+    return Group(head, cell(view.message, "dim"), *notice, _workers(view), events(view.events))
+
+
+def _workers(view: View) -> Table:
+    """A column for what nobody knows of any worker is left out."""
+    rows = view.workers
+    columns: list[tuple[str, str, list[str]]] = [
+        ("WORKER", "left", [str(row.worker) for row in rows]),
+        ("NODE", "left", [row.node for row in rows]),
+        ("STATE", "left", [row.state for row in rows]),
+        ("RANK", "right", [shown(row.rank) for row in rows]),
+        ("STEP", "right", [shown(row.step) for row in rows]),
+        ("RESTARTS", "right", [str(row.restarts) for row in rows]),
+        ("PEAK RAM", "right", [_gibibytes(row.memory) for row in rows]),
+        ("PEAK DEVICE", "right", [_gibibytes(row.device_memory) for row in rows]),
+        ("POD", "left", [row.pod for row in rows]),
+        ("PID", "right", [shown(row.pid) for row in rows]),
+    ]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    kept = [column for column in columns if not rows or any(text != "–" for text in column[2])]
+    if view.namespace == "":  # a local run's columns stay where they are from its first second on
+        kept = [column for column in columns if column in kept or column[0] != "PEAK DEVICE"]
+    for name, side, _ in kept:
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+    for index in range(len(rows)):
+        texts = [(name, column[index]) for name, _, column in kept]
+        table.add_row(*(cell(text, STYLES.get(text, "") if name == "STATE" else "") for name, text in texts))
+    return table
+
+
+def events(rows: Iterable[EventRow]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for event in rows:
+        # Shown as text, because a message of the program may look like markup.
+        style = "red" if event.type == "Warning" else ""
+        table.add_row(cell(event.at, "dim"), cell(event.reason, style), cell(event.message))
+    return table
+
+
+def jobs(views: Sequence[tuple[str, View]], wide: bool) -> Table:
+    """A row a job, with the title of its source."""
+    now = datetime.now(UTC)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    columns = ["NAME", "STATUS", "STEP", "COMMITTED", "WORKERS", "RESTARTS", "GOODPUT", "AGE", "WHERE"]
+    for name in [*columns, *(["MESSAGE"] if wide else [])]:
+        table.add_column(name, no_wrap=name != "MESSAGE")
+    for title, view in views:
+        total = f"/{view.total_steps}" if view.total_steps is not None else ""
+        texts = [
+            view.job, view.status, f"{shown(view.step)}{total}", shown(view.committed), str(view.size),
+            str(view.restarts), view.goodput or "–", age(view.began, now) or "–", title,
+        ]  # fmt: skip
+        table.add_row(*map(cell, [*texts, *([view.message] if wide else [])]))
+    return table
+
+
+def _gibibytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / 2**30:.2f} GiB"
+
+
+def shown(value: int | None) -> str:
+    return "–" if value is None else str(value)

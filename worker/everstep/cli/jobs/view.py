@@ -1,0 +1,196 @@
+"""What a person sees of a job: plain data, the same for a cluster, a run of this machine, and one that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.contract import labels
+
+EVENTS = 12  # newest events that are kept in a view
+Object = Mapping[str, Any]  # as the API server's JSON has it
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """`rank`, `step`, `pid` and the peaks of memory, in bytes, are known of runs of this machine alone."""
+
+    worker: int
+    pod: str
+    node: str
+    state: str
+    rank: int | None
+    step: int | None
+    restarts: int
+    pid: int | None
+    memory: int | None = None  # the greatest peak of a process of the pod
+    device_memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    at: str  # HH:MM:SS, on the person's own clock
+    type: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One job."""
+
+    job: str
+    status: str  # the reason of Ready: the STATUS column of kubectl
+    message: str
+    round: int
+    size: int
+    step: int | None
+    total_steps: int | None
+    committed: int | None
+    restarts: int
+    goodput: str
+    workers: tuple[WorkerRow, ...]
+    events: tuple[EventRow, ...]
+    raw_status: Mapping[str, Any]
+    rehearsed: str = ""  # the rehearsal of its program
+    notice: str = ""  # why nothing happens to the job at the moment
+    namespace: str = ""  # empty for a run of this machine
+    began: str = ""  # RFC 3339
+
+    @classmethod
+    def unknown(cls, job: str) -> View:
+        """Of a job that nobody has seen yet."""
+        return cls(job, "Pending", "it has just begun", 0, 0, None, None, None, 0, "", (), (), {})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> View:
+        rows = tuple(WorkerRow(**row) for row in body["workers"])
+        events = tuple(EventRow(**event) for event in body["events"])
+        return cls(**{**body, "workers": rows, "events": events})
+
+
+def condition(status: Object, type_: str) -> Object:
+    """A condition of the job's status; empty if it has none of that type."""
+    conditions = status.get("conditions") or ()
+    return next((c for c in conditions if c.get("type") == type_), {})
+
+
+def ended(status: Object) -> bool:
+    """Whether the job is complete or has failed."""
+    return any(condition(status, end).get("status") == "True" for end in ("Complete", "Failed"))
+
+
+def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object] = ()) -> View:
+    """A view of a cluster's objects: the TrainingJob, its pods, its events (events.k8s.io/v1), oldest first."""
+    meta, status = job["metadata"], job.get("status") or {}
+    ready = condition(status, "Ready")
+    world, progress = status.get("world") or {}, status.get("progress") or {}
+    rows = [row for pod in pods if (row := _worker(pod)) is not None]
+    return View(
+        job=meta["name"],
+        status=str(ready.get("reason", "Pending")),
+        message=str(ready.get("message", "")),
+        round=int(world.get("round", 0)),
+        size=int(world.get("size", 0)),
+        step=progress.get("step"),
+        total_steps=progress.get("totalSteps"),
+        committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
+        restarts=int((status.get("restarts") or {}).get("total", 0)),
+        goodput=str(status.get("goodput") or ""),
+        workers=tuple(sorted(rows, key=lambda row: (row.worker, row.restarts))),
+        events=tuple(event_row(event) for event in events),
+        raw_status=dict(status),
+        rehearsed=str(progress.get("rehearsed") or ""),
+        namespace=meta.get("namespace", ""),
+        began=str(meta.get("creationTimestamp", "")),
+    )
+
+
+def _worker(pod: Object) -> WorkerRow | None:
+    meta = pod["metadata"]
+    marks = meta.get("labels") or {}
+    if not str(marks.get(labels.WORKER_INDEX, "")).isdecimal():
+        return None
+    incarnation = str(marks.get(labels.INCARNATION, "0"))
+    return WorkerRow(
+        worker=int(marks[labels.WORKER_INDEX]),
+        pod=meta["name"],
+        node=str((pod.get("spec") or {}).get("nodeName") or ""),
+        state=_state(pod),
+        rank=None,
+        step=None,
+        restarts=int(incarnation) if incarnation.isdecimal() else 0,
+        pid=None,
+    )
+
+
+def _state(pod: Object) -> str:
+    """One word: what the worker's own container does, and why a pod without one waits."""
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating"
+    status = pod.get("status") or {}
+    containers = {c["name"]: c.get("state") or {} for c in status.get("containerStatuses") or ()}
+    state = containers.get(labels.WORKER_CONTAINER, {})
+    if "terminated" in state:
+        return "Succeeded" if state["terminated"].get("exitCode") == 0 else "Failed"
+    if "running" in state:
+        ready = condition(status, "Ready").get("status") == "True"
+        return "training" if ready else "starting"
+    if status.get("phase") in ("Failed", "Succeeded"):
+        return str(status.get("reason") or status["phase"])
+    waiting = [
+        str(each["state"]["waiting"].get("reason") or "")
+        for each in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+        if "waiting" in (each.get("state") or {})
+    ]
+    unplaced = condition(status, "PodScheduled")
+    if unplaced.get("status") == "False":
+        return str(unplaced.get("reason") or "Pending")
+    return next((reason for reason in waiting if reason and reason != "PodInitializing"), "Pending")
+
+
+def event_row(event: Object) -> EventRow:
+    return EventRow(
+        clock_time(moment(event_time(event))),
+        str(event.get("type") or ""),
+        str(event.get("reason") or ""),
+        str(event.get("note") or ""),
+    )
+
+
+def event_time(event: Object) -> str:
+    """When it was seen last, RFC 3339; empty if it does not say."""
+    series = event.get("series") or {}
+    last = series.get("lastObservedTime") or event.get("deprecatedLastTimestamp") or event.get("eventTime")
+    return str(last or event["metadata"].get("creationTimestamp") or "")
+
+
+def moment(text: str) -> datetime | None:
+    """The time that an RFC 3339 text names; None if it is none."""
+    try:
+        parsed = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
+
+
+def clock_time(at: datetime | None) -> str:
+    """HH:MM:SS on the person's own clock."""
+    return "" if at is None else at.astimezone().strftime("%H:%M:%S")
+
+
+def age(began: str, now: datetime) -> str:
+    """`12s`, `3m`, `5h`, `2d` since then; empty if it is not known."""
+    at = moment(began)
+    if at is None:
+        return ""
+    seconds = max(0, int((now - at).total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
