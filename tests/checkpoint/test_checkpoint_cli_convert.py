@@ -71,6 +71,20 @@ def test_diff_names_what_differs_and_its_exit_code_says_so(url: str, tmp_path: P
     }  # fmt: skip
 
 
+def test_diff_of_runs_that_are_seeded_otherwise_says_what_to_write(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        with everstep.Checkpointer(str(tmp_path / name), on_event=lambda kind, **_: None) as checkpointer:
+            seeds = {"seeds": {"seeds": {"numpy": seed, "python": seed, "torch": 0}}}
+            checkpointer.restore(seeds)
+            checkpointer.save(1, seeds).wait(30)
+    result = ckpt("diff", tmp_path / "a", tmp_path / "b")
+    assert result.returncode == 1
+    assert result.stdout.splitlines()[-1] == (
+        "the runs seeded these generators otherwise: numpy, python. Write at the beginning of the script: "
+        "`random.seed(0)`, `numpy.random.seed(0)`"
+    )
+
+
 def test_cat_prints_a_tensor_or_a_value_by_its_name(url: str) -> None:
     told = done("cat", url, "model/weight")
     assert told.startswith("float32 [2, 3]\n")

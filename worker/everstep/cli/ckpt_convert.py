@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from everstep.checkpoint.convert.source import Source
 
 _SHOWN = 1000  # elements of a tensor that are printed as text
+_SEEDS = "seeds/seeds/"  # of each generator, in the commits of a session
+_SEEDED = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 
 Key = Annotated[
     str, typer.Option("--key", help="The key of the state that a model's tensors become, where the files say none.")
@@ -124,6 +126,10 @@ def diff(
         say(json.dumps([asdict(d) | {"greatest": _number(d.greatest)} for d in listed], indent=2))
     elif not listed:
         say(f"the same: {first.what} and {counterpart.what}")
+    elif seeds := [d.name.removeprefix(_SEEDS) for d in listed if d.name.startswith(_SEEDS)]:
+        lines = ", ".join(f"`{line}`" for name, line in _SEEDED.items() if name in seeds)
+        more = f". Write at the beginning of the script: {lines}" if lines else ""
+        say(f"the runs seeded these generators otherwise: {', '.join(seeds)}{more}")
     if listed:
         raise typer.Exit(DAMAGED)
 
