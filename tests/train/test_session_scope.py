@@ -98,7 +98,7 @@ def test_an_evaluation_that_trains_is_refused_by_the_parameters_name() -> None:
         with torch.no_grad():
             model.weight += 1
 
-    with pytest.raises(everstep.LoopError, match=r"has moved model\.weight"), everstep.start() as run:
+    with pytest.raises(everstep.LoopError, match=r"has changed model\.weight"), everstep.start() as run:
         run.track(model=model)
         run.evaluate(evaluate, every=1)
         run.train(lambda _: None, until=2)
@@ -107,7 +107,7 @@ def test_an_evaluation_that_trains_is_refused_by_the_parameters_name() -> None:
 def test_an_evaluation_that_moves_a_parameter_behind_torchs_back_is_refused_too() -> None:
     model = torch.nn.Linear(1, 1)
 
-    with pytest.raises(everstep.LoopError, match=r"has moved model\.weight"), everstep.start() as run:
+    with pytest.raises(everstep.LoopError, match=r"has changed model\.weight"), everstep.start() as run:
         run.track(model=model)
         run.evaluate(lambda: model.weight.data.add_(1), every=1)
         run.train(lambda _: None, until=2)

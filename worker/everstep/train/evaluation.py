@@ -52,7 +52,9 @@ class Evaluations:
         if every < 1 or not callable(call):
             raise LoopError(f"evaluate({call!r}, every={every}): a function and a number of steps, 1 or more")
         if len(self._all) >= MOST:
-            raise LoopError(f"evaluate() for the {MOST + 1}th time: call it before the loop, not in it")
+            raise LoopError(
+                f"run.evaluate(fn, every=…) for the {MOST + 1}th time: write it once for each function, before the loop"
+            )
         self._all.append(_Evaluation(call, every))
 
     def due(self, step: int, total: int) -> list[Callable[[], Any]]:
@@ -157,7 +159,11 @@ class Before:
     def check(self) -> None:
         """The evaluations have ended. Raises `LoopError` if they have changed a parameter for good."""
         for name in self._moved([t for t in self._tracked if isinstance(t, Module)]):
-            raise LoopError(f"the function of run.evaluate() has moved {name}: training belongs inside `with step:`")
+            raise LoopError(
+                f"the function of run.evaluate() has changed {name}: an evaluation is no step, and after a loss it "
+                "is called again. Move what trains into `with step:`; a function that evaluates calls model.eval() and "
+                "no optimizer.step()"
+            )
 
     def put_back(self) -> str | None:
         """Restore the state, so that the evaluations can be called again. Returns the name of an object that they have

@@ -45,11 +45,12 @@ def make_mesh(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> t
 def _made(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
     if recovery is not None:
         if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
-            raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas; start "
-                            "a multiple")  # fmt: skip
+            raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas of "
+                            f"{shape.shards}: start a multiple of {shape.shards}")  # fmt: skip
         if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.places:
             raise LoopError(f"{shape}: the job may come to have {place.sizes[-1]} processes, which are no whole "
-                            "replicas; let the largest world be a multiple (--nnodes, --nproc-per-node)")  # fmt: skip
+                            f"replicas of {shape.places}: let the largest world be a multiple of {shape.places} "
+                            "(--nnodes, --nproc-per-node)")  # fmt: skip
         return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
 
@@ -60,7 +61,10 @@ def _made(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple
         atexit.register(dist.destroy_process_group)
         shape = Shape(shape.kind)
     if place.world_size % shape.shards:
-        raise LoopError(f"{shape}: {place.world_size} processes are no whole replicas; start a multiple")
+        raise LoopError(
+            f"{shape}: {place.world_size} processes are no whole replicas of {shape.shards}: start a multiple of "
+            f"{shape.shards} (--nnodes, --nproc-per-node, or replicas of a TrainingJob)"
+        )
     sizes = (place.world_size // shape.shards, shape.shards)
     return shape, init_device_mesh(place.device.type, sizes, mesh_dim_names=(REPLICATE, shape.kind))
 

@@ -35,7 +35,10 @@ class Once:
     def value(self) -> Any:
         """The result, made of JSON values. Raises `LoopError` before it is known: for a job, before the first step."""
         if self._key not in self._results:
-            raise LoopError("run.once(fn).value before the first step: fn is called when the loop begins. Ask in it")
+            raise LoopError(
+                "run.once(fn).value before the first step: fn is called when the loop begins. Read it inside of "
+                "`for step in run.steps(…):`"
+            )
         return self._results[self._key]
 
 
@@ -68,7 +71,7 @@ class Onces:
             self._of_machine += 1
             return Once({"": self._now(call)}, "")
         if each != "job":
-            raise LoopError(f"once(each={each!r}): 'job' or 'machine' is expected")
+            raise LoopError(f"run.once(fn, each={each!r}): write each='job' or each='machine'")
         key = str(len(self._of_job))
         self._of_job[key] = call
         return Once(self.results, key)

@@ -219,7 +219,8 @@ class Run(Loops):
         calls it at once, before this method returns. The returned object's `value` is the result of `fn` on all ranks;
         it must consist of JSON values. If the process dies in `fn`, another calls it again. Call it before `steps`."""
         if self._loop:
-            raise LoopError("once() after steps() began: call it before the loop")
+            raise LoopError("run.once(fn) after the loop began: a process that comes later would not call it. Write it "
+                            "before `for step in run.steps(…):`")  # fmt: skip
         if each == "job":
             self._ask(f"run.once({calls_before_steps.name_of(fn)})", sys._getframe(1))
         return self._onces.add(fn, each)
@@ -249,7 +250,8 @@ class Run(Loops):
         differs and its rank. Collective, in the scope of an evaluation; before `steps`. Reads the whole model: for a
         run that is suspected of drifting apart. What is looked at without it: docs/reference/session-steps.md."""
         if self._loop:
-            raise LoopError("check_sync() after steps() began: call it before the loop")
+            raise LoopError("run.check_sync(every=…) after the loop began: a process that comes later would not take "
+                            "part. Write it before `for step in run.steps(…):`")  # fmt: skip
         self._evaluations.add(SyncCheck(self._state, lambda: self._shape), every)
         self._ask(f"run.check_sync(every={every})", sys._getframe(1))
 

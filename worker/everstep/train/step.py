@@ -112,7 +112,10 @@ class Step:
 
     def __enter__(self) -> Any:
         if self.phase is not Phase.NEW:
-            raise LoopError(f"step {self.number} was entered twice; take the next one from run.steps()")
+            raise LoopError(
+                f"step {self.number} was entered twice: a pass of the loop makes one step. Write one `with step as "
+                "batch:` in it; for several batches in a step use run.loader(…, micro_batch=…)"
+            )
         self.phase = Phase.ENTERED
         if self._batches is None:
             return None

@@ -24,7 +24,10 @@ def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) 
             key += "_2"
         written[key] = name if name is not None else "…"
     call = ", ".join([f"{key}={name}" for key, name in written.items()] + [f"{name}={name}" for name in named])
-    return f"track() takes each object with a name, under which it is saved and found again: write `run.track({call})`"
+    return (
+        "track() takes each object with a name, under which it is saved and found again: write "
+        f"`run.track({call})` before the loop"
+    )
 
 
 def no_loader(passed: Any, name: str) -> str:
@@ -57,18 +60,25 @@ def tracked_late(objects: Mapping[str, Any]) -> str:
     """The text for `track` in the loop or after it."""
     call = ", ".join(f"{name}={name}" for name in objects)
     return (
-        f"track() was called after the loop began. The saved state was restored before that, without "
-        f"{', '.join(objects)}. Write `run.track({call})`, and what makes it, before `for step in run.steps(…):`, "
-        "run.epochs(…) or run.train(…)"
+        f"track() was called after the loop began: call it before the loop. The saved state was restored before that, "
+        f"without {', '.join(objects)}. Write `run.track({call})`, and what makes it, before "
+        "`for step in run.steps(…):`, run.epochs(…) or run.train(…)"
     )
 
 
 def check_goal(loader: Any, until: int | None, epochs: int | None) -> None:
     """Raises `LoopError` for a loop that does not say how long it is."""
     if (until is None) == (epochs is None):
-        raise LoopError("steps(): say either until=STEPS or epochs=N")
+        both = "until= and epochs= both say" if until is not None else "nothing says"
+        raise LoopError(
+            f"run.steps(): {both} where the loop ends. Write `run.steps(loader, epochs=3)`, or "
+            "`run.steps(loader, until=1000)`, which counts steps from the beginning of the run"
+        )
     if until is None and loader is None:
-        raise LoopError("steps(epochs=…) needs a loader, whose length is an epoch; without one say until=STEPS")
+        raise LoopError(
+            "run.steps(epochs=…) without a loader, whose length is an epoch: write `run.steps(loader, epochs=3)`, "
+            "or without data `run.steps(until=1000)`"
+        )
 
 
 def marked(name: str) -> str:

@@ -37,8 +37,8 @@ MOST_TENSORS = 256  # of those that are carried, and of the others
 MOST_BYTES = 2**26  # of all of these
 # What to do about them.
 TRACK = (
-    "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or let it be computed anew in "
-    "each step from run.step"
+    "Track what steps change (`run.track(name=value)` before the loop; a number inside of a dictionary), or let it be "
+    "computed anew in each step from run.step"
 )
 _CONTAINERS = (list, dict, set, tuple, deque)
 _ROOT = re.compile(r"[.\[]")

@@ -109,8 +109,9 @@ class ScriptCheck:
         silent = ", ".join(f'"{name}"' for name in names[:NAMED])
         return (
             f"carried by the loop and not tracked: {', '.join(places[:NAMED])}{more}. In a new process they begin "
-            "anew. Track those by which it trains (numbers in a dictionary: run.track(carried=carried)); declare the "
-            f"others by run.untracked({silent}{', …' if more else ''}); or prove the script with `everstep rehearse`"
+            "anew. Track those by which it trains (run.track(carried=carried) before the loop; numbers in a "
+            f"dictionary); declare the others by run.untracked({silent}{', …' if more else ''}); or prove the script "
+            "with `everstep rehearse`"
         )
 
     def _read(self, frame: types.FrameType, function: Any, data: Collection[int]) -> None:

@@ -88,8 +88,9 @@ class Covered:
             ):
                 raise LoopError(
                     f"track({key}=…): {held.name} is a {type(held.value).__name__}, which cannot be saved as a part of "
-                    f"a {type(target).__name__}. Track it by a name of its own: run.track({word(held.name)}="
-                    f"{held.name})" + (f", or all at once: run.track(**{key})" if isinstance(target, Mapping) else "")
+                    f"a {type(target).__name__}. Track it by a name of its own before the loop: "
+                    f"run.track({word(held.name)}={held.name})"
+                    + (f", or all at once: run.track(**{key})" if isinstance(target, Mapping) else "")
                 )
             self.objects.add(id(held.value))
             if isinstance(held.value, torch.Tensor):
