@@ -15,6 +15,8 @@ import torch
 
 from everstep.rehearse import held_tensors as module
 from everstep.rehearse.held_tensors import held_tensors
+from everstep.rehearse.record import DIGEST
+from everstep.train.guards.plain_values import Roots
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -140,8 +142,8 @@ def test_value_is_named_by_the_outermost_container_or_module() -> None:
         "own": Own(), "runs": {"a": Own()}, "ema": copy.deepcopy(torch.nn.Sequential(torch.nn.Linear(2, 2))),
         "model": model, "view": model.weight[0].detach(), "loss": model(torch.ones(2)).sum(), "x": torch.ones(5),
     }  # fmt: skip
-    found, beyond = held_tensors(roots.items(), {"model": model})
-    assert {name: text.partition(" #")[0] for name, text in found.items()} == {
+    found, beyond = held_tensors(Roots(None, {"model": model}, roots.items()))
+    assert {name: text.partition(DIGEST)[0] for name, text in found.items()} == {
         "own.queue": "3 tensors", "runs['a'].queue": "3 tensors", "ema": "2 tensors", "model.memory":
         "tensor of shape [3]", "x": "tensor of shape [5]",
     }  # fmt: skip
@@ -150,7 +152,7 @@ def test_value_is_named_by_the_outermost_container_or_module() -> None:
 
 def test_other_bits_make_another_digest() -> None:
     def digest(value: object) -> str:
-        return held_tensors([("x", value)], {})[0]["x"]
+        return held_tensors(Roots(None, {}, [("x", value)]))[0]["x"]
 
     base = digest(torch.zeros(4))
     others = [torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32), torch.tensor([0, 0, 0, -0.0]), torch.zeros(5)]
@@ -160,9 +162,11 @@ def test_other_bits_make_another_digest() -> None:
 
 def test_what_is_too_large_or_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 100)
-    found, beyond = held_tensors([("large", torch.zeros(30)), ("small", torch.zeros(20)), ("n", torch.zeros(1))], {})
+    found, beyond = held_tensors(
+        Roots(None, {}, [("large", torch.zeros(30)), ("small", torch.zeros(20)), ("n", torch.zeros(1))])
+    )
     assert (sorted(found), beyond) == (["n", "small"], ["large"])
     monkeypatch.setattr(module, "MOST", 2)
-    found, beyond = held_tensors([("a", torch.zeros(1)), ("list", [torch.zeros(1)] * 1 + [torch.ones(1)])], {})
+    found, beyond = held_tensors(Roots(None, {}, [("a", torch.zeros(1)), ("list", [torch.zeros(1), torch.ones(1)])]))
     assert beyond == ["list"]
     assert "list" not in found

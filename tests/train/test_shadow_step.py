@@ -343,7 +343,7 @@ def test_tensors_are_compared_by_digest_where_steps_have_changed_them(caplog: py
     trained._compare(0)
     new._compare(0)
     (text,) = [r.getMessage() for r in caplog.records if "that the script" in r.message]
-    of_tensor = r"tensor of shape \[\d\] with digest \w{8}"
+    of_tensor = r"tensor of shape \[\d\] with digest \w{16}"
     assert re.findall(rf"(\S+) \({of_tensor} there, {of_tensor} in the new process\)", text) == [
         "average[0]", "hidden['c'][0]",
     ]  # fmt: skip
@@ -497,13 +497,12 @@ class Unspeakable(int):
         raise ValueError("not for print")
 
 
-def test_values_that_raise_when_they_are_read_are_left_out() -> None:
+def test_methods_of_the_scripts_own_classes_are_not_called_when_values_are_read() -> None:
     options, count, size = Restless(a=1), Unspeakable(3), 7
     assert options is not None
     assert count == 3
     found = plain_values(sys._getframe())
-    assert found["size"] == str(size)
-    assert "count" not in found
+    assert (found["size"], found["count"], found["options['a']"]) == (str(size), "3", "1")
 
 
 def test_conjugated_complex_gradients_are_summed_up() -> None:
@@ -544,7 +543,8 @@ def test_values_that_differ_are_named_the_nearest_first() -> None:
         "alpha (0.5 there, 1.0 in the new process)",
     ]
     assert "config['alpha'] (0.5 there, 1.0 in the new process)" in found
-    assert "config['seen'].kinds (2 elements there, 0 elements in the new process)" in found
+    of_set = r"config\['seen'\]\.kinds \(2 elements with digest \w{16} there, 0 elements with digest \w{16} in the new"
+    assert [one for one in found if re.match(of_set, one)]
     assert not [name for name in found if name.startswith("options")]
 
 

@@ -28,7 +28,6 @@ from everstep.rehearse.findings import Finding, Kind
 from everstep.rehearse.page import page
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
-from everstep.rehearse.record import MOST_BYTES
 
 SOMETHING_FOUND, USAGE = 1, 2  # exit codes
 EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
@@ -219,7 +218,7 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
         runs_of = "; ".join(finding.scenarios)
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
     if left_out := compare.left_out(runs):
-        say(f"\nnot compared, because tensors of {MOST_BYTES >> 20} MiB in all are: {left_out}")
+        say(f"\ntoo large to be compared: {left_out}")
     certain_count = sum(f.certain for f in findings)
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""

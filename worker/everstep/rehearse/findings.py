@@ -48,6 +48,7 @@ SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
     "it was chosen (a number, or `run.once`), and not the present one"
 )
+CHOSEN = ". Let `run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
@@ -144,7 +145,7 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.SIZE, title, text)
     if run.refused and run.code:
         beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
-        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}", run.last)
+        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}{_anew(run)}", run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
@@ -158,8 +159,7 @@ def _ended(run: Played) -> Finding | None:
         if run.repeated:
             last, behind = f"{run.repeated}; the next start ended with it too", ""
         text = f"exit code {run.code}: {last}{behind if run.last >= run.scenario.steps else ''}"
-        if run.carried and run.scenario.kills:
-            text += f". In a new process these begin anew, because nothing tracks them: {run.carried}. {_advice(run)}"
+        text += _anew(run, _advice(run))
         return Finding(Kind.ENDED, title, text, run.last)
     if run.scenario.kills and run.killed == 0:
         points = ", ".join(kill.name for kill in run.scenario.kills)
@@ -169,6 +169,13 @@ def _ended(run: Played) -> Finding | None:
         text = f"ended before its first step, so there is nothing to compare{complete}"
         return Finding(Kind.ENDED, title, text, 0)
     return None
+
+
+def _anew(run: Played, advice: str = "") -> str:
+    """The names that the loop carries, for a finding that has no value of a new process to name; or ""."""
+    if not run.carried or not run.scenario.kills:
+        return ""
+    return f". In a new process these begin anew, because nothing tracks them: {run.carried}{advice and f'. {advice}'}"
 
 
 def _went_on(run: Played) -> bool:
@@ -207,7 +214,8 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     if run.last != calm.last:
         text = f"ended after step {run.last}, and the calm run after step {calm.last}"
         found.append(Finding(Kind.ENDED, title, text, min(run.last, calm.last)))
-    samples = _samples(calm, run)
+    held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
+    samples = _samples(calm, run, held)
     if samples is not None:
         found.append(samples)
     if not run.saved and any(len(kill.ranks) > 1 for kill in run.scenario.kills):
@@ -222,7 +230,6 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
-    held = {name: value for name, value in _held(calm, run, chance).items() if name not in scaled}
     first = None if run.scenario.resized else _first_tracked(calm, run, chance)
     alike = first is None and not run.scenario.resized
     statistics = _first_tracked(calm, run, chance, buffers=True) if alike else None
@@ -247,12 +254,20 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found
     step, tracked = first
-    causes = {name: value for name, value in held.items() if value[0] <= step}
+    causes, cause = _causes(held, step, run)
     text = f"{_listed(tracked)} differ{'s' if len(tracked) == 1 else ''} from the calm run's from step {step} on"
-    if causes:
-        text += f". Before it, or with it, {_values(causes)}. {_advice(run)}"
+    text += cause or _anew(run, _advice(run))
     found.append(Finding(Kind.TRACKED, title, text, step, (*causes, *tracked)))
     return found
+
+
+def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
+    """The values that differ by then, and what is said of them, or ""."""
+    causes = {name: value for name, value in held.items() if value[0] <= step}
+    if not causes:
+        return {}, ""
+    first = min(first for first, _ in causes.values())
+    return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {_advice(run)}"
 
 
 def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
@@ -367,10 +382,10 @@ def _outermost(names: set[str]) -> set[str]:
     return {name for name in names if not any(name.startswith((f"{other}.", f"{other}[")) for other in names)}
 
 
-def _samples(calm: Played, run: Played) -> Finding | None:
+def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
     """The first step for which all ranks together have read other samples. With another number of ranks, ranks that
     each read all of a batch have read each sample another number of times; and a batch of each rank's own makes another
-    global batch, which is a warning."""
+    global batch, which is a warning. `held`: the values that differ."""
     there, here = _read_by_step(calm), _read_by_step(run)
     title = (run.scenario.title,)
     for step in sorted(there.keys() & here.keys()):
@@ -385,10 +400,10 @@ def _samples(calm: Played, run: Played) -> Finding | None:
             return Finding(Kind.SIZE, title, text, step)
         text = (
             f"step {step - 1} was computed from other samples than in the calm run: {(a - b).total()} are missing, "
-            f"{(b - a).total()} are others. Let `run.loader(dataset, …)` choose them, from a dataset that each process "
-            "makes alike"
+            f"{(b - a).total()} are others"
         )
-        return Finding(Kind.SAMPLES, title, text, step)
+        causes, cause = _causes(held, step, run)
+        return Finding(Kind.SAMPLES, title, text + (cause or CHOSEN), step, tuple(causes))
     return None
 
 

@@ -145,5 +145,7 @@ def _own(name: str, each: Any) -> Iterator[tuple[str, Any]]:
         return
     sets = attributes_set_by_script(type(each))
     for key, value in vars(each).items():
-        if key in sets and not isinstance(value, torch.nn.Module):
+        if key == "_hparams":  # of Lightning's `save_hyperparameters`
+            yield f"{name}.hparams", value
+        elif key in sets and not isinstance(value, torch.nn.Module):
             yield f"{name}.{key}", value

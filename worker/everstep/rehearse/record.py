@@ -16,7 +16,7 @@ AWAY = "away-"  # and a process: it has sent a request to the store of commits w
 # A training process wants the agent to be stopped; it is; it goes on.
 ROUNDS_WANTED, ROUNDS_AWAY, ROUNDS_BACK = "rounds-wanted", "rounds-away", "rounds-back"
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
-DIGEST = " #"  # in `held`: between what a tensor is and its digest
+DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: between what a value is and its digest
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together, and of one sample: they are read behind each step
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
@@ -27,8 +27,8 @@ GONE = "gone"  # a process began in place of one that was killed, in a run that 
 class Record:
     """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, and one of
     a module's buffers. `held`: the script's
-    own plain values, as text, and its tensors, as what they are and a digest. `samples`: a digest of each sample that
-    this rank has read for the step, sorted. `beyond`: the names of tensors that are too large to be read."""
+    own plain values, as text, and others, as what they are and a digest. `samples`: a digest of each sample that
+    this rank has read for the step, sorted. `beyond`: the names of what is too much to be read."""
 
     step: int
     rank: int

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import signal
 import sys
 import time
@@ -35,12 +34,10 @@ from everstep.train import step as steps
 from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
-from everstep.train.guards.plain_values import plain_values
-from everstep.train.guards.script_objects import variables
+from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
-_ROOT = re.compile(r"[^.\[]*")
 
 
 class Watch:
@@ -200,7 +197,7 @@ class Watch:
         self, step: int, rank: int, frame: FrameType | None, own: Iterable[tuple[str, Any]] = (),
         *, closed: Iterable[object] = (),
     ) -> None:  # fmt: skip
-        """So many steps are complete: what this process has now. `own`, `closed`: see `plain_values`."""
+        """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         values, beyond = self._held(frame, list(own), list(closed))
         record = Record(
@@ -214,17 +211,15 @@ class Watch:
     def _held(
         self, frame: FrameType | None, own: list[tuple[str, Any]], closed: list[object]
     ) -> tuple[dict[str, str], list[str]]:
-        """The script's own values, but for those of what is tracked; and the names of tensors that are not read."""
-        tracked = {id(value) for value in self.tracked.values()} - {id(value) for value in closed}
-        roots = list(variables(frame))
-        known = {name for name, value in roots if id(value) in tracked}
-        values = plain_values(frame, own, closed=closed)
-        values = {name: text for name, text in values.items() if _ROOT.match(name)[0] not in known}  # type: ignore[index]
+        """The script's own values, but for those of what is tracked; and the names of what is too much to be read."""
+        beyond = list[str]()
+        roots = Roots(frame, {**(self.run._state if self.run is not None else {}), **self.tracked}, own, closed)
+        values = plain_values(roots, beyond)
         try:
-            tensors, beyond = held_tensors([*own, *roots], self.tracked, closed)
+            tensors, unread = held_tensors(roots)
         except Exception as e:  # the script's own classes may raise anything
-            tensors, beyond = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
-        return {**values, **settings_of(self.tracked), **tensors}, beyond
+            tensors, unread = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
+        return {**values, **settings_of(self.tracked), **tensors}, [*beyond, *unread]
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step."""

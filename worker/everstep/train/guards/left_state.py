@@ -7,19 +7,15 @@ which parameters require gradients, is put back for the save alone: an evaluatio
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from everstep.checkpoint.state.alike import first_bytes
-from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
+from everstep.train.guards.contents import digest_of
 
 
 class LeftState:
@@ -66,36 +62,7 @@ def _put(flags: list[tuple[Any, str, bool]]) -> None:
 
 def digest(value: Any) -> str:
     """Of all bits of an object's state: a module's parameters and buffers, else its `state_dict`, else itself."""
-    found = hashlib.blake2b(digest_size=8)
-    _add(found, _content(value))
-    return found.hexdigest()
-
-
-def _content(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         tensors = itertools.chain(value.named_parameters(), value.named_buffers())
-        return {name.removeprefix("module."): tensor for name, tensor in tensors}
-    return value.state_dict() if hasattr(value, "state_dict") else value
-
-
-def _add(found: Any, value: Any) -> None:
-    match value:
-        case torch.Tensor():
-            part = local_of(value.detach())
-            found.update(f"{part.dtype}{() if part.is_nested else tuple(part.shape)}".encode())
-            found.update(first_bytes(part, sys.maxsize))
-        case np.ndarray():
-            found.update(f"{value.dtype}{value.shape}".encode())
-            found.update(np.ascontiguousarray(value))
-        case Mapping():
-            for key, one in value.items():
-                found.update(f"{key}:".encode())
-                _add(found, one)
-        case list() | tuple():
-            found.update(f"{len(value)}[".encode())
-            for one in value:
-                _add(found, one)
-        case int() | float() | complex() | str() | bytes() | None:
-            found.update(f"{type(value).__name__}{value!r},".encode())
-        case _:
-            found.update(type(value).__name__.encode())
+        value = {name.removeprefix("module."): tensor for name, tensor in tensors}
+    return digest_of(value.state_dict() if hasattr(value, "state_dict") else value)

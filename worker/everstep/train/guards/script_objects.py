@@ -15,8 +15,9 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ _CLOSED = frozenset(sys.stdlib_module_names) | {
     "PIL", "pandas", "matplotlib", "rich", "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy",
     "gym", "gymnasium",
 }  # fmt: skip
+_OPEN_KINDS = frozenset({
+    ("types", "SimpleNamespace"), ("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList"),
+    ("collections", "ChainMap"),
+})  # fmt: skip
 _OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
-_MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
+MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
 
 
@@ -68,12 +73,12 @@ def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
         if frame is None:
             break
         if is_script(frame.f_code.co_filename):
-            yield from _locals(frame)
+            yield from locals_of(frame)
             if not any(frame.f_globals is scope for scope in scopes):
                 scopes.append(frame.f_globals)
         elif frame.f_code.co_filename.startswith(_OURS):
             # A function of the script that our loop calls.
-            functions = ((k, v) for k, v in _locals(frame) if isinstance(v, types.FunctionType))
+            functions = ((k, v) for k, v in locals_of(frame) if isinstance(v, types.FunctionType))
             yield from ((k, v) for k, v in functions if is_script(v.__code__.co_filename))
         frame = frame.f_back
     for scope in scopes:
@@ -124,10 +129,16 @@ def is_changed_by(owner: Any, method: str) -> bool:
     return known and method not in _READERS
 
 
-def walk(roots: Iterable[tuple[str, Any]], closed: Iterable[object] = ()) -> Iterator[Held]:
+def walk(
+    roots: Iterable[tuple[str, Any]],
+    closed: Iterable[object] = (),
+    parts: Callable[[Held], Iterable[Held]] | None = None,
+) -> Iterator[Held]:
     """All objects that `roots` hold, each once, under its shortest name; but for those that are `closed`, and what only
     these hold. A parameter has the name of the module or list that holds it: a variable of the script that is the same
-    parameter, left over from `for p in ema.parameters():`, is not what the script would track."""
+    parameter, left over from `for p in ema.parameters():`, is not what the script would track. `parts`: what an object
+    holds; `children` of it, where nothing else is given."""
+    parts = parts or children
     waiting, loose = deque[tuple[Held, int]](), deque[tuple[Held, int]]()
     for name, value in roots:
         (loose if isinstance(value, torch.nn.Parameter) else waiting).append((Held(name, value), 0))
@@ -140,7 +151,7 @@ def walk(roots: Iterable[tuple[str, Any]], closed: Iterable[object] = ()) -> Ite
         seen.add(id(held.value))
         yield held
         if depth < DEPTH:
-            waiting.extend((child, depth + 1) for child in children(held))
+            waiting.extend((child, depth + 1) for child in parts(held))
 
 
 def _items(value: Mapping[Any, Any]) -> list[Any]:
@@ -161,15 +172,15 @@ def children(held: Held) -> Iterator[Held]:
             if _worth(items := _items(value)):
                 yield from (Held(f"{name}[{key!r}]", v, name) for key, v in items)
         case list() | tuple() | set() | frozenset() | deque():
-            if _worth(elements := list(enumerate(_first(value)))):
-                yield from (Held(f"{name}[{i}]", v, name) for i, v in elements)
+            if _worth(list(enumerate(islice(value, 8)))):
+                yield from (Held(f"{name}[{i}]", v, name) for i, v in enumerate(_first(value)))
         case types.FunctionType() | types.MethodType() | functools.partial():
             yield from _of_function(name, value)
         case types.ModuleType():
             if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
                 yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
         case _ if is_open(type(value)):
-            yield from (Held(f"{name}.{k}", v, name) for k, v in _attributes(value))
+            yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
 
 
 def _of_function(name: str, value: Any) -> Iterator[Held]:
@@ -192,13 +203,14 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
     if not is_normalization(module):
         yield from (Held(f"{name}.{k}", v, name) for k, v in buffers_of(module).items())
     if not type(module).__module__.startswith("torch."):
-        extra = ((k, v) for k, v in list(vars(module).items()) if k not in _MODULE_PARTS)
+        extra = ((k, v) for k, v in list(vars(module).items()) if k not in MODULE_PARTS)
         yield from (Held(f"{name}.{k}", v, name) for k, v in extra)
 
 
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """An object's own, also those in slots, by name."""
     skipped: frozenset[str] = _OPTIMIZER_PARTS if isinstance(value, torch.optim.Optimizer) else frozenset()
-    for k, v in list(getattr(value, "__dict__", {}).items()):
+    for k, v in list(_own(value).items()):
         if k not in skipped:
             yield k, v
     for kind in type(value).__mro__:
@@ -212,7 +224,8 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     continue
 
 
-def _locals(frame: types.FrameType) -> list[tuple[str, Any]]:
+def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    """The variables of a running or suspended function."""
     found = frame.f_locals
     variables = _public(found)
     # The frame keeps this copy, and with it each tensor that the step releases. Two references are the frame's and
@@ -247,7 +260,8 @@ def _worth(pairs: list[tuple[Any, Any]]) -> bool:
 def is_open(kind: type) -> bool:
     """Whether objects of this class may hold state of the script."""
     module = kind.__module__ or ""
-    return module.startswith(_OPEN) or module.partition(".")[0] not in _CLOSED
+    is_known = (module, kind.__qualname__) in _OPEN_KINDS or module.startswith(_OPEN)
+    return is_known or module.partition(".")[0] not in _CLOSED
 
 
 def is_own(kind: type) -> bool:

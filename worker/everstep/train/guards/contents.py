@@ -1,0 +1,278 @@
+"""Digests of what values contain: numbers, containers, generators, iterators, functions and objects of the script.
+
+Two values have equal digests exactly if they contain the same, in all processes: neither addresses nor the order of
+hashes count. The order of a set or a dictionary does not count, as for `==`; that of an `OrderedDict` does. An object
+of a library, of which nothing is known, counts as its class.
+
+Invariants: no code of the script's classes is called, and nothing is advanced or drawn. A value of which more would
+have to be read than the bounds allow has no digest.
+"""
+
+from __future__ import annotations
+
+import array
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import marshal
+import operator
+import pathlib
+import random
+import types
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.nn.parameter import is_lazy
+
+from everstep.recovery import digests
+from everstep.train.guards.script_objects import MISSING, Held, attributes, children, is_open, is_script, locals_of
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # of which `marshal` keeps all bits
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+STATEFUL = (
+    random.Random, np.random.Generator, np.random.RandomState, torch.Generator, array.array, bytearray, enum.Enum,
+    *SUSPENDED,
+)  # fmt: skip
+PARTS = 4096  # of one value that are visited one by one
+ELEMENTS = 2**16  # of one value that are read at once: plain ones of a container
+TEXTS = 2**20  # characters of one value
+DEPTH = 24
+TOGETHER = 8  # times as much of all values of one reading
+_EXACT: dict[type, Any] = {
+    int: int.__pos__, float: float.__pos__, complex: complex.__pos__, str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+}  # fmt: skip
+PRINTED = frozenset({
+    datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
+    fractions.Fraction, uuid.UUID, pathlib.PosixPath, pathlib.PurePosixPath, range, slice, torch.dtype, torch.device,
+})  # fmt: skip
+_PREFIXES = ("gi", "cr", "ag")  # of the attributes of generators, coroutines and both
+DIGEST = " with digest "  # between what a value is and its digest
+
+
+class Beyond(Exception):
+    """Raised for a value that is too much to be read. The text says of what there is too much."""
+
+
+class Contents:
+    """Of one reading, whose values share the bounds. `tensors`: whether the elements of tensors and arrays are read, of
+    any size; otherwise their shapes are. `closed`: ids of objects that count as their classes. `bounded`: False reads
+    all there is."""
+
+    def __init__(self, closed: Iterable[int] = (), *, tensors: bool = False, bounded: bool = True) -> None:
+        self._closed, self._tensors, self._bounded = frozenset(closed), tensors, bounded
+        self._together = self._left = [PARTS * TOGETHER, ELEMENTS * TOGETHER, TEXTS * TOGETHER]
+
+    def digest(self, value: Any) -> str:
+        """16 digits. Raises `Beyond`, and what an object of a library raises."""
+        self._left = [PARTS, ELEMENTS, TEXTS]
+        return self._digest(value, ()).hex()[:16]
+
+    def _spend(self, place: int, count: int) -> None:
+        if not self._bounded:
+            return
+        bounds = (f"{PARTS} parts", f"{ELEMENTS} elements", f"{TEXTS} characters")
+        for left in (self._left, self._together):
+            left[place] -= count
+            if left[place] < 0:
+                raise Beyond(f"more than {bounds[place]}")
+
+    def _digest(self, value: Any, path: tuple[int, ...]) -> bytes:
+        kind = type(value)
+        self._spend(0, 1)
+        found = xxhash.xxh3_128(kind.__qualname__.encode(errors="replace"))
+        if (plain := as_plain(value)) is not MISSING:
+            self._spend(2, len(plain) if isinstance(plain, str | bytes) else 1)
+            found.update(marshal.dumps(plain, 2))
+        elif id(value) in path:  # it contains itself
+            found.update(b"%d up" % (len(path) - path.index(id(value))))
+        elif self._bounded and len(path) > DEPTH:
+            raise Beyond(f"deeper than {DEPTH}")
+        elif id(value) not in self._closed:
+            path = (*path, id(value))
+            data, ordered, loose = self._read(value, kind)
+            found.update(data)
+            found.update(self._at_once(ordered) or b"".join(self._digest(one, path) for one in ordered))
+            found.update(b"|")
+            is_set = issubclass(kind, set | frozenset)
+            found.update(
+                self._at_once(loose, "set" if is_set else "pairs")
+                or b"".join(sorted(self._digest(one, path) for one in loose))
+            )
+        return found.digest()
+
+    def _at_once(self, values: list[Any], order: str = "") -> bytes:
+        """All of them, if they are plain and can be put in order; otherwise nothing."""
+        inner = [part for pair in values for part in pair] if order == "pairs" else values
+        kinds = set(map(type, inner))
+        keys = set(map(type, inner[::2])) if order == "pairs" else kinds
+        if not kinds <= PLAIN or (order and keys not in ({int}, {str})):
+            return b""
+        self._spend(1, len(inner))
+        if kinds & {str, bytes}:
+            texts = inner if kinds <= {str, bytes} else [one for one in inner if type(one) in (str, bytes)]
+            self._spend(2, sum(map(len, texts)))
+        return marshal.dumps(sorted(values) if order else values, 2)
+
+    def _read(self, value: Any, kind: type) -> tuple[bytes, list[Any], list[Any]]:
+        """What stands in a value: as bytes, in its order, and without an order, where pairs have a name or a key."""
+        if issubclass(kind, torch.Tensor | np.ndarray | np.generic):
+            return self._array(value, kind)
+        if (inner := as_container(value)) is not None:
+            if self._bounded and len(inner) > ELEMENTS:
+                raise Beyond(f"more than {ELEMENTS} elements")
+            own = [] if type(inner) is kind else sorted(attributes(value), key=_first)
+            if issubclass(kind, OrderedDict):
+                return b"", [list(inner.items()), own], []
+            if isinstance(inner, dict):
+                return b"", own, list(inner.items())
+            if isinstance(inner, set | frozenset):
+                return b"", own, list(inner)
+            elements = inner if isinstance(inner, list) else list(inner)
+            return b"", [elements, own] if own else elements, []
+        if issubclass(kind, enum.Enum):
+            return str(object.__getattribute__(value, "_name_")).encode(), [], []
+        if kind in PRINTED:
+            return repr(value).encode(), [], []
+        if issubclass(kind, array.array | bytearray):
+            self._spend(2, memoryview(value).nbytes)
+            return f"{getattr(value, 'typecode', '')}".encode() + memoryview(value).tobytes(), [], []
+        if (state := _state(value, kind)) is not None:
+            return b"", state, []
+        if issubclass(kind, torch.nn.Module):
+            held = [(one.name, one.value) for one in children(Held("", value))]
+            return b"", [], [one for one in held if self._tensors or not isinstance(one[1], torch.Tensor)]
+        return b"", [], list(attributes(value)) if is_open(kind) else []
+
+    def _array(self, value: Any, kind: type) -> tuple[bytes, list[Any], list[Any]]:
+        head = f"{value.dtype} {shape_of(value)}".encode()
+        if issubclass(kind, torch.Tensor):
+            known = self._tensors and not value.is_meta and not is_lazy(value)
+            return head + (b"%d" % digests.content(value) if known else b""), [], []
+        if value.dtype.hasobject:
+            return head, np.asarray(value).reshape(-1).tolist() if value.size <= ELEMENTS else [], []
+        if issubclass(kind, np.generic) or self._tensors:
+            data: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            head += b"%d" % xxhash.xxh3_64_intdigest(data)
+        return head, [], []
+
+
+def digest_of(value: Any) -> str:
+    """Of all that a value contains, its tensors too. Raises what the script's own classes raise."""
+    return Contents(tensors=True, bounded=False).digest(value)
+
+
+def shape_of(value: Any) -> str:
+    """What a tensor or an array is, for a person."""
+    if not isinstance(value, torch.Tensor):
+        return f"array of shape {list(value.shape)}"
+    return "nested tensor" if value.is_nested else f"tensor of shape {list(value.shape)}"
+
+
+def as_plain(value: Any) -> Any:
+    """A number, a text, bytes or None, without the class that the script has made of it; MISSING for what is another
+    value. No method of that class is called."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    exact = next((read for base, read in _EXACT.items() if issubclass(kind, base)), None)
+    return MISSING if exact is None or issubclass(kind, enum.Enum) else exact(value)
+
+
+def as_container(value: Any) -> Any:
+    """The elements of a container, in one of Python's own classes; None for what is another value."""
+    kind = type(value)
+    base = next((one for one in CONTAINERS if issubclass(kind, one)), None)
+    if base is None or kind is base:
+        return value if base is not None else None
+    if base is dict:
+        return dict((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value))
+    return base(base.__iter__(value))
+
+
+def _first(pair: Any) -> Any:
+    return pair[0]
+
+
+def _state(value: Any, kind: type) -> list[Any] | None:
+    """What decides the further course of a generator, an iterator or a function; None for another value."""
+    if issubclass(kind, random.Random):
+        return [] if issubclass(kind, random.SystemRandom) else list(random.Random.getstate(value))
+    if issubclass(kind, np.random.Generator):
+        return [_without_arrays(value.bit_generator.state)]
+    if issubclass(kind, np.random.RandomState):
+        return [_without_arrays(value.get_state(legacy=False))]
+    if issubclass(kind, torch.Generator):
+        return [value.get_state().numpy().tobytes()]
+    if issubclass(kind, SUSPENDED):
+        return _suspended(value)
+    if issubclass(kind, types.FunctionType):
+        return [value.__qualname__, state_of_function(value)]
+    if issubclass(kind, types.BuiltinFunctionType | type):
+        return [f"{value.__module__}.{value.__qualname__}"]
+    if issubclass(kind, types.MethodType):
+        return [value.__func__, value.__self__]
+    if issubclass(kind, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return _position(value, kind) if is_iterator(kind) else None
+
+
+def is_iterator(kind: type) -> bool:
+    """Whether it is one of Python's own, which advances when it is read from."""
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _suspended(value: Any) -> list[Any]:
+    code, variables = locals_of_suspended(value)
+    if variables is None:
+        return [code.co_qualname]
+    prefix = next(one for one in _PREFIXES if hasattr(value, f"{one}_frame"))
+    inner = getattr(value, "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await")
+    return [code.co_qualname, getattr(value, f"{prefix}_frame").f_lasti, dict(variables), inner]
+
+
+def locals_of_suspended(value: Any) -> tuple[types.CodeType, list[tuple[str, Any]] | None]:
+    """The text of a generator or coroutine, and its variables; None for one of a library, one that runs, whose frame is
+    read as the script's own are, and one that has ended."""
+    prefix = next(one for one in _PREFIXES if hasattr(value, f"{one}_frame"))
+    code, frame = getattr(value, f"{prefix}_code"), getattr(value, f"{prefix}_frame")
+    own = frame is not None and is_script(code.co_filename) and not getattr(value, f"{prefix}_running")
+    return code, locals_of(frame) if own else None
+
+
+def _position(value: Any, kind: type) -> list[Any]:
+    """Of an iterator of Python's own."""
+    if operator.length_hint(value, 0) > ELEMENTS and not kind.__name__.startswith(("list", "tuple", "range")):
+        raise Beyond(f"more than {ELEMENTS} elements")
+    try:
+        return list(value.__reduce__()[1:])
+    except TypeError:  # it cannot say
+        return []
+
+
+def state_of_function(function: types.FunctionType) -> dict[str, Any]:
+    """What a function of the script keeps from call to call, by the names by which it can be read: defaults,
+    attributes, and its variables outside of it."""
+    if not is_script(function.__code__.co_filename):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        **{f".__defaults__[{i}]": one for i, one in enumerate(function.__defaults__ or ())},
+        **{f".__kwdefaults__[{key!r}]": one for key, one in (function.__kwdefaults__ or {}).items()},
+        **{f".{key}": one for key, one in function.__dict__.items() if key != "__wrapped__"},
+        **{name: cell.cell_contents for name, cell in cells if cell != types.CellType()},
+    }
