@@ -28,7 +28,7 @@ import everstep
 torch.manual_seed(0)
 X = torch.randn(96, 8)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
-seen, recent, args = collections.Counter(), collections.deque([0] * 3, maxlen=3), argparse.Namespace(best=9.0)
+seen, recent, args = collections.Counter(), collections.deque([0] * 8, maxlen=8), argparse.Namespace(best=9.0)
 ticks, dice = iter(range(1000)), random.Random(7)
 
 
@@ -46,7 +46,7 @@ class Net(torch.nn.Module):
 def plateau():
     best = 9.0
     while True:
-        best = min(best, (yield best))
+        best += yield best
 
 
 def clip(norm, norms=[]):
@@ -69,10 +69,11 @@ with everstep.start("commits", every_steps=5) as run:
             opt.zero_grad()
             seen[step.number % 2] += 1
             recent.append(step.number - loss.item())
-            args.best = min(args.best, loss.item() - step.number)
-            rates.send(loss.item() - step.number)
-            dice.random()
+            args.best += loss.item()
+            rates.send(loss.item())
             clip(loss.item())
+        if step.completed:
+            dice.random()
 """
 
 

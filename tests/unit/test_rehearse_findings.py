@@ -10,7 +10,8 @@ import pytest
 from everstep.rehearse.findings import Finding, Kind, find
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import BUFFERS, Record
+from everstep.rehearse.record import BUFFERS, DIGEST, Record
+from everstep.train.guards import contents
 
 RANKS, STEPS = 2, 16
 _, *REST = scenarios(RANKS, STEPS, ("rank", "all", "size"))
@@ -123,6 +124,23 @@ def test_samples_are_those_of_all_ranks_together() -> None:
     assert "step 6 was computed from other samples" in finding.text
 
 
+def test_other_samples_are_told_with_the_value_that_had_changed_by_then_and_what_to_do_about_it() -> None:
+    run = change(change(played(ALL), 9, held={"lr": "0.1", "k.n": "1"}), 11, samples=["other"])
+    finding = only([CALM, run])
+    assert (finding.kind, finding.step, finding.names) == (Kind.SAMPLES, 11, ("k.n",))
+    assert "from step 9 on, k.n is 1 on rank" in finding.text
+    assert "run.track" in finding.text
+    assert "run.loader" not in finding.text
+
+
+def test_content_that_differs_is_told_without_its_digest() -> None:
+    of = [f"5 elements{DIGEST}{i:016x}" for i in range(2)]
+    plain = change(change(CALM, 0, held={"seen": of[0]}), 9, held={"seen": of[1]})
+    finding = only([plain, change(played(ALL), 9, held={"seen": of[0]})])
+    assert (finding.names, DIGEST) == (("seen",), contents.DIGEST)
+    assert finding.text.startswith("seen is not the same 5 elements on rank")
+
+
 def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
     steps = {key: r for key, r in CALM.steps.items() if key != (1, STEPS)}
     assert find([CALM, replace(played(RANK), steps=steps)]) == []
@@ -143,7 +161,11 @@ def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
             "TypeError: no; the next start ended with it too. In a new process these begin anew, because nothing "
             "tracks them: hidden (train.py:3)",
         ),
-        (replace(played(RANK), code=1, refused="track k"), Kind.REFUSED, "track k"),
+        (
+            replace(played(RANK), code=1, refused="track k", carried="k (train.py:3)"),
+            Kind.REFUSED,
+            "track k. In a new process these begin anew, because nothing tracks them: k (train.py:3)",
+        ),
         (replace(played(RANK), refused="track k"), Kind.REFUSED, "track k. A later start went on from the last commit"),
         (played(RANK, 0), Kind.ENDED, "nobody was killed"),
         (replace(played(RANK), steps=dict(list(CALM.steps.items())[:13])), Kind.ENDED, "ended after step 13"),

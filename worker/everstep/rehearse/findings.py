@@ -241,7 +241,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             "good, and not the same bits. An evaluation that decides something gets another result by them"
         )
         found.append(Finding(Kind.BUFFERS, title, text, step, tuple(names)))
-    if samples is not None and samples.kind is Kind.SIZE:
+    if samples is not None and (first is None or samples.kind is Kind.SIZE):
         return found  # trained by another batch, the script's own values may be others
     if first is None:
         carried = _changing(calm)
