@@ -16,7 +16,6 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,16 +44,7 @@ STATE: Final = "state.json"
 FORMAT: Final = "everstep-export"  # of that file
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """Tensors of one file: the name that each has there → its entry in the commit."""
-
-    name: str
-    tensors: dict[str, Entry]
-
-    @property
-    def bytes(self) -> int:
-        return sum(_size(e) for e in self.tensors.values())
+_Files = dict[str, dict[str, Entry]]  # by a file's name: the name that each tensor has there → its entry in the commit
 
 
 def export(
@@ -81,12 +71,12 @@ def export(
             stem = _stem(key, stems)
             files = _split(stem, tensors, max_bytes)
             written += _write_all(store, record, folder, stem, files)
-            told[key] = {"kind": body["kind"], "files": [f.name for f in files], "tree": tree}
+            told[key] = {"kind": body["kind"], "files": [*files], "tree": tree}
         text: dict[str, Json] = {"format": FORMAT, "version": 1, "step": record.step, "at": record.at}
         if metrics := all_metrics(store, record):
             text["metrics"] = dict(metrics)
         text["state"] = told
-        _place(folder / STATE, json.dumps(text, indent=1).encode())
+        _write_json(folder / STATE, text)
     except OSError as e:
         raise unwritten(folder, e) from e
     return (*written, STATE)
@@ -100,25 +90,10 @@ def unwritten(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def write_key(
-    store: ObjectStore, record: CommitRecord, folder: Path, key: str, stem: str, max_bytes: int = MAX_BYTES
-) -> tuple[str, ...]:
-    """Write the tensors of one key as `<stem>.safetensors`, or as several files and, at last, their index; the names.
-
-    Raises `CheckpointError` if the key has no tensors, and `Damaged` if the commit is.
-    """
-    values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
-    tensors: dict[str, Entry] = {}
-    _renamed(values["state"][key]["tree"], (), {e.name: e for e in record.entries}, tensors)
-    if not tensors:
-        raise CheckpointError(f"{key}: holds no tensors")
-    return tuple(_write_all(store, record, folder, stem, _split(stem, tensors, max_bytes)))
-
-
-def _write_all(store: ObjectStore, record: CommitRecord, folder: Path, stem: str, files: list[_File]) -> list[str]:
-    for file in files:
-        _write(store, record, folder, file)
-    return [f.name for f in files] + (_index(folder, stem, files) if len(files) > 1 else [])
+def _write_all(store: ObjectStore, record: CommitRecord, folder: Path, stem: str, files: _Files) -> list[str]:
+    for name, tensors in files.items():
+        _write(store, record, folder / name, tensors)
+    return [*files, *(_index(folder, stem, files) if len(files) > 1 else ())]
 
 
 def _renamed(value: Any, path: tuple[str, ...], entries: Mapping[str, Entry], found: dict[str, Entry]) -> Json:
@@ -142,7 +117,7 @@ def _renamed(value: Any, path: tuple[str, ...], entries: Mapping[str, Entry], fo
     return {k: _renamed(v, (*path, k), entries, found) for k, v in value.items()}
 
 
-def _split(stem: str, tensors: Mapping[str, Entry], max_bytes: int) -> list[_File]:
+def _split(stem: str, tensors: Mapping[str, Entry], max_bytes: int) -> _Files:
     groups: list[dict[str, Entry]] = []
     size = 0
     for name in sorted(tensors):
@@ -152,44 +127,47 @@ def _split(stem: str, tensors: Mapping[str, Entry], max_bytes: int) -> list[_Fil
         groups[-1][name] = tensors[name]
         size += _size(tensors[name])
     if len(groups) == 1:
-        return [_File(f"{stem}.safetensors", groups[0])]
-    return [_File(f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors", g) for i, g in enumerate(groups)]
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
-def _write(store: ObjectStore, record: CommitRecord, folder: Path, file: _File) -> None:
-    loaded = load_whole(store, record, {e.name for e in file.tensors.values()})
+def _write(store: ObjectStore, record: CommitRecord, path: Path, entries: Mapping[str, Entry]) -> None:
+    loaded = load_whole(store, record, {e.name for e in entries.values()})
     tensors: dict[str, torch.Tensor] = {}
     used = set[str]()
-    for name, entry in file.tensors.items():
+    for name, entry in entries.items():
         # The format holds no tensor twice; tied ones become two.
         tensors[name] = loaded[entry.name].clone() if entry.name in used else loaded[entry.name]
         used.add(entry.name)
-    temporary = folder / f".{file.name}.{os.getpid()}"
-    try:
+    with _replaced(path) as temporary:
         temporary.touch()
         mode = temporary.stat().st_mode  # by the umask; safetensors makes files that only their owner can read
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
         except SafetensorError as e:
-            raise unwritten(folder / file.name, e) from e
+            raise unwritten(path, e) from e
         temporary.chmod(mode)
-        temporary.replace(folder / file.name)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
-def _index(folder: Path, stem: str, files: list[_File]) -> list[str]:
+def _index(folder: Path, stem: str, files: _Files) -> list[str]:
     name = f"{stem}.safetensors.index.json"
-    where = {tensor: file.name for file in files for tensor in file.tensors}
-    body = {"metadata": {"total_size": sum(f.bytes for f in files)}, "weight_map": where}
-    _place(folder / name, json.dumps(body, indent=1).encode())
+    where = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    size = sum(_size(e) for tensors in files.values() for e in tensors.values())
+    _write_json(folder / name, {"metadata": {"total_size": size}, "weight_map": where})
     return [name]
 
 
-def _place(path: Path, data: bytes) -> None:
+def _write_json(path: Path, body: Mapping[str, Any]) -> None:
+    with _replaced(path) as temporary:
+        temporary.write_bytes(json.dumps(body, indent=1).encode())
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A name beside `path`, whose file takes its place when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data)
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -245,7 +223,8 @@ def export_as(
         return export(store, record, target, max_bytes)
     try:
         if form == "huggingface":
-            return _huggingface(store, record, target, _one_module(bodies, asked), max_bytes)
+            key = _one_module(bodies, asked)
+            return _huggingface(store, record, target, key, bodies[key]["tree"], max_bytes)
         if form == "torch":
             state = _values(store, record, bodies)
             whole: Any = state[asked[0]] if asked is not None and len(asked) == 1 else state
@@ -281,13 +260,17 @@ def _one_module(bodies: Mapping[str, Any], asked: tuple[str, ...] | None) -> str
 
 
 def _huggingface(
-    store: ObjectStore, record: CommitRecord, folder: Path, key: str, max_bytes: int
-) -> tuple[str, ...]:  # fmt: skip
+    store: ObjectStore, record: CommitRecord, folder: Path, key: str, tree: Json, max_bytes: int
+) -> tuple[str, ...]:
     there = sorted(p.name for p in folder.iterdir() if p.name.endswith(_MODEL_FILES)) if folder.is_dir() else []
     if there:
         raise CheckpointError(f"{folder}: holds {there[0]} already, and two models in a folder get mixed; give another")
     folder.mkdir(parents=True, exist_ok=True)
-    return write_key(store, record, folder, key, "model", max_bytes)
+    tensors: dict[str, Entry] = {}
+    _renamed(tree, (), {e.name: e for e in record.entries}, tensors)
+    if not tensors:
+        raise CheckpointError(f"{key}: holds no tensors")
+    return tuple(_write_all(store, record, folder, "model", _split("model", tensors, max_bytes)))
 
 
 def _values(store: ObjectStore, record: CommitRecord, bodies: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import binascii
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
@@ -318,17 +318,9 @@ def encode_record(record: Record) -> bytes:
     """The bytes of the log object. Equal records have equal bytes."""
     match record:
         case OpenRecord():
-            body: dict[str, Json] = {
-                "version": VERSION, "n": record.n, "kind": "open", "writer": record.writer, "round": record.round,
-                "job_uid": record.job_uid, "world_size": record.world_size, "at": record.at,
-                "owners": [
-                    {"job_uid": o.job_uid, "round": o.round, "created": o.created, "rendezvous": o.rendezvous}
-                    for o in record.owners
-                ],
-                "open": record.open, "commit": record.commit, "rendezvous": record.rendezvous,
-            }  # fmt: skip
-            if record.former:
-                body["former"] = list(record.former)
+            body: dict[str, Json] = {"version": VERSION, "n": record.n, "kind": "open", **asdict(record)}
+            if not record.former:
+                del body["former"]
         case CommitRecord():
             body = {
                 "version": VERSION, "n": record.n, "kind": "commit", "writer": record.writer, "round": record.round,

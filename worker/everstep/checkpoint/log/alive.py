@@ -68,10 +68,9 @@ _UNREADABLE: Final = Process("a machine that its damaged sign of life does not t
 class Sign:
     """The sign of life of the process that made the open record `own`, on a thread of its own."""
 
-    def __init__(self, store: ObjectStore, own: OpenRecord, every: float = BEAT_SECONDS) -> None:
+    def __init__(self, store: ObjectStore, own: OpenRecord) -> None:
         self._store = store
         self._own = own
-        self._every = every
         self.stop = Flag()
         self._thread = threading.Thread(target=self._run, name="everstep-alive", daemon=True)
         self._thread.start()
@@ -96,7 +95,7 @@ class Sign:
                     self._sweep()
             except StorageError as e:
                 log.debug("the sign of life was not written: %s", e)
-            if self.stop.wait(self._every):
+            if self.stop.wait(BEAT_SECONDS):
                 break
             beat += 1
         try:

@@ -3,22 +3,13 @@
 There are three kinds of hold: a person's pin, a tag (a name for a commit), and the mark of a commit that retention
 keeps beyond the newest ones (`keep`). Each of them alone prevents the deletion, and each is removed separately.
 
-A pin and a deletion may run at the same time. Each first writes its own object, then looks for the other's: the pin
-writes into the folder `pins/<save id>/`, the deletion writes `data/<save id>/deleting-<random>.json`. In any order of
-these requests at least one of the two sees the other and stops: a deletion that sees a pin withdraws, a pin that sees a
-deletion is refused. So a pin that was granted holds until it is removed. This needs a store that lists its own writes.
+A pin and a deletion may run at the same time, and several of each. How they see each other is in
+docs/reference/commit-format.md ("Clean-up"): a pin that was granted holds until it is removed. This needs a store that
+lists its own writes. A hold that was granted removes the holds of the same kind that were listed before it was first
+written. Two holds cannot each have been listed before the other was written, so at least one that was granted stays.
 
-Several programs may pin or delete at once. So each writes an object of its own, with a random part in its name, and a
-program that stops removes only its own object. A deletion's object stays until everything is deleted. A deletion that
-withdraws first writes `data/<save id>/withdrawn-<the same random part>.json`, which makes its object void: a repeated
-request may arrive late and write the object again, and then no program would remove it. A hold that was granted removes
-the holds of the same kind that were listed before it was first written. Two holds cannot each have been listed before
-the other was written, so at least one that was granted stays.
-
-A program that deletes may die before it ends. So its object says when it was written, and a deletion that is not done
-after `LASTS` withdraws: the program looks at its clocks before it deletes each object. A program that finds a
-deletion's object older than `DEAD` writes the withdrawal for it, and goes on. Clocks matter only here: those of two
-machines may differ by `DEAD - LASTS`, less the time that one request takes.
+Clocks matter only for a deletion whose program died: those of two machines may differ by `DEAD - LASTS`, less the time
+that one request takes.
 """
 
 from __future__ import annotations
