@@ -340,7 +340,7 @@ def test_save_that_is_interrupted_while_it_copies_costs_no_other(error: type[Bas
     store.gate.set()
     run.wait(30)
     buffers = run._snapshots.buffers
-    for staging in [*buffers._free, *(b.staging for b in buffers._read)]:
+    for staging in [*buffers._free, *(staging for _, staging in buffers._read)]:
         staging.fill = lambda *_: (_ for _ in ()).throw(error)
     with pytest.raises(error):
         run.save(100, runs.state(100))
