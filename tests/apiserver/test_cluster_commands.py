@@ -6,13 +6,16 @@ No node runs here: the tests write what an operator and kubelets would. Logs and
 from __future__ import annotations
 
 import json
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from everstep.cli.jobs import create
 from everstep.cli.jobs.source import JobError, Unreachable
 from everstep.contract import labels
 from support.apiserver.jobs import Jobs
@@ -174,3 +177,33 @@ def test_what_is_wrong_is_one_line_that_says_what_to_do(
         caller()("status", "there")
     with pytest.raises(Unreachable, match="no cluster is configured"):
         caller("-n", "default")("list")
+
+
+def test_report_has_the_objects_and_no_secret(jobs: Jobs, call: Call, tmp_path: Path) -> None:
+    body = jobs.body("told", {})
+    container = body["spec"]["template"]["spec"]["containers"][0]
+    container["env"] = [{"name": "HF_HUB", "value": "swordfish-1"}, {"name": "PLAIN", "value": "swordfish-2"}]
+    container["command"] = ["python", "t.py", "--api-key=swordfish-3", "ghp_" + "a1B2" * 9]
+    done = jobs.kubectl("apply", "-f", "-", input=json.dumps(body))  # which repeats it in an annotation
+    assert done.returncode == 0, done.stderr
+    name = pod(jobs, "told", 0)
+    printed = call("report", "told", "--file", "r.tar.gz")
+    assert printed.startswith("wrote r.tar.gz: versions.json, status.json, events.json, trainingjob.json, pods.json, ")
+    with tarfile.open(tmp_path / "r.tar.gz") as archive:
+        files = {each.name: archive.extractfile(each).read().decode() for each in archive.getmembers()}  # type: ignore[union-attr]
+    text = "\n".join(files.values())
+    assert "swordfish" not in text
+    assert "ghp_" not in text
+    assert json.loads(files["r/trainingjob.json"])["metadata"]["name"] == "told"
+    assert [each["metadata"]["name"] for each in json.loads(files["r/pods.json"])] == [name]
+    assert files[f"r/logs/{name}.log"] == "", "no node runs it"
+    with pytest.raises(JobError, match=r"r.tar.gz is there already"):
+        call("report", "told", "--file", "r.tar.gz")
+
+
+def test_job_of_init_is_taken_by_the_api_server(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for options in ([], ["--elastic", "1:4", "--gpus", "4"], ["--secret", ""]):
+        made = CliRunner().invoke(create.app, [str(tmp_path / "train.py"), "--print", *options, "--", "--a", "'b': {"])
+        done = jobs.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=made.output)
+        assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from typer.testing import CliRunner
 
-from everstep.cli.jobs import commands
+from everstep.cli import main
 
 Call = Callable[..., str]
 
@@ -15,7 +15,7 @@ def caller(*always: str) -> Call:
     """Runs a command with these arguments behind its own; what it prints. It raises as the command does."""
 
     def run(verb: str, *arguments: str) -> str:
-        done = CliRunner().invoke(commands.app, [verb, *arguments, *always])
+        done = CliRunner().invoke(main.app, [verb, *arguments, *always])
         if done.exception is not None:
             raise done.exception
         return done.output

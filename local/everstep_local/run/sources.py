@@ -59,6 +59,10 @@ class LiveRun:
         del job
         return [EventRow(**row) for row in self._ask("events")["events"]]
 
+    def objects(self, job: str) -> dict[str, Any]:
+        del job
+        return {}  # a view has all
+
     def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
         del job
         try:
@@ -118,6 +122,10 @@ class EndedRun:
             return event_rows(History.load(self.folder / HISTORY), self.view(job).began)
         except (OSError, HistoryError) as e:
             raise JobError(f"the events of this run cannot be read: {e}") from e
+
+    def objects(self, job: str) -> dict[str, Any]:
+        del job
+        return {}  # a view has all
 
     def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
         del job, follow  # nothing more is written

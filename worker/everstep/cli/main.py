@@ -30,6 +30,10 @@ LOCAL = ("run", "start", "plan", "bench")
 _OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "delete", "kill")
 OWN = {
     **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),
+    "init": "everstep.cli.jobs.create",
+    "report": "everstep.cli.jobs.report",
+    "version": "everstep.cli.about",
+    "completion": "everstep.cli.about",
     **{name: f"everstep.cli.{name}" for name in ("ckpt", "stacks", "profile", "doctor", "rehearse")},
 }
 
@@ -116,7 +120,6 @@ app = typer.Typer(
     help="Elastic, fault-tolerant PyTorch training: look at jobs and change them, on a cluster or on this machine; run "
     "one here and break it; ask what the operator decides about it; look into its processes; keep checkpoints.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

@@ -77,6 +77,16 @@ def connect(where: Where) -> Cluster:
     return Cluster(api, where.namespace or namespace, title, where.every)
 
 
+def operators(where: Where) -> list[str]:
+    """The image of each operator on the cluster, with its namespace. Raises as `connect`, and `Unreachable`."""
+    deployments = connect(where).deployments("app.kubernetes.io/name=everstep,app.kubernetes.io/component=operator")
+    return [
+        f"{container['image']} in namespace {each['metadata']['namespace']}"
+        for each in deployments
+        for container in each["spec"]["template"]["spec"]["containers"]
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """A namespace of a cluster; `every`: lists are of all namespaces."""
@@ -100,6 +110,10 @@ class Cluster:
 
     def events(self, job: str) -> list[EventRow]:
         return [event_row(event) for event in self._events(self._job(job))]
+
+    def objects(self, job: str) -> dict[str, Any]:
+        pods = self._list("/api/v1", "pods", labelSelector=f"{labels.JOB}={job}")
+        return {"trainingjob": self._job(job), "pods": pods}
 
     def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
         del job  # a pod's name is enough
@@ -136,6 +150,10 @@ class Cluster:
         raise JobError(
             f"{verb.replace('-', ' ')}: only on this machine; a cluster's nodes and its operator serve others too"
         )
+
+    def deployments(self, selector: str) -> list[Object]:
+        """Those of all namespaces with these labels."""
+        return self._list("/apis/apps/v1", "deployments", every=True, labelSelector=selector)
 
     def _path(self, job: str) -> str:
         return f"{JOBS_API}/namespaces/{self.namespace}/{labels.PLURAL}/{job}"

@@ -49,6 +49,10 @@ class Source(Protocol):
         """All that are kept, oldest first."""
         ...
 
+    def objects(self, job: str) -> dict[str, Any]:
+        """What else there is of it, as JSON, by name: for a report."""
+        ...
+
     def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
         """Lines of the worker's container, without their ends."""
         ...
