@@ -236,7 +236,7 @@ class Training:
             loaded.append(step)
             return step
 
-        found, how = replicated.settle(self._state, members, self._commits, self._validity, load)
+        found, how = replicated.synchronize(self._state, members, self._commits, self._validity, load)
         if round_ is not None and (newest := self._newest_commit(round_)) > found:
             log.warning("the members hold commit %d, and %d is saved: all restore it", found, newest)
             if (restored := load()) is None:
@@ -244,7 +244,7 @@ class Training:
             found = restored
         if members.maximum(len(loaded)):
             self._target.on_reset()
-        self._random.settle(members.gather)
+        self._random.agree(members.gather)
         for sampler in self._target._samplers():
             sampler.reset()
         self._snapshot, self._averaged = Snapshot(self._state), self._target._averaged()

@@ -249,7 +249,7 @@ class Rounds:
             self.live_profile.moved()
             met_at = time.monotonic()
             how = settle(round_)
-            self._round.settled(self.coordinator.step, met_at, how)
+            self._round.synced(self.coordinator.step, met_at, how)
 
         formed = self._round.formed
         if not newer and formed is not None and not self.lost():

@@ -116,7 +116,7 @@ def settled(
         model.load_state_dict(network(seed=members.rank).state_dict())
         DividedOptimizers(state).spoil(partition)
         optimizer.param_groups[0]["lr"] = 7.0
-    found, _ = replicated.settle(state, members, step, validity, start, DividedOptimizers(state))
+    found, _ = replicated.synchronize(state, members, step, validity, start, DividedOptimizers(state))
     return model, optimizer, found
 
 
@@ -169,10 +169,10 @@ def interrupted() -> Any:
         held = DividedOptimizers(state)
         hold(model, optimizer, Partition(3, members.rank))
         with pytest.raises(PeerLost):
-            replicated.settle(state, members, STEPS, Validity.WHOLE, lost, held)
+            replicated.synchronize(state, members, STEPS, Validity.WHOLE, lost, held)
         assert held.spoiled
         with pytest.raises(NoState):
-            replicated.settle(state, members, STEPS, Validity.WHOLE, none, held)
+            replicated.synchronize(state, members, STEPS, Validity.WHOLE, none, held)
         hold(model, optimizer, Partition(2, members.rank))
         with pytest.raises(PeerLost), held.divided(Partition(2, 1 - members.rank)):
             lost()

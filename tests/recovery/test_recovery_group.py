@@ -41,7 +41,7 @@ ONE_SIDED = {"broadcast", "scatter"}
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collective_that_is_stood_in_for_ends_at_once_and_is_not_run(name: str) -> None:
     group, asked = RecoverableGroup(), list[str]()
-    group.place(1, 2)
+    group.set_rank(1, 2)
 
     def stands_in(called: str) -> bool:
         asked.append(called)

@@ -401,7 +401,7 @@ def test_ddp_objects_of_the_process_are_found_and_not_kept_alive() -> None:
     gc.collect()  # those of other tests, which would go with this one
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     found = Reducers({})
-    assert any(reference() is ddp for reference in found._found)
+    assert any(reference() is ddp for reference in found._references)
     before = len(found)
     del ddp
     gc.collect()

@@ -259,7 +259,7 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
     assert recovery.lost is None
     other = forming.form(AnnouncedRound(1, 1, 2, place), lambda: False, 30.0)
     eventually(lambda: recovery.boundary_wanted)
-    assert recovery._round.meet(3) == AnnouncedRound(1, 0, 2, place)
+    assert recovery._round.form_newest(3) == AnnouncedRound(1, 0, 2, place)
     assert recovery.round is not None
     assert recovery.round.number == 1
     recovery.part()
@@ -277,7 +277,7 @@ def test_closing_a_round_that_was_overtaken_delays_nobody(monkeypatch: pytest.Mo
     monkeypatch.setattr(forming, "close", close)
     ahead.start(1, lambda: cast(forming.FormedRound, None), done.set)
     assert done.wait(30)
-    taken = threading.Thread(target=ahead.take, args=(2,), name="takes", daemon=True)
+    taken = threading.Thread(target=ahead.pop, args=(2,), name="pops", daemon=True)
     taken.start()
     taken.join(10)
     late = taken.is_alive()
@@ -296,7 +296,7 @@ def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds
     assert done.wait(30)
     found = ahead._newest
     assert found is not None
-    assert ahead.take(2) is None
+    assert ahead.pop(2) is None
     eventually(lambda: found[1].result().main is None)
 
 

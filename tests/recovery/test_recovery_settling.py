@@ -64,12 +64,12 @@ def test_member_whose_restore_was_interrupted_says_that_its_state_is_of_no_use(v
     mine = member(mesh_of(2), others)
     mine.mesh.move(0, 2)
     with pytest.raises(PeerLost):
-        mine.settle(0, validity, 1, lost)
+        mine.synchronize(0, validity, 1, lost)
     others.others = (MemberShard(0, NEW, validity, 1, 0),)
     with pytest.raises(NoState):
-        mine.settle(0, validity, 2, nothing)
+        mine.synchronize(0, validity, 2, nothing)
     assert [held.validity for held in others.told] == [validity, Validity.TORN]
-    assert mine.settle(0, validity, 3, lambda: 40) == (40, "no state was whole in memory")
+    assert mine.synchronize(0, validity, 3, lambda: 40) == (40, "no state was whole in memory")
 
 
 class Wrapped:

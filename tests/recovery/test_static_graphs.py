@@ -14,7 +14,7 @@ from everstep.recovery.ddp import static_graphs
 from everstep.recovery.errors import LoopError
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-static_graphs.put_up()
+static_graphs.install()
 for options in ({}, {"static_graph": True}):
     model = DistributedDataParallel(torch.nn.Linear(2, 2), **options)
     for first in (True, False):

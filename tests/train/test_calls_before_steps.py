@@ -70,7 +70,7 @@ def test_each_rank_hears_of_the_same_difference() -> None:
             return found
 
         with pytest.raises(LoopError) as caught:
-            same_calls.meet(said[number], gather_in_step)
+            same_calls.check_gathered(said[number], gather_in_step)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:

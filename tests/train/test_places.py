@@ -10,7 +10,7 @@ import torch
 
 from everstep.checkpoint import Checkpointer, StateMismatch
 from everstep.recovery.errors import LoopError
-from everstep.recovery.state.places import Placed, advice, check
+from everstep.recovery.state.model_parts import Placed, advice, check
 from everstep.train.coordination.step_coordinator import StepCoordinator
 
 

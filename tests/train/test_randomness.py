@@ -78,7 +78,7 @@ def agree(members: list[Randomness]) -> None:
             met.wait(30)
             return told
 
-        members[rank].settle(gather)
+        members[rank].agree(gather)
 
     with ThreadPoolExecutor(len(members)) as threads:
         list(threads.map(settle, range(len(members))))
@@ -168,7 +168,7 @@ def test_states_that_are_copied_into_pythons_generator_are_those_of_its_seed(val
     generator.gauss(0, 1)
     assert PythonTwister.fits(generator)
     twister = PythonTwister(generator)
-    (twister.place[:],) = PythonTwister.ahead([value])
+    (twister.memory[:],) = PythonTwister.ahead([value])
     assert generator.getstate()[:2] == random.Random(value).getstate()[:2]
 
 
@@ -455,7 +455,7 @@ def test_numpys_global_generator_may_be_another_one() -> None:
         np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
         member = Randomness(True, CPU)
         member.start()
-        member.settle(alone)
+        member.agree(alone)
         first = at(member, 1, 0)
         np.random.random(3)
         assert at(member, 1, 0) == first

@@ -130,7 +130,7 @@ VAGUE = frozenset(
         "worth",
     ]
 )
-FINISHED = ["agent", "cli", "contract", "data", "membership", "storage"]
+FINISHED = ["agent", "cli", "contract", "data", "membership", "recovery", "storage"]
 FOLDERS = ["operator", "local", "sources", *(f"worker/everstep/{package}" for package in FINISHED)]
 
 

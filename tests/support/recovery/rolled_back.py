@@ -233,7 +233,7 @@ class Member:
         for feed in self.feeds:
             feed.acknowledge() if counts else feed.rewind()
         if self.shape.asks:
-            self.rollback.asked = True
+            self.rollback.completion_read = True
         if counts or not self.shape.asks:
             self.place("between")
         self.number += counts

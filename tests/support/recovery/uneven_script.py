@@ -154,7 +154,7 @@ def main() -> None:
     hold_group()
     atexit.register(quiesce)
     rank, everybody = dist.get_rank(), [1] * dist.get_world_size()
-    uneven_inputs.put_up()
+    uneven_inputs.install()
     for way in WAYS:
         torch.manual_seed(0)
         bare = Net().double()

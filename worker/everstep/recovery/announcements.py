@@ -96,8 +96,8 @@ class Announcements(Protocol):
         its place in the script."""
         ...
 
-    def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
-        """Tell the agent that this process trains in the round, after `step` completed steps. `formed` and `settled`:
+    def joined(self, number: int, step: int, formed: float, synced: float, how: str) -> None:
+        """Tell the agent that this process trains in the round, after `step` completed steps. `formed` and `synced`:
         seconds until its members had met, and until they had one state. `how`: where that state came from, if it was
         sent."""
         ...
@@ -152,14 +152,14 @@ class AgentAnnouncements:
 
     def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
         with self._changed:
-            found = self._changed.wait_for(
+            came = self._changed.wait_for(
                 lambda: self._dismissed or self._over is not None or self._above(than) is not None, seconds
             )
             if self._dismissed:
                 raise Drained(f"the others go on after round {than}")
             newest = self._above(than)
             if newest is None:
-                raise RoundsOver(self._over if found and self._over else f"no round above {than} within {seconds:g} s")
+                raise RoundsOver(self._over if came and self._over else f"no round above {than} within {seconds:g} s")
             return newest
 
     def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
@@ -174,8 +174,8 @@ class AgentAnnouncements:
     def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
         self._tell(kind="broken", round=number, reason=reason[:500], recent=rows(recent), at=at[:200])
 
-    def joined(self, number: int, step: int, formed: float, settled: float, how: str) -> None:
-        self._tell(kind="joined", round=number, step=step, formed=formed, settled=settled, how=how[:200])
+    def joined(self, number: int, step: int, formed: float, synced: float, how: str) -> None:
+        self._tell(kind="joined", round=number, step=step, formed=formed, settled=synced, how=how[:200])
 
     def _ended(self) -> None:
         if os.getpid() == self._pid:  # a forked child has the functions of atexit too, and ends by itself
@@ -216,16 +216,16 @@ class AgentAnnouncements:
                 host, port = message["store"]
                 rendezvous = message.get("rendezvous", "")
                 variables = {str(k): str(v) for k, v in message.get("environment", {}).items()}
-                found = AnnouncedRound(
+                announced = AnnouncedRound(
                     message["round"], message["rank"], message["world_size"], (host, port), rendezvous, variables
                 )
                 with self._changed:
-                    if self._newest is not None and found.number <= self._newest.number:
+                    if self._newest is not None and announced.number <= self._newest.number:
                         return
-                    self._newest = found
+                    self._newest = announced
                     self._changed.notify_all()
                 if self._call is not None:
-                    self._call(found, bool(message.get("whole")))
+                    self._call(announced, bool(message.get("whole")))
             case "where":
                 if self._step_status is not None:
                     self._tell(kind="where", **_fields(self._step_status()))

@@ -1,8 +1,9 @@
 """Owns the state of this process's round, and of the next one.
 
-Three kinds of threads call this module. The training thread leaves a round and joins the next: `leave`, `meet`. The
-thread that hears of rounds abandons the present one, or begins to form the next in the background. One of gloo's
-threads reports that a collective has failed. All state on which they decide is kept here, and no other module sets it.
+Three kinds of threads call this module. The training thread leaves a round and joins the next: `leave`,
+`form_newest`. The thread that hears of rounds abandons the present one, or begins to form the next in the background.
+One of gloo's threads reports that a collective has failed. All state on which they decide is kept here, and no other
+module sets it.
 
 Invariants: the number of the round only grows; after `leave`, no collective of the round before writes into a tensor.
 """
@@ -106,7 +107,7 @@ class CurrentRound:
         """Begin to hear of rounds, and to report steps to the agent. `left` is called in the training thread when it
         has left a round."""
         self._left = left
-        self._announcements.on_round(self._heard)
+        self._announcements.on_round(self._announced)
         self._announcements.on_step_status(step_status)
         self._announcements.on_over(self.abandon)  # gloo may never report that the members that went on are gone
         self._announcements.ready()
@@ -118,9 +119,9 @@ class CurrentRound:
 
     def in_newest(self, step: int, work: Callable[[AnnouncedRound], T]) -> T:
         """Run `work` in the newest round, once its members have met. If a peer is lost in it, run it again in the next
-        one. Raises the errors of `meet`, and `FormingFailed` if many rounds in a row do not form."""
+        one. Raises the errors of `form_newest`, and `FormingFailed` if many rounds in a row do not form."""
         for _ in range(ATTEMPTS):
-            round_ = self.meet(step)
+            round_ = self.form_newest(step)
             if round_ is None:
                 continue
             try:
@@ -129,7 +130,7 @@ class CurrentRound:
                 self._did_not_come(round_, e)
         raise forming.FormingFailed(f"{ATTEMPTS} rounds in a row did not come about")
 
-    def meet(self, step: int) -> AnnouncedRound | None:
+    def form_newest(self, step: int) -> AnnouncedRound | None:
         """Form the newest round, so that its members can agree; None if that failed, or if the round does not fit."""
         to_settle, self._to_settle = self._to_settle, False
         if to_settle and self.control.lost is None and self._formed is not None:
@@ -149,7 +150,7 @@ class CurrentRound:
             self._stuck = forming.FormingFailed(why)
             raise self._stuck
         try:
-            formed = self._in_background.take(round_.number)
+            formed = self._in_background.pop(round_.number)
             self._join(formed if formed is not None else self._form(round_))
         except (forming.FormingFailed, PeerLost) as e:
             self._did_not_come(round_, e)
@@ -166,7 +167,7 @@ class CurrentRound:
                 return  # collectives still fail; the members have one state, and must report it to the next round
             number, rank, size = formed.round.number, formed.round.rank, formed.round.world_size
             self.program.main.attach(formed.main, rank, size, formed.abort, round_=number)
-            self.program.place(rank, size)
+            self.program.seat_groups(rank, size)
             for group, (inner, abort) in zip(self.programs[1:], formed.parts, strict=True):
                 group.attach(inner, group.rank(), group.size(), abort, round_=number)
 
@@ -174,16 +175,16 @@ class CurrentRound:
         """The members have met for a vote: the state is settled when the present step is over."""
         self._to_settle = True
 
-    def settled(self, step: int, met_at: float, how: str) -> None:
+    def synced(self, step: int, met_at: float, how: str) -> None:
         """The members have one state, of `step` completed steps; they had met at `met_at`."""
         assert self._formed is not None
-        round_, formed, settled = self._formed.round, met_at - self._heard_at, time.monotonic() - met_at
+        round_, formed, synced_in = self._formed.round, met_at - self._heard_at, time.monotonic() - met_at
         log.info(
             "round %d: rank %d of %d, step %d, formed in %.0f ms, in sync in %.0f ms%s",
-            round_.number, round_.rank, round_.world_size, step, formed * 1e3, settled * 1e3,
+            round_.number, round_.rank, round_.world_size, step, formed * 1e3, synced_in * 1e3,
             f", {how}" if how else "",
         )  # fmt: skip
-        self._announcements.joined(round_.number, step, formed, settled, how)
+        self._announcements.joined(round_.number, step, formed, synced_in, how)
 
     def abandon(self, reason: str) -> None:
         """End every collective in flight. May be called in any thread."""
@@ -240,7 +241,7 @@ class CurrentRound:
         log.warning("round %d did not come about here: %s", round_.number, why)
         self._announcements.broken(round_.number, str(why))
 
-    def _heard(self, round_: AnnouncedRound, whole: bool) -> None:
+    def _announced(self, round_: AnnouncedRound, whole: bool) -> None:
         """Handle a new round, in the thread that hears of rounds."""
         with self._changing:
             if self._formed is None or self._formed.round.number >= round_.number:

@@ -41,10 +41,10 @@ def state_digest(state: Mapping[str, Any]) -> int:
     }  # fmt: skip
     listed = [(name, local(t)) for name, t in sorted(captured.tensors.items()) if name not in buffers]
     most = bytes_of_each([t for _, t in listed])
-    found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
+    digest = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
     for _, tensor in listed:
-        found.update(first_bytes(tensor, most))
-    return found.intdigest() >> 1
+        digest.update(first_bytes(tensor, most))
+    return digest.intdigest() >> 1
 
 
 def settles_itself(target: Any) -> bool:
@@ -55,13 +55,13 @@ def settles_itself(target: Any) -> bool:
 
 def content(tensor: torch.Tensor) -> int:
     """A digest of the whole part of a tensor that this process holds."""
-    found = local(tensor)
-    if not layouts.is_dense(found):
-        head, parts = layouts.parts_of(found)
+    here = local(tensor)
+    if not layouts.is_dense(here):
+        head, parts = layouts.parts_of(here)
         return xxhash.xxh3_64_intdigest(f"{head} {[content(part) for part in parts]}".encode())
-    if found.device.type != "cpu":
-        return xxhash.xxh3_64_intdigest(to_bytes(reduced(found)))
-    return xxhash.xxh3_64_intdigest(to_bytes(found))
+    if here.device.type != "cpu":
+        return xxhash.xxh3_64_intdigest(to_bytes(reduced(here)))
+    return xxhash.xxh3_64_intdigest(to_bytes(here))
 
 
 def reduced(tensor: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
@@ -89,8 +89,8 @@ def _weights(device: torch.device) -> torch.Tensor:
     "lowbias32"). So neither such a half nor a difference of two is divisible by 2**32, nor is a change of a number of
     32 bits: no product of the two is 0 modulo 2**64.
     """
-    places = np.arange(1, CHUNK + 1, dtype=np.uint32)
-    low = _mixed(places)
+    positions = np.arange(1, CHUNK + 1, dtype=np.uint32)
+    low = _mixed(positions)
     high = _mixed(low + np.uint32(0x9E3779B9))
     # The copy is from ordinary memory: it is over when the call returns, so any stream may read it.
     return torch.from_numpy((high.astype(np.uint64) << np.uint64(32) | low).view(np.int64)).to(device)

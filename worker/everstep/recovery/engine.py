@@ -103,7 +103,7 @@ class Recovery:
             self._sharded.track(state)
         self._state, self._divided = state, DividedOptimizers(state)
         self._reducers = reducers
-        checks.check(reducers.alive(), self.program.places, self.program.is_across, state.values())
+        checks.check(reducers.alive(), self.program.model_size, self.program.is_across, state.values())
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
         never = divided_optimizers.NO_UNDO if self._divided else ""
         self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None, never=never)
@@ -156,12 +156,12 @@ class Recovery:
         waits = call is not None or any(group.waits for group in self._round.groups)
         return StepStatus(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 
-    def all_meet(self, meet: Callable[..., None], step: int) -> None:
-        """Run `meet`, from the end of the training. It raises `LoopError` unless all members come to it after this
+    def end_together(self, barrier: Callable[..., None], step: int) -> None:
+        """Run `barrier`, from the end of the training. It raises `LoopError` unless all members come to it after this
         step."""
         if (formed := self._round.formed) is not None and formed.round.world_size > 1:
             here, slowest = formed.round, max(self._recent, default=0.0)
-            meet(formed.store, here.rank, here.world_size, step, slowest, self.check)
+            barrier(formed.store, here.rank, here.world_size, step, slowest, self.check)
 
     def refuse(self, why: LoopError) -> None:
         """Make `enter` raise this error on all members of the next round, because none of them can go on."""
@@ -201,7 +201,7 @@ class Recovery:
         here.
         """
 
-        def settle(round_: AnnouncedRound) -> int:
+        def synchronize(round_: AnnouncedRound) -> int:
             os.environ.update(round_.environment)  # before any code of the script reads its place in the world
             if self._sharded is not None:
                 # `moved` is collective. Members that voted, and lost the answer, ask for it before all else in a round.
@@ -209,28 +209,28 @@ class Recovery:
                 self._sharded.answer_undecided(step, validity)
             moved()
             met_at = time.monotonic()
-            found, how = self._settle(step, validity, round_, start)
-            self._round.settled(found, met_at, how)
-            return found
+            done, how = self._synchronize(step, validity, round_, start)
+            self._round.synced(done, met_at, how)
+            return done
 
-        return self._round.in_newest(step, settle)
+        return self._round.in_newest(step, synchronize)
 
-    def _settle(self, step: int, validity: Validity, round_: AnnouncedRound, start: Start) -> tuple[int, str]:
+    def _synchronize(self, step: int, validity: Validity, round_: AnnouncedRound, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
         assert self.rollback is not None
         if self._sharded is not None:
-            found, how = self._sharded.settle(step, validity, round_.number, start)
+            done, how = self._sharded.synchronize(step, validity, round_.number, start)
             self._round.open()
         else:
-            found, how = replicated.settle(self._state, self.members, step, validity, start, self._divided)
+            done, how = replicated.synchronize(self._state, self.members, step, validity, start, self._divided)
         self.rollback.moved()
         # The new state has arrived. If a peer is lost from here on, this member must still return the new step number,
         # so the error is suppressed.
         with contextlib.suppress(PeerLost):
             self._reducers.agree(self.members)
-            self.rollback.gradients.add(self.members.any([*self.rollback.gradients.present], self.program.places))
+            self.rollback.gradients.add(self.members.any([*self.rollback.gradients.present], self.program.model_size))
         self._reducers.rebuild()
-        return found, how
+        return done, how
 
     def _vote(self) -> None:
         """Vote before an optimizer step with sharded state: all members make it, or none. Raises `PeerLost`."""

@@ -453,5 +453,5 @@ class Loops:
                                 "data, so make the mesh first")  # fmt: skip
             self._random.share(shape)
         self._asked, (self._shape, self._mesh, named) = shape, make_mesh(self.place, self._recovery, shape)
-        self._coordinator.divide(self._shape.places, named)
+        self._coordinator.divide(self._shape.model_size, named)
         self._resharding.shape = self._random.shape = self._shape

@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from everstep.contract import env
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
-from everstep.recovery.state.places import Naming, naming
+from everstep.recovery.state.model_parts import Naming, naming
 from everstep.recovery.state.shape import REPLICATE, Shape
 from everstep.train.process_place import ProcessPlace
 
@@ -47,10 +47,10 @@ def _made(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple
         if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
             raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas of "
                             f"{shape.shards}: start a multiple of {shape.shards}")  # fmt: skip
-        if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.places:
+        if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.model_size:
             raise LoopError(f"{shape}: the job may come to have {place.sizes[-1]} processes, which are no whole "
-                            f"replicas of {shape.places}: let the largest world be a multiple of {shape.places} "
-                            "(--nnodes, --nproc-per-node)")  # fmt: skip
+                            f"replicas of {shape.model_size}: let the largest world be a multiple of "
+                            f"{shape.model_size} (--nnodes, --nproc-per-node)")  # fmt: skip
         return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
 

@@ -18,7 +18,7 @@ from everstep.recovery.forming.forming import FormingFailed
 from everstep.recovery.group.in_flight import is_of_lost_peer
 from everstep.recovery.group.members import Members
 from everstep.recovery.state.gradients import Gradients
-from everstep.recovery.state.randomness import settle
+from everstep.recovery.state.randomness import agree_on_seeds
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.transfer.agreement import NoState
 from everstep.recovery.transfer.broadcast import TransferFailed
@@ -67,7 +67,7 @@ class RecoveringWorld(Checked):
             self._state, alive, self._untracked_check.is_untracked, shape=self._resharding.shape,
             frees=self._untracked_check.takes_names,
         )  # fmt: skip
-        self._scales = Scales(self._state, self._resharding.shape.places)
+        self._scales = Scales(self._state, self._resharding.shape.model_size)
         GradientReduction(self._state, self._reducers, self._untracked_check, lasts=False)
         self._reducers.learn()  # from a backward pass that the script made before
         self._recovery.track(self._state, self._reducers)
@@ -157,7 +157,7 @@ class RecoveringWorld(Checked):
 
     def asked(self) -> None:
         assert self._recovery.rollback is not None
-        self._recovery.rollback.asked = True
+        self._recovery.rollback.completion_read = True
 
     def _shadow_step_ended(self, error: BaseException | None) -> None:
         """The block of a shadow step has ended. The code behind it runs as after a lost step."""
@@ -219,7 +219,7 @@ class RecoveringWorld(Checked):
     def _all_meet(self, meet: Callable[..., None]) -> None:
         """Raises `LoopError` on all members if some do not come."""
         try:
-            self._recovery.all_meet(meet, self._coordinator.step)
+            self._recovery.end_together(meet, self._coordinator.step)
         except LoopError as e:
             self._recovery.refuse(e)
             self._enter(Validity.TORN)
@@ -296,7 +296,7 @@ class RecoveringWorld(Checked):
             if self._start() is None:
                 raise SystemExit(exit_codes.NOT_RECOVERED) from why
             self._reducers.resume()
-            settle(self._state, self._recovery.members.gather)
+            agree_on_seeds(self._state, self._recovery.members.gather)
         except RuntimeError as e:
             if not self.lost(e):
                 raise
@@ -317,7 +317,7 @@ class RecoveringWorld(Checked):
                 if self._start() is None:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
-            settle(self._state, self._recovery.members.gather)
+            agree_on_seeds(self._state, self._recovery.members.gather)
             self._between_steps.agree(self._coordinator.step, self._recovery.members)
             if self._shadow_step is not None:
                 self._shadow_step.meet(joins=self._coordinator.step != trained)

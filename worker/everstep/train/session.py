@@ -86,8 +86,8 @@ def start(
             )
         recovery.start(most_processes())
     place = take_place()
-    uneven_inputs.put_up()
-    static_graphs.put_up()
+    uneven_inputs.install()
+    static_graphs.install()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step

@@ -20,7 +20,7 @@ from everstep.recovery.ddp.reducers import BUCKETS, Reducers
 from everstep.recovery.forming import same_calls
 from everstep.recovery.state.gradients import Gradients
 from everstep.recovery.state.optimizers import before_step, has_closure
-from everstep.recovery.state.randomness import STATE, settle
+from everstep.recovery.state.randomness import STATE, agree_on_seeds
 from everstep.recovery.state.scalers import Scales
 from everstep.recovery.state.shape import Shape
 from everstep.recovery.state.switches import SWITCHES
@@ -154,14 +154,14 @@ class FixedWorld(Checked):
         self._coordinator.listen()
         self._rank = dist.get_rank() if self._size > 1 else 0
         if self._size > 1:
-            same_calls.meet("\n".join(self._asks), self._coordinator.gather)
+            same_calls.check_gathered("\n".join(self._asks), self._coordinator.gather)
         self._hooks = None
         if kept := self._coordinator.saves:
             self._untracked_check.start()
             self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
             checks.check_hooks(self._reducers.alive(), self._untracked_check.is_untracked, self._state.values())
-        places = self._shape.places
-        checks.check_places(self._reducers.alive(), places, lambda group: _is_across(group, places))
+        places = self._shape.model_size
+        checks.check_replicas(self._reducers.alive(), places, lambda group: _is_across(group, places))
         alive, is_free = self._reducers.alive(), self._untracked_check.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
         self._scales = Scales(self._state, places if self._size > 1 else 1)
@@ -171,7 +171,7 @@ class FixedWorld(Checked):
         self._coordinator.restore(self._state)
         self._between_steps.nesting.restored()
         self._reducers.resume()
-        settle(self._state, self._coordinator.gather)
+        agree_on_seeds(self._state, self._coordinator.gather)
         if self._feed is not None:
             self._feed.agree(None if self._coordinator.restored else self._coordinator.first, self._coordinator.same)
         self._gradients = Gradients(self._state)
@@ -240,7 +240,7 @@ class FixedWorld(Checked):
         return self._numbered() - self._messages.count
 
     def _numbered(self) -> int:
-        group: Any = dist.group.WORLD if self._size > 1 and self._shape.places == 1 else None
+        group: Any = dist.group.WORLD if self._size > 1 and self._shape.model_size == 1 else None
         with contextlib.suppress(RuntimeError):
             return groups.collectives_begun(group) if group is not None else 0
         return 0

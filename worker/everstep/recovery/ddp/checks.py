@@ -22,13 +22,13 @@ _HARMLESS = "torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks" 
 
 def check(
     parallel: Collection[DistributedDataParallel],
-    places: int,
+    model_size: int,
     is_across: Callable[[Any], bool],
     tracked: Collection[object] = (),
 ) -> None:
-    """Raises `LoopError` for the first of these that would be wrong, or fail, in another round. `places`, `is_across`:
-    see `check_places`; `tracked`: objects that commits and new processes have."""
-    check_places(parallel, places, is_across)
+    """Raises `LoopError` for the first of these that would be wrong, or fail, in another round. `model_size`,
+    `is_across`: see `check_replicas`; `tracked`: objects that commits and new processes have."""
+    check_replicas(parallel, model_size, is_across)
     compiled = list(modules.all_compiled())
     for ddp in parallel:
         name = type(ddp.module).__name__
@@ -37,7 +37,7 @@ def check(
                 f"DistributedDataParallel of {name}: its process group is not the session's. Wrap the module after "
                 "everstep.start(), with process_group=dist.new_group() made after it, or with none"
             )
-        if any(one is ddp for one in compiled):
+        if any(other is ddp for other in compiled):
             raise LoopError(
                 f"torch.compile of DistributedDataParallel({name}): the compiled code holds the process group of the "
                 "world in which it was compiled. Compile inside: `DistributedDataParallel(torch.compile(model))`"
@@ -47,15 +47,17 @@ def check(
         _check_builtin(ddp, name)
 
 
-def check_places(parallel: Iterable[DistributedDataParallel], places: int, is_across: Callable[[Any], bool]) -> None:
-    """Check DDP objects in replicas of `places` ranks, of which each holds different parameters. `is_across`: whether a
-    group consists of one place of all replicas. Raises `LoopError` for the first object that would average parameters
-    of different places."""
+def check_replicas(
+    parallel: Iterable[DistributedDataParallel], model_size: int, is_across: Callable[[Any], bool]
+) -> None:
+    """Check DDP objects in replicas of `model_size` ranks, each with different parameters. `is_across`: whether a group
+    consists of one place of all replicas. Raises `LoopError` for the first object that would average
+    parameters of different places."""
     for ddp in parallel:
-        if places > 1 and not is_across(ddp.process_group):
+        if model_size > 1 and not is_across(ddp.process_group):
             raise LoopError(
-                f"DistributedDataParallel({type(ddp.module).__name__}): with run.mesh(model={places}) the ranks of a "
-                "replica have parameters of their own, and its process group has several of them. Leave it out, and "
+                f"DistributedDataParallel({type(ddp.module).__name__}): with run.mesh(model={model_size}) the ranks of "
+                "a replica have parameters of their own, and its process group has several of them. Leave it out, and "
                 "write run.average_gradients(model) behind the last backward() of a step; or pass process_group=, of "
                 "dist.new_group(range(place, run.world_size, N)) for each place from 0 to N - 1"
             )
@@ -76,7 +78,7 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None, tracked: Colle
     for hook, state in reducers.comm_hooks(ddp):
         if state is None or isinstance(state, _WITHOUT) or type(state).__module__ == _HARMLESS:
             continue
-        if any(state is one for one in tracked):
+        if any(state is other for other in tracked):
             continue
         name, kind = type(ddp.module).__name__, type(state).__name__
         if is_free is not None and is_free(kind):
@@ -93,10 +95,10 @@ def _check_hooks(ddp: Any, is_free: Callable[[str], bool] | None, tracked: Colle
 def _check_cut(ddp: Any) -> None:
     """Refuse `device_mesh=`. With it, torch 2.13 replaces a sharded module's parameters by local tensors, and in the
     first forward pass by plain attributes. So neither `state_dict` nor `parameters` has them."""
-    found = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or is_taken_apart(p)), None)
-    if found is not None:
+    cut = next((n for n, p in ddp.module.named_parameters() if is_sharded(p) or is_taken_apart(p)), None)
+    if cut is not None:
         raise LoopError(
-            f"DistributedDataParallel({type(ddp.module).__name__}): {found} is cut by tensor parallelism, and torch "
+            f"DistributedDataParallel({type(ddp.module).__name__}): {cut} is cut by tensor parallelism, and torch "
             "takes such parameters out of the module in its first forward pass: no commit, and no process that comes "
             "later, would have them. Leave DistributedDataParallel out, make the mesh with run.mesh(tensor=N), and "
             "write run.average_gradients(model) behind the last backward() of a step"
@@ -104,8 +106,8 @@ def _check_cut(ddp: Any) -> None:
 
 
 def _check_builtin(ddp: Any, name: str) -> None:
-    if not reducers.comm_hooks(ddp) and (found := reducers.logged(ddp).get("comm_hook")):
+    if not reducers.comm_hooks(ddp) and (built_in := reducers.logged(ddp).get("comm_hook")):
         raise LoopError(
-            f"{found} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
+            f"{built_in} of DistributedDataParallel({name}) is built in, and lost when a round begins. Register it in "
             "Python: `register_comm_hook(None, default_hooks.fp16_compress_hook)`"
         )

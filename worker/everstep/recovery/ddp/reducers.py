@@ -90,7 +90,7 @@ BUCKETS = "ddp_buckets"  # the name of a `Reducers` in the state of a run
 
 
 @dataclass(eq=False, slots=True)
-class _Orderly:
+class _OrderedDDP:
     """A DDP object that orders its buckets, known by the name of its tracked module and a digest of its parameters."""
 
     reference: weakref.ref[DistributedDataParallel]
@@ -107,36 +107,38 @@ class Reducers:
     everstep_optional = True  # older commits do not hold it
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        found = parallel() if dist.is_available() and dist.is_initialized() else []
+        ddps = parallel() if dist.is_available() and dist.is_initialized() else []
         # An object that the script dropped may not be collected yet, or be so on one rank only.
-        if len(found) > 1 or any(not isinstance(ddp.process_group, RecoverableGroup) for ddp in found):
-            del found
+        if len(ddps) > 1 or any(not isinstance(ddp.process_group, RecoverableGroup) for ddp in ddps):
+            del ddps
             gc.collect()
-            found = parallel()
-        self._found = [weakref.ref(ddp) for ddp in found]
-        self._reduced = weakref.WeakKeyDictionary({ddp: parameters_of(ddp) for ddp in found})
+            ddps = parallel()
+        self._references = [weakref.ref(ddp) for ddp in ddps]
+        self._reduced = weakref.WeakKeyDictionary({ddp: parameters_of(ddp) for ddp in ddps})
         names = _names(state)
-        orderly = [
-            _orderly(ddp, name, self._reduced[ddp]) for ddp in found if _orders(ddp) and (name := _name(ddp, names))
+        ordered = [
+            _ordered(ddp, name, self._reduced[ddp])
+            for ddp in ddps
+            if _orders_buckets(ddp) and (name := _name(ddp, names))
         ]
         # Ranks order their objects one after the other. Two that cannot be told apart are left to torch.
-        count = Counter((o.name, o.parameters) for o in orderly)
-        self._orderly = sorted(
-            (o for o in orderly if count[o.name, o.parameters] == 1), key=lambda o: (o.name, o.parameters)
+        count = Counter((o.name, o.parameters) for o in ordered)
+        self._ordered = sorted(
+            (o for o in ordered if count[o.name, o.parameters] == 1), key=lambda o: (o.name, o.parameters)
         )
         # Held until their orders are known: an object that the script drops is collected at a different moment on each
         # rank.
-        self._unknown: list[tuple[_Orderly, DistributedDataParallel]] = []
+        self._unknown: list[tuple[_OrderedDDP, DistributedDataParallel]] = []
         self._had: list[DistributedDataParallel] = []  # those whose buckets all members had laid out
         self._syncs: list[tuple[DistributedDataParallel, bool]] = []  # whether the next forward pass syncs buffers
-        self._settle()
+        self._find_unknown()
 
     def __len__(self) -> int:
         return len(self.alive())
 
     def alive(self) -> list[DistributedDataParallel]:
         """The DDP objects that the script still holds."""
-        return [ddp for reference in self._found if (ddp := reference()) is not None]
+        return [ddp for reference in self._references if (ddp := reference()) is not None]
 
     def broadcast(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The buffers of tracked modules that a forward pass takes from rank 0, by name: the same on all ranks."""
@@ -161,36 +163,36 @@ class Reducers:
         until the order is known, which is after the first step (with a static graph, after the second)."""
         if not self._unknown:
             return
-        for orderly, ddp in self._unknown:
-            orderly.order = orderly.made = _learn(ddp, orderly.count)
-        self._settle()
+        for ordered, ddp in self._unknown:
+            ordered.order = ordered.made = _learn(ddp, ordered.count)
+        self._find_unknown()
 
     def agree(self, members: Members) -> None:
         """Give all members exactly the orders of the member that knows most: a peer may have been lost while they
         learned. Collective."""
         mine = json.dumps(self.state_dict()).encode()
-        known = sum(o.order is not None for o in self._orderly)
-        told = members.gather((known, xxhash.xxh3_64_intdigest(mine) >> 1))
-        if len(set(told)) == 1:
+        known = sum(o.order is not None for o in self._ordered)
+        gathered = members.gather((known, xxhash.xxh3_64_intdigest(mine) >> 1))
+        if len(set(gathered)) == 1:
             return
-        giver = max(range(len(told)), key=lambda rank: (told[rank][0], -rank))
-        said = _said(json.loads(members.from_rank(giver, mine if members.rank == giver else b"")))
-        for orderly in self._orderly:
-            orderly.order = _order(said.get((orderly.name, orderly.parameters)), orderly.count)
-        self._settle()
+        giver = max(range(len(gathered)), key=lambda rank: (gathered[rank][0], -rank))
+        orders = _saved_orders(json.loads(members.from_rank(giver, mine if members.rank == giver else b"")))
+        for ordered in self._ordered:
+            ordered.order = _parse_order(orders.get((ordered.name, ordered.parameters)), ordered.count)
+        self._find_unknown()
 
     def rebuild(self) -> None:
         """Make all reducers anew for the round that has begun. On every member, after `agree`."""
-        orderly = {o.reference(): o for o in self._orderly}
+        by_object = {o.reference(): o for o in self._ordered}
         for ddp in self.alive():
-            known = orderly.get(ddp)
+            known = by_object.get(ddp)
             made = rebuild(ddp, known.order if known is not None else None, self._reduced[ddp])
             if known is not None:
                 known.made = made
 
     def can_renew(self) -> bool:
         """Whether `renew` can follow the next backward pass."""
-        known = {o.reference() for o in self._orderly if o.made is not None}
+        known = {o.reference() for o in self._ordered if o.made is not None}
         self._had = [ddp for ddp in self.alive() if reducers.has_rebuilt_buckets(ddp)]
         self._syncs = buffer_syncs(self.alive())
         return all(ddp in known and not ddp.static_graph for ddp in self._had)
@@ -206,17 +208,17 @@ class Reducers:
 
     def resume(self) -> None:
         """After a restore in a world that stays, make the reducers anew whose order has changed. On every rank."""
-        for orderly in self._orderly:
-            ddp = orderly.reference()
-            if ddp is not None and orderly.order is not None and orderly.order != orderly.made:
-                orderly.made = rebuild(ddp, orderly.order, self._reduced[ddp])
+        for ordered in self._ordered:
+            ddp = ordered.reference()
+            if ddp is not None and ordered.order is not None and ordered.order != ordered.made:
+                ordered.made = rebuild(ddp, ordered.order, self._reduced[ddp])
 
     def state_dict(self) -> dict[str, Any]:
         # An order is saved as one string, because thousands of single numbers would slow down a save.
         return {
             "orders": [
                 {"name": o.name, "parameters": o.parameters, "order": " ".join(map(str, o.order))}
-                for o in self._orderly
+                for o in self._ordered
                 if o.order is not None
             ]
         }
@@ -224,22 +226,22 @@ class Reducers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the orders that fit; a module with other parameters finds its own. Raises `ValueError` for an invalid
         order."""
-        said = _said(state)
-        found = {id(o): _order(said.get((o.name, o.parameters)), o.count) for o in self._orderly}
-        for orderly in self._orderly:
-            orderly.order = found[id(orderly)] or orderly.order
-        self._settle()
+        orders = _saved_orders(state)
+        parsed = {id(o): _parse_order(orders.get((o.name, o.parameters)), o.count) for o in self._ordered}
+        for ordered in self._ordered:
+            ordered.order = parsed[id(ordered)] or ordered.order
+        self._find_unknown()
 
-    def _settle(self) -> None:
+    def _find_unknown(self) -> None:
         """Update the fields that depend on the known orders."""
-        self._unknown = [(o, ddp) for o in self._orderly if o.order is None and (ddp := o.reference()) is not None]
+        self._unknown = [(o, ddp) for o in self._ordered if o.order is None and (ddp := o.reference()) is not None]
 
 
 def parallel() -> list[DistributedDataParallel]:
     """The DDP objects of this process, but for those of groups that were destroyed: an earlier run's, which an error or
     a variable still holds."""
-    found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    return [ddp for ddp in found if not _is_destroyed(ddp.process_group)]
+    made = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return [ddp for ddp in made if not _is_destroyed(ddp.process_group)]
 
 
 def _is_destroyed(group: Any) -> bool:
@@ -312,7 +314,7 @@ def _name(ddp: Any, names: Mapping[int, str]) -> str:
     return next((names[id(part)] for part in bare(ddp).modules() if id(part) in names), "")
 
 
-def _orders(ddp: Any) -> bool:
+def _orders_buckets(ddp: Any) -> bool:
     """Whether this DDP object orders its buckets by arrival, over all ranks."""
     return (
         hasattr(ddp, "reducer")
@@ -322,11 +324,11 @@ def _orders(ddp: Any) -> bool:
     )
 
 
-def _orderly(ddp: Any, name: str, parameters: Sequence[torch.nn.Parameter]) -> _Orderly:
+def _ordered(ddp: Any, name: str, parameters: Sequence[torch.nn.Parameter]) -> _OrderedDDP:
     """The digest is of the names, shapes and types of the parameters that its reducer has, as they were registered."""
     names = {id(p): path for path, p in ddp.module.named_parameters()}
     listed = [(names.get(id(p), ""), list(p.shape), str(p.dtype)) for p in parameters]
-    return _Orderly(weakref.ref(ddp), name, xxhash.xxh3_64_hexdigest(json.dumps(listed).encode()), len(parameters))
+    return _OrderedDDP(weakref.ref(ddp), name, xxhash.xxh3_64_hexdigest(json.dumps(listed).encode()), len(parameters))
 
 
 def _learn(ddp: Any, count: int) -> tuple[int, ...] | None:
@@ -336,17 +338,17 @@ def _learn(ddp: Any, count: int) -> tuple[int, ...] | None:
     if not order and reducers.has_rebuilt_buckets(ddp):
         order = reducers.bucket_order(ddp, each=True)
     try:
-        return _order(order, count)
+        return _parse_order(order, count)
     except ValueError as e:
         log.warning("the last bits may differ after a recovery: torch says of its buckets %s", e)
         return None
 
 
-def _said(state: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+def _saved_orders(state: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     return {(each["name"], each["parameters"]): each["order"] for each in state["orders"]}
 
 
-def _order(text: str | None, count: int) -> tuple[int, ...] | None:
+def _parse_order(text: str | None, count: int) -> tuple[int, ...] | None:
     """Parse an order of `count` parameters; None if there is no text. Raises `ValueError` if it is not an order."""
     if not text:
         return None

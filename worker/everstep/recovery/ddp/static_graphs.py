@@ -27,7 +27,7 @@ _FAILS = (
 
 
 @functools.cache
-def put_up() -> None:
+def install() -> None:
     """Put the check in place. Called when a run begins; does nothing the second time, whatever other libraries have put
     around it since."""
     replace("no_sync", _checked, DistributedDataParallel)
@@ -40,9 +40,9 @@ def _checked(no_sync: Any) -> Any:
         if ddp.static_graph and (
             isinstance(ddp.process_group, RecoverableGroup) or not reducers.delays_static_pass(ddp)
         ):
-            asked = script_call_site(sys._getframe(1))
+            site = script_call_site(sys._getframe(1))
             raise LoopError(
-                f"no_sync(){asked.at if asked is not None else ''} of DistributedDataParallel("
+                f"no_sync(){site.at if site is not None else ''} of DistributedDataParallel("
                 f"{type(ddp.module).__name__}) with static_graph=True: {_FAILS}"
             )
         return no_sync(ddp)

@@ -73,10 +73,10 @@ _give: list[Callable[[int], None]] = []
 
 
 @functools.cache
-def put_up() -> None:
+def install() -> None:
     """Put the replacements in place. Called when a run begins; does nothing the second time, whatever other libraries
     have put around them since."""
-    replace("__init__", _asked, Join)
+    replace("__init__", _off_until_entered, Join)
     replace("__enter__", lambda _: _enter, Join)
     replace("__exit__", _leave, Join)
     replace("join_hook", lambda _: _join_hook, DistributedDataParallel)
@@ -91,8 +91,8 @@ def gives(give: Callable[[int], None]) -> None:
 
 def step_begins() -> None:
     """A step of the session begins: a join that was entered before has nothing to do in it."""
-    for one in _entered:
-        joins.enable(one, on=False)
+    for join in _entered:
+        joins.enable(join, on=False)
     for ddp in list(_there):
         _there[ddp] = _marks(ddp)
 
@@ -167,10 +167,10 @@ class JoinHook(joins.DDPJoinHook):
                         part.copy_(p.grad * share)
                 works.append(joins.run_hook(ddp, bucket))
             for bucket, work in zip(buckets, works, strict=True):
-                found = work.wait()
-                found = found[0] if isinstance(found, list | tuple) else found
-                if found.data_ptr() != bucket.buffer().data_ptr():
-                    bucket.buffer().copy_(found)
+                averaged = work.wait()
+                averaged = averaged[0] if isinstance(averaged, list | tuple) else averaged
+                if averaged.data_ptr() != bucket.buffer().data_ptr():
+                    bucket.buffer().copy_(averaged)
             used = self._used()
             for bucket in buckets:
                 for p, part in _parts(bucket):
@@ -193,12 +193,12 @@ class JoinHook(joins.DDPJoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: bring them to one state."""
         ddp: Any = self.ddp
-        told = torch.tensor(
+        sent = torch.tensor(
             [joins.rank_of(ddp) if is_last_joiner else -1, not is_last_joiner, self.moved],
             dtype=torch.int64, device=ddp.device,
         )  # fmt: skip
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=ddp.process_group)
-        source, uneven, moved = told.tolist()
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=ddp.process_group)
+        source, uneven, moved = sent.tolist()
         if moved != self._known:  # the last rank's optimizer has used the gradients
             _there[ddp] = _marks(ddp)
         if uneven and moved:
@@ -216,10 +216,10 @@ def _agree(ddp: Any, hook: JoinHook, *, joined: bool, synchronized: bool = False
     """Tell all ranks whether this one averages the gradients of the pass that begins. Returns whether they do, how
     often their parameters have changed, how many ranks have inputs, and whether these begin without gradients. Raises
     `LoopError` on all ranks."""
-    told = [0, 0, 0, hook.lacks, 0] if joined else [synchronized, 1, hook.moved, 0, _is_cleared(ddp)]
+    sent = [0, 0, 0, hook.lacks, 0] if joined else [synchronized, 1, hook.moved, 0, _is_cleared(ddp)]
     if ddp.static_graph:
         raise LoopError(f"join(){_at()} of DistributedDataParallel({type(ddp.module).__name__}) with {_STATIC}")
-    values = torch.tensor(told, dtype=torch.int64, device=ddp.device)
+    values = torch.tensor(sent, dtype=torch.int64, device=ddp.device)
     dist.all_reduce(values, group=ddp.process_group)
     averaging, active, moved, lacking, cleared = values.tolist()
     if lacking:
@@ -252,20 +252,20 @@ def _join_hook(ddp: Any, **options: Any) -> JoinHook:
     return JoinHook(ddp, options.get("divide_by_initial_world_size", True))
 
 
-def _asked(init: Any) -> Any:
+def _off_until_entered(init: Any) -> Any:
     @functools.wraps(init)
-    def asked(one: Any, *arguments: Any, **options: Any) -> None:
-        init(one, *arguments, **options)
-        one._everstep_enable = joins.is_enabled(one)
-        joins.enable(one, on=False)  # until it is entered
+    def switched_off(join: Any, *arguments: Any, **options: Any) -> None:
+        init(join, *arguments, **options)
+        join._everstep_enable = joins.is_enabled(join)
+        joins.enable(join, on=False)  # until it is entered
 
-    return asked
+    return switched_off
 
 
-def _enter(one: Any) -> None:
-    joins.enable(one, on=one._everstep_enable)
-    _entered.append(one)
-    for hook in joins.hooks_of(one):
+def _enter(join: Any) -> None:
+    joins.enable(join, on=join._everstep_enable)
+    _entered.append(join)
+    for hook in joins.hooks_of(join):
         if isinstance(hook, JoinHook):
             _hooks[id(hook.ddp)] = hook
             hook.begin()
@@ -273,24 +273,24 @@ def _enter(one: Any) -> None:
 
 def _leave(leave: Any) -> Any:
     @functools.wraps(leave)
-    def left(one: Any, *error: Any) -> Any:
+    def left(join: Any, *error: Any) -> Any:
         try:
-            return leave(one, *error)
+            return leave(join, *error)
         finally:
-            _entered[:] = [other for other in _entered if other is not one]
-            for joinable in joins.joined_by(one):
+            _entered[:] = [other for other in _entered if other is not join]
+            for joinable in joins.joined_by(join):
                 _hooks.pop(id(joinable), None)
-            if joins.is_enabled(one):
-                joins.enable(one, on=False)
-                _forget_divisor(one)
+            if joins.is_enabled(join):
+                joins.enable(join, on=False)
+                _forget_divisor(join)
 
     return left
 
 
-def _forget_divisor(one: Any) -> None:
+def _forget_divisor(join: Any) -> None:
     """Let DDP divide by the number of all ranks again. Its reducer would divide by the ranks of its last pass in the
     join."""
-    for joinable in joins.joined_by(one):
+    for joinable in joins.joined_by(join):
         if isinstance(joinable, DistributedDataParallel) and hasattr(joinable, "reducer"):
             reducers.divide_by(joinable, None)
 
@@ -328,5 +328,5 @@ def _marks(ddp: Any) -> list[Any]:
 
 
 def _at() -> str:
-    asked = script_call_site(sys._getframe(1))
-    return asked.at if asked is not None else ""
+    site = script_call_site(sys._getframe(1))
+    return site.at if site is not None else ""

@@ -25,19 +25,19 @@ class BackgroundForming:
 
     def start(self, number: int, form: Callable[[], FormedRound], then: Callable[[], None]) -> None:
         """Begin to form the round. `then` is called in the background thread, whether the round formed or not."""
-        found: Future[FormedRound] = Future()
-        self._replace((number, found))
+        future: Future[FormedRound] = Future()
+        self._replace((number, future))
 
         def run() -> None:
             try:
-                found.set_result(form())
+                future.set_result(form())
             except BaseException as e:
-                found.set_exception(e)
+                future.set_exception(e)
             then()
 
         threading.Thread(target=run, name=f"everstep-ahead-{number}", daemon=True).start()
 
-    def take(self, number: int) -> FormedRound | None:
+    def pop(self, number: int) -> FormedRound | None:
         """Wait for the round and return it; None if it was not begun. Raises the error of `form`."""
         newest = self._replace(None, keep=number)
         return newest[1].result() if newest is not None else None
@@ -56,8 +56,8 @@ class BackgroundForming:
         return None
 
 
-def _discard(found: Future[FormedRound]) -> None:
+def _discard(forming_round: Future[FormedRound]) -> None:
     """Close the round once it has formed. No collective was begun in it."""
-    if found.exception() is None:
+    if forming_round.exception() is None:
         with contextlib.suppress(forming.FormingFailed):
-            forming.close(found.result(), [], [])
+            forming.close(forming_round.result(), [], [])

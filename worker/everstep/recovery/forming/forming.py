@@ -62,18 +62,18 @@ def listening(make: Callable[[], Any], attempts: int = 3) -> tuple[Any, Address]
 def shut(addresses: Collection[Address], enough: Callable[[], bool], seconds: float) -> bool:
     """Shut down this process's connections that begin or end at one of the addresses. Returns whether gloo closed them
     all within `seconds`, or `enough` held."""
-    held: list[tuple[int, int]] = []
+    shut_down: list[tuple[int, int]] = []
     for descriptor, inode, copy in _connections():
         with copy:
             try:
                 ends = {_plain(copy.getpeername()), _plain(copy.getsockname())}  # a listener has no peer: it stays
                 if ends & set(addresses):
                     copy.shutdown(socket.SHUT_RDWR)
-                    held.append((descriptor, inode))
+                    shut_down.append((descriptor, inode))
             except OSError:
                 continue  # not connected, or no longer
     until = time.monotonic() + seconds
-    while any(_inode(descriptor) == inode for descriptor, inode in held) and not enough():
+    while any(_inode(descriptor) == inode for descriptor, inode in shut_down) and not enough():
         if time.monotonic() > until:
             return False
         time.sleep(POLL_SECONDS)
@@ -112,10 +112,10 @@ def _connections() -> Iterator[tuple[int, int, socket.socket]]:
 def _inode(descriptor: int) -> int | None:
     """The inode of the socket behind a descriptor; None if it is no socket."""
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     except OSError:
         return None
-    return found.st_ino if stat.S_ISSOCK(found.st_mode) else None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _plain(address: Any) -> Address:
@@ -267,13 +267,13 @@ def _check_made(store: Any, round_: AnnouncedRound, made: str) -> None:
     """Check that all members have made the same groups: a group that a member lacks would wait for it for ever. If one
     member has found an error in the script, all raise it."""
     store.set(f"made/{round_.rank}", made)
-    found = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
-    told = [one.decode() for one in found]
-    for other in told:
+    values = store.multi_get([f"made/{rank}" for rank in range(round_.world_size)])
+    by_rank = [value.decode() for value in values]
+    for other in by_rank:
         for prefix, certain in ((REFUSED, True), (UNCERTAIN, False)):
             if other.startswith(prefix):
                 raise LoopError(other.removeprefix(prefix), certain=certain)
-    same_calls.check(told)
+    same_calls.check(by_rank)
 
 
 def _with_devices(gloo: Any, rank: int, size: int, store: Any) -> tuple[Any, Callable[[], None] | None]:

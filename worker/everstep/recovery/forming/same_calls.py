@@ -16,7 +16,7 @@ from everstep.recovery.errors import LoopError
 AT_PLACE = "at place {} "  # prefix of calls that only the ranks of this place in a replica make
 Gather = Callable[[Sequence[int]], list[tuple[int, ...]]]  # collects the numbers of each rank; collective
 _LINE = re.compile(r" \([^()]*:\d+\)$")
-_PLACE = re.compile(AT_PLACE.format(r"\d+"))
+_MODEL_RANK = re.compile(AT_PLACE.format(r"\d+"))
 _BYTES = 7  # of text in each number of at most 63 bits
 _OF_PLACES = (
     ". Modules, optimizers, schedules and scalers may be other ones on each place of a replica, and are the same on "
@@ -25,22 +25,22 @@ _OF_PLACES = (
 )
 
 
-def check(told: Sequence[str]) -> None:
-    """`told`: by rank, one line for each call. Raises `LoopError` for the first call that differs between ranks."""
+def check(calls: Sequence[str]) -> None:
+    """`calls`: by rank, one line for each call. Raises `LoopError` for the first call that differs between ranks."""
     peers: dict[str, int] = {}  # the first rank of each place
-    for rank, said in enumerate(told):
-        place = next((at[0] for one in said.splitlines() if (at := _PLACE.match(one))), "")
-        for peer, of_place in ((0, False), (peers.setdefault(place, rank), True)):
-            if (found := _difference(_lines(told[peer], of_place), _lines(said, of_place))) is not None:
-                one, other = found
+    for rank, own in enumerate(calls):
+        model_rank = next((at[0] for line in own.splitlines() if (at := _MODEL_RANK.match(line))), "")
+        for peer, of_place in ((0, False), (peers.setdefault(model_rank, rank), True)):
+            if (differing := _difference(_lines(calls[peer], of_place), _lines(own, of_place))) is not None:
+                first, other = differing
                 raise LoopError(
-                    f"rank {peer}'s script made {one}, and rank {rank}'s {other}, before its first step. "
+                    f"rank {peer}'s script made {first}, and rank {rank}'s {other}, before its first step. "
                     "Each process must make the same ones in the same order, a process that comes later too"
-                    + (_OF_PLACES if place else "")
+                    + (_OF_PLACES if model_rank else "")
                 )
 
 
-def meet(mine: str, gather: Gather) -> None:
+def check_gathered(mine: str, gather: Gather) -> None:
     """`check` the calls of all ranks. Collective."""
     check(gather_texts(mine, gather))
 
@@ -52,16 +52,16 @@ def gather_texts(mine: str, gather: Gather) -> list[str]:
     length = -(-max(sizes) // _BYTES) * _BYTES
     padded = data.ljust(length, b"\0")
     numbers = [int.from_bytes(padded[at : at + _BYTES], "big") for at in range(0, length, _BYTES)]
-    found = [b"".join(one.to_bytes(_BYTES, "big") for one in said) for said in gather(numbers)]
-    return [said[:size].decode() for said, size in zip(found, sizes, strict=True)]
+    texts = [b"".join(number.to_bytes(_BYTES, "big") for number in row) for row in gather(numbers)]
+    return [text[:size].decode() for text, size in zip(texts, sizes, strict=True)]
 
 
-def _lines(told: str, of_place: bool) -> list[str]:
-    return [one for one in told.splitlines() if (_PLACE.match(one) is not None) is of_place]
+def _lines(text: str, of_place: bool) -> list[str]:
+    return [line for line in text.splitlines() if (_MODEL_RANK.match(line) is not None) is of_place]
 
 
 def _difference(some: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
-    for one, other in zip_longest(some, others, fillvalue="nothing in its place"):
-        if _LINE.sub("", one) != _LINE.sub("", other):
-            return one, other
+    for first, other in zip_longest(some, others, fillvalue="nothing in its place"):
+        if _LINE.sub("", first) != _LINE.sub("", other):
+            return first, other
     return None

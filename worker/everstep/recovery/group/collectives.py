@@ -23,6 +23,6 @@ def gather_over(values: Sequence[int], group: Any) -> list[tuple[int, ...]]:
 
 def all_gather(data: torch.Tensor, group: Any) -> list[torch.Tensor]:
     """Every rank's tensor, by rank. All have one shape and type."""
-    found = [torch.zeros_like(data) for _ in range(group.size())]
-    group.allgather([found], [data]).wait()
-    return found
+    outputs = [torch.zeros_like(data) for _ in range(group.size())]
+    group.allgather([outputs], [data]).wait()
+    return outputs

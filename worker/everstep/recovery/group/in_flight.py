@@ -26,10 +26,10 @@ class PeerLost(RuntimeError):
 
 def is_of_lost_peer(error: BaseException) -> bool:
     """Whether an error is a `PeerLost`, or came from one."""
-    found: list[BaseException] = [error]
-    for one in found:
-        found += [e for e in (one.__cause__, one.__context__) if e is not None and not any(e is f for f in found)]
-    return any(isinstance(e, PeerLost) or _says_so(e) for e in found)
+    chain: list[BaseException] = [error]
+    for link in chain:
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and not any(e is f for f in chain)]
+    return any(isinstance(e, PeerLost) or _says_so(e) for e in chain)
 
 
 def _says_so(error: BaseException) -> bool:
@@ -213,7 +213,7 @@ class InFlightCollectives:
     def give_up(self, reason: str) -> None:
         """End every collective in flight."""
         with self.lock:
-            pending = self._take(reason)
+            pending = self._lose_pending(reason)
         for answer in pending:
             answer.finish(PeerLost(reason))
 
@@ -239,14 +239,14 @@ class InFlightCollectives:
             if answer not in self._pending:
                 return
             self.lost_at = line_of_script()
-            pending = self._take(reason)
+            pending = self._lose_pending(reason)
             round_ = self._round  # the next one may begin as soon as the program hears of this failure
         for other in pending:
             other.finish(PeerLost(reason))
         if self._on_lost is not None:
             self._on_lost(reason, round_)
 
-    def _take(self, reason: str) -> list[CollectiveWork]:
+    def _lose_pending(self, reason: str) -> list[CollectiveWork]:
         self.lost = self.lost or reason
         pending, self._pending = list(self._pending), {}
         self.failures += len(pending)

@@ -1,4 +1,4 @@
-"""Maps a group of the script to its ranks in each world, where a replica is `places` neighbours in rank. Pure.
+"""Maps a group of the script to its ranks in each world, where a replica is `model_size` neighbours in rank. Pure.
 
 A script names ranks of the largest world that the job may have, but later worlds have other sizes. So a group is kept
 by its meaning: some places of one replica, or one place of all replicas.
@@ -22,55 +22,55 @@ class AllRanks:
 class WithinReplica:
     """These places of one replica."""
 
-    places: tuple[int, ...]
+    model_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AcrossReplicas:
     """The ranks of this place in all replicas."""
 
-    place: int
+    model_rank: int
 
 
 GroupMeaning = AllRanks | WithinReplica | AcrossReplicas
 
 
-def meaning(ranks: Sequence[int], most: int, places: int) -> tuple[GroupMeaning, int] | None:
+def meaning(ranks: Sequence[int], most: int, model_size: int) -> tuple[GroupMeaning, int] | None:
     """The meaning of these ranks in a world of `most`, and the number of their replica (0 if all replicas take part).
     None if these ranks have no meaning in another world."""
-    found = sorted(ranks)
-    if not found or found[0] < 0 or found[-1] >= most or len(set(found)) < len(found) or most % places:
+    ordered = sorted(ranks)
+    if not ordered or ordered[0] < 0 or ordered[-1] >= most or len(set(ordered)) < len(ordered) or most % model_size:
         return None
     # Checked first, because it is more precise in a job of one replica: each process knows its place.
-    if most > 1 and found[0] // places == found[-1] // places:
-        return WithinReplica(tuple(rank % places for rank in found)), found[0] // places
-    if found == list(range(most)):
+    if most > 1 and ordered[0] // model_size == ordered[-1] // model_size:
+        return WithinReplica(tuple(rank % model_size for rank in ordered)), ordered[0] // model_size
+    if ordered == list(range(most)):
         return AllRanks(), 0
-    if found == list(range(found[0] % places, most, places)):
-        return AcrossReplicas(found[0] % places), 0
+    if ordered == list(range(ordered[0] % model_size, most, model_size)):
+        return AcrossReplicas(ordered[0] % model_size), 0
     return None
 
 
-def ranks_of(what: GroupMeaning, rank: int, size: int, places: int) -> list[int]:
+def ranks_of(what: GroupMeaning, rank: int, size: int, model_size: int) -> list[int]:
     """The ranks, in a world of `size`, of the group that contains rank `rank`."""
     match what:
         case AllRanks():
             return list(range(size))
         case WithinReplica(inside):
-            first = rank // places * places
-            return [first + place for place in inside]
+            first = rank // model_size * model_size
+            return [first + model_rank for model_rank in inside]
         case AcrossReplicas(place):
-            return list(range(place, size, places))
+            return list(range(place, size, model_size))
 
 
-def name_of(what: GroupMeaning, nth: int, rank: int, places: int) -> str:
+def name_of(what: GroupMeaning, nth: int, rank: int, model_size: int) -> str:
     """The name of the group of this meaning that contains rank `rank`. Its members use the same name, and no other
     group has it."""
     match what:
         case AllRanks():
             return f"own-{nth}"
         case WithinReplica(inside):
-            return f"inside-{nth}-{'-'.join(map(str, inside))}-of-{rank // places}"
+            return f"inside-{nth}-{'-'.join(map(str, inside))}-of-{rank // model_size}"
         case AcrossReplicas(place):
             return f"across-{nth}-{place}"
 
@@ -102,12 +102,12 @@ def words(made: Counter[tuple[GroupMeaning, int]]) -> str:
     return "; ".join(f"{name}: {counts[name]}" for name in sorted(counts))
 
 
-def lacking(made: Counter[tuple[GroupMeaning, int]], replicas: int, places: int) -> list[int] | None:
+def lacking(made: Counter[tuple[GroupMeaning, int]], replicas: int, model_size: int) -> list[int] | None:
     """The ranks of a group that the script has made for some replicas but not for all; None if there is none. `made`:
     the number of groups by meaning and replica."""
     for what, _ in made:
         counts = {replica: made[what, replica] for replica in range(replicas if isinstance(what, WithinReplica) else 1)}
         fewest = min(counts, key=lambda replica: counts[replica])
         if counts[fewest] < max(counts.values()):
-            return ranks_of(what, fewest * places, replicas * places, places)
+            return ranks_of(what, fewest * model_size, replicas * model_size, model_size)
     return None

@@ -40,14 +40,15 @@ class Members(Broadcasting):
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
         return all_gather(data, self.group)
 
-    def any(self, values: Sequence[bool], places: int = 1) -> list[bool]:
-        """For each value, whether it is true on any rank; all ranks give the same number of values. With `places` above
-        1, only ranks with this rank's place, `rank % places`, count, and only these must give the same number."""
-        if places > 1:
+    def any(self, values: Sequence[bool], model_size: int = 1) -> list[bool]:
+        """For each value, whether it is true on any rank; all ranks give the same number of values. With `model_size`
+        above 1, only ranks with this rank's place, `rank % model_size`, count, and only these must give the same
+        number."""
+        if model_size > 1:
             # One more than needed, because gloo cannot gather empty tensors.
             padded = [*values, *[False] * (self.maximum(len(values)) + 1 - len(values))]
-            told = self.gather([int(value) for value in padded])[self.rank % places :: places]
-            return [any(column) for column in list(zip(*told, strict=True))[: len(values)]]
+            gathered = self.gather([int(value) for value in padded])[self.rank % model_size :: model_size]
+            return [any(column) for column in list(zip(*gathered, strict=True))[: len(values)]]
         if self.world_size == 1 or not values:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.uint8)

@@ -49,9 +49,9 @@ def refuse_training(alone: Callable[[], bool]) -> None:
         if not any(id(p) in wrapped for group in optimizer.param_groups for p in group["params"]):
             free.add(optimizer)
             return
-        asked = script_call_site(sys._getframe(1))
+        site = script_call_site(sys._getframe(1))
         raise LoopError(
-            f"optimizer.step(){asked.at if asked is not None else ''} of a model in DistributedDataParallel, before "
+            f"optimizer.step(){site.at if site is not None else ''} of a model in DistributedDataParallel, before "
             "run.steps(): this process is alone until then, and its gradients are not averaged. Let the loop "
             "be `for step in run.steps(loader, until=STEPS):` and do its work inside `with step as batch:` "
             "(docs/how-to-convert.md)"
@@ -80,15 +80,15 @@ class ProgramGroups:
     def __init__(self, on_lost: Callable[[str, int], None]) -> None:
         self._on_lost = on_lost
         self._waiting = WaitingTime()  # in the program's collectives
-        self._asked: RecoverableGroup | None = None  # the group that is being registered with c10d now
+        self._registering: RecoverableGroup | None = None  # the group that is being registered with c10d now
         self.scope = ScriptLocation()
         self.main = self._make()
         self.main.on_point = self._check_peer
         self._own: list[ScriptGroup] = []
         self.own: tuple[RecoverableGroup, ...] = ()  # the script's groups with this process, in the order of `parts`
         # Whether the script divides its model, the ranks of a replica, and the rank that this process assumes.
-        self._divided, self.places, self._here = False, 1, 0
-        self._told: Counter[tuple[GroupMeaning, int]] = (
+        self._divided, self.model_size, self._here = False, 1, 0
+        self._requested: Counter[tuple[GroupMeaning, int]] = (
             Counter()
         )  # groups that the script has asked for, of any replica
         self._most = 1
@@ -100,25 +100,25 @@ class ProgramGroups:
         torch_functions.check_first()
         self._most = most
         self.scope.others = most > 1
-        dist.Backend.register_backend(BACKEND, lambda *_: self._asked or self.main, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, lambda *_: self._registering or self.main, devices=["cpu", "cuda"])
         hook = sys.excepthook
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         sys.excepthook = rank_label.labelled(hook)
         self.main.attach(forming.alone(), 0, 1)
-        torch_functions.put_up(most, lambda: self._asked is not None, self._new)
+        torch_functions.install(most, lambda: self._registering is not None, self._new)
         refuse_training(lambda: self.scope.others and self.scope.where is ScriptPhase.BUILDING)
 
-    def divide(self, kind: str, places: int, rank: int) -> None:
-        """Take over the mesh's shape. If the script itself divides its model, over `places` neighbours in rank, this
-        process keeps the place of `rank`."""
+    def divide(self, kind: str, model_size: int, rank: int) -> None:
+        """Take over the mesh's shape. If the script itself divides its model, over `model_size` neighbours in rank,
+        this process keeps the place of `rank`."""
         if kind == MODEL:
-            self._divided, self.places, self._here = True, places, rank % self._most
+            self._divided, self.model_size, self._here = True, model_size, rank % self._most
 
     def is_across(self, group: object) -> bool:
         """Whether this is a group of the script that consists of one place of all replicas."""
-        across = (AcrossReplicas, WithinReplica) if self._most == self.places else (AcrossReplicas,)
-        found = next((one.what for one in self._own if one.group is group), None)
-        return isinstance(found, across) and len(meanings.ranks_of(found, 0, self.places, self.places)) == 1
+        across = (AcrossReplicas, WithinReplica) if self._most == self.model_size else (AcrossReplicas,)
+        what = next((own.what for own in self._own if own.group is group), None)
+        return isinstance(what, across) and len(meanings.ranks_of(what, 0, self.model_size, self.model_size)) == 1
 
     def _make(self) -> RecoverableGroup:
         return RecoverableGroup(self._on_lost, self._waiting, self.scope)
@@ -129,31 +129,31 @@ class ProgramGroups:
 
     def _register(self, group: RecoverableGroup, description: str | None) -> RecoverableGroup:
         """Register the group with c10d."""
-        self._asked = group
+        self._registering = group
         try:
             dist.new_group([0], backend=BACKEND, group_desc=description)
             return group
         finally:
-            self._asked = None
+            self._registering = None
 
     def _new(self, ranks: Sequence[int] | None, description: str | None) -> Any:
         """A group for the script; without `ranks`, of all ranks. If this process is not in it, torch's placeholder for
         non-members."""
-        asked = script_call_site(sys._getframe(1))
-        at = asked.at if asked is not None else ""
+        site = script_call_site(sys._getframe(1))
+        at = site.at if site is not None else ""
         if self.scope.where is not ScriptPhase.BUILDING:
             raise LoopError(
                 f"dist.new_group(){at} after steps() began: a process that comes later would not make it. Make groups "
                 "once, between everstep.start() and run.steps()"
             )
-        found = meanings.meaning(range(self._most) if ranks is None else ranks, self._most, self.places)
-        if found is None or not (self._divided or found[0] == AllRanks()):
+        what_nth = meanings.meaning(range(self._most) if ranks is None else ranks, self._most, self.model_size)
+        if what_nth is None or not (self._divided or what_nth[0] == AllRanks()):
             raise LoopError(f"dist.new_group({list(ranks or ())}){at}: {NO_SUBGROUPS}")
-        what, replica = found
-        nth = self._told[found]
-        self._told[found] += 1
-        members = meanings.ranks_of(what, self._here, self._most, self.places)
-        if self._here not in members or (isinstance(what, WithinReplica) and replica != self._here // self.places):
+        what, replica = what_nth
+        nth = self._requested[what_nth]
+        self._requested[what_nth] += 1
+        members = meanings.ranks_of(what, self._here, self._most, self.model_size)
+        if self._here not in members or (isinstance(what, WithinReplica) and replica != self._here // self.model_size):
             return dist.GroupMember.NON_GROUP_MEMBER
         if len(self._own) >= MOST:
             raise LoopError(f"dist.new_group(){at} for the {MOST + 1}th time: make groups once, and use them again")
@@ -162,8 +162,8 @@ class ProgramGroups:
             group.knows_place = True
             self._seat(group, what, self._here, self._most)
         self._own.append(ScriptGroup(what, nth, group))
-        self._own.sort(key=lambda one: meanings.order_of(one.what, one.nth))
-        self.own = tuple(one.group for one in self._own)
+        self._own.sort(key=lambda own: meanings.order_of(own.what, own.nth))
+        self.own = tuple(own.group for own in self._own)
         return group
 
     def _alone(self) -> RecoverableGroup:
@@ -173,23 +173,23 @@ class ProgramGroups:
 
     def parts(self, rank: int, world_size: int) -> tuple[forming.Subgroup, ...]:
         """The subgroups that `forming.form` makes for a round."""
-        found = []
-        for one in self._own:
-            ranks = meanings.ranks_of(one.what, rank, world_size, self.places)
-            name = meanings.name_of(one.what, one.nth, rank, self.places)
-            found.append(forming.Subgroup(name, ranks.index(rank), len(ranks)))
-        return tuple(found)
+        subgroups = []
+        for own in self._own:
+            ranks = meanings.ranks_of(own.what, rank, world_size, self.model_size)
+            name = meanings.name_of(own.what, own.nth, rank, self.model_size)
+            subgroups.append(forming.Subgroup(name, ranks.index(rank), len(ranks)))
+        return tuple(subgroups)
 
-    def place(self, rank: int, world_size: int) -> None:
+    def seat_groups(self, rank: int, world_size: int) -> None:
         """Tell the groups, and c10d, of the world that has begun."""
         set_ranks(self.main, {i: i for i in range(world_size)})
-        for one in self._own:
-            self._seat(one.group, one.what, rank, world_size)
+        for own in self._own:
+            self._seat(own.group, own.what, rank, world_size)
 
     def _seat(self, group: RecoverableGroup, what: GroupMeaning, rank: int, world_size: int) -> None:
-        ranks = meanings.ranks_of(what, rank, world_size, self.places)
-        group.place(ranks.index(rank), len(ranks))
-        set_ranks(group, {one: i for i, one in enumerate(ranks)})
+        ranks = meanings.ranks_of(what, rank, world_size, self.model_size)
+        group.set_rank(ranks.index(rank), len(ranks))
+        set_ranks(group, {member: i for i, member in enumerate(ranks)})
 
     def _check_peer(self, name: str, rank: int) -> None:
         """Check the rank to which the script sends, or from which it receives. Raises `LoopError` if the world has no
@@ -197,8 +197,8 @@ class ProgramGroups:
         size = self.main._size
         if rank < size or self.scope.where is not ScriptPhase.STEP or not self.scope.others:
             return
-        asked = script_call_site(sys._getframe(1))
-        at = asked.at if asked is not None else ""
+        site = script_call_site(sys._getframe(1))
+        at = site.at if site is not None else ""
         raise LoopError(
             f"dist.{name}() with rank {rank}{at}: this world has {size} ranks. Those that a script has kept from "
             "before its loop, as it passed them to dist.new_group(), are of the largest world, and change when a "
@@ -222,14 +222,14 @@ class ProgramGroups:
         can go on, the reason for that."""
         if self.refusal is not None:
             return f"{forming.REFUSED if self.refusal.certain else forming.UNCERTAIN}{self.refusal}"
-        if (ranks := meanings.lacking(self._told, self._most // self.places, self.places)) is not None:
+        if (ranks := meanings.lacking(self._requested, self._most // self.model_size, self.model_size)) is not None:
             return (
                 f"{forming.REFUSED}dist.new_group({ranks}) was left out, and other replicas have such a group: each "
                 "process makes the groups of all replicas, in the same order, as torch asks of a script. Write "
-                f"`for first in range(0, run.world_size, {self.places}): dist.new_group(…)`, or "
-                f"dist.new_subgroups({self.places})"
+                f"`for first in range(0, run.world_size, {self.model_size}): dist.new_group(…)`, or "
+                f"dist.new_subgroups({self.model_size})"
             )
-        if not self._told:
+        if not self._requested:
             return "\n".join(self.asks)
-        meant = f" ({meanings.words(self._told)})" if self._divided else ""
-        return "\n".join([f"{self._told.total()} process groups by dist.new_group(){meant}", *self.asks])
+        meant = f" ({meanings.words(self._requested)})" if self._divided else ""
+        return "\n".join([f"{self._requested.total()} process groups by dist.new_group(){meant}", *self.asks])

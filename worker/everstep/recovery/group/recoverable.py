@@ -133,7 +133,7 @@ class RecoverableGroup(dist.ProcessGroup):
             self._inner, self._rank, self._size, self._abort = inner, rank, size, abort
             in_flight.restart(round_)
 
-    def place(self, rank: int, size: int) -> None:
+    def set_rank(self, rank: int, size: int) -> None:
         """Set rank and size, also while no round is attached."""
         self._rank, self._size = rank, size
 
@@ -222,14 +222,14 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def rank(self) -> int:
         if self._scope is not None and not self.knows_place:
-            self._scope.place("rank")
+            self._scope.check_known("rank")
         if self.on_rank is not None:
             self.on_rank()
         return self._rank
 
     def size(self) -> int:
         if self._scope is not None and not self.knows_place:
-            self._scope.place("size")
+            self._scope.check_known("size")
         return self._size
 
     def ask_ranks(self, what: str) -> None:
@@ -347,9 +347,9 @@ def _copy_own(name: str, arguments: Sequence[Any]) -> None:
     pairs = [(outputs, inputs)] if isinstance(outputs, torch.Tensor) else zip(outputs, inputs, strict=False)
     with torch.no_grad():
         for output, own in pairs:
-            for one in output if isinstance(output, list | tuple) else (output,):
-                if own.numel() and one.numel() % own.numel() == 0:
-                    one.view(-1, own.numel()).copy_(own.reshape(1, -1))
+            for part in output if isinstance(output, list | tuple) else (output,):
+                if own.numel() and part.numel() % own.numel() == 0:
+                    part.view(-1, own.numel()).copy_(own.reshape(1, -1))
 
 
 def _on_device(tensors: Any) -> bool:

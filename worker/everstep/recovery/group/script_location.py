@@ -85,10 +85,10 @@ class ScriptLocation:
         the present step: if a peer were lost in between, the collective would not be repeated."""
         if begun == self.entered or not self.others:
             return
-        asked = script_call_site(sys._getframe(2))
+        site = script_call_site(sys._getframe(2))
         raise LoopError(
             f"{name} was begun in an earlier step and is waited for in this one"
-            f"{asked.at if asked is not None else ''}: it cannot be repeated if a peer is lost in between. Wait for "
+            f"{site.at if site is not None else ''}: it cannot be repeated if a peer is lost in between. Wait for "
             "it in its own step, before the step's block ends"
         )
 
@@ -99,27 +99,27 @@ class ScriptLocation:
             threading.current_thread(), threading._DummyThread
         ):
             return  # a thread of autograd
-        asked = script_call_site(sys._getframe(2))
-        if asked is None:
+        site = script_call_site(sys._getframe(2))
+        if site is None:
             return
-        name = asked.function if asked.own else name
+        name = site.function if site.own else name
         match self.where:
             case ScriptPhase.STEP:
                 raise LoopError(
-                    f"{name}{asked.at} is in the thread {threading.current_thread().name!r}: ranks may run it "
+                    f"{name}{site.at} is in the thread {threading.current_thread().name!r}: ranks may run it "
                     "before or after the step's own collectives, and it is not repeated when a peer is lost. Call it "
                     "in the thread of the loop, inside `with step:`"
                 )
-            case ScriptPhase.BUILDING if asked.own:
+            case ScriptPhase.BUILDING if site.own:
                 raise LoopError(
-                    f"{name}{asked.at}: before steps() this process is alone, and no other rank would be in it. To do "
+                    f"{name}{site.at}: before steps() this process is alone, and no other rank would be in it. To do "
                     "something in one process of the job, write run.once(fn); to prepare files on each machine, "
                     "run.once(fn, each='machine'); to evaluate, run.evaluate(fn, every=N). What all ranks must agree "
                     "on belongs inside `with step:`"
                 )
-            case ScriptPhase.BODY if asked.own:
+            case ScriptPhase.BODY if site.own:
                 raise LoopError(
-                    f"{name}{asked.at} is in the body of the loop over the prepared loader. If a peer is lost in it, "
+                    f"{name}{site.at} is in the body of the loop over the prepared loader. If a peer is lost in it, "
                     "the body ends with an error that Everstep cannot catch there. Write `with "
                     "accelerator.accumulate(model):` around the body of the loop"
                 )
@@ -128,7 +128,7 @@ class ScriptLocation:
                 end()
             case ScriptPhase.BETWEEN:
                 raise LoopError(
-                    f"{name}{asked.at} is between two steps, where it is not repeated when a peer is lost. Move it "
+                    f"{name}{site.at} is between two steps, where it is not repeated when a peer is lost. Move it "
                     "into `with step:`; for an evaluation write before steps() `run.evaluate(fn, every=N)`: fn is "
                     "called after each N-th step, and again if a peer is lost in it. A forward pass that is each "
                     "rank's own takes `model.module`, which is inside DistributedDataParallel"
@@ -136,26 +136,26 @@ class ScriptLocation:
             case _:
                 return
 
-    def place(self, name: str) -> None:
+    def check_known(self, name: str) -> None:
         """Check a read of a group's rank or size (`name`). Raises `LoopError` if the script reads it before it is
         known."""
         if self.where is not ScriptPhase.BUILDING or not self.others:
             return
-        asked = script_call_site(sys._getframe(1))
-        if asked is None or asked.library:
+        site = script_call_site(sys._getframe(1))
+        if site is None or site.library:
             return
-        if asked.function in ("get_rank", "get_world_size"):
-            raise LoopError(f"dist.{asked.function}(){asked.at}: {UNKNOWN}")
-        if not asked.function:  # the group's own method; torch, as DDP does, may ask what the world is for now
-            raise LoopError(f"group.{name}(){asked.at}: {UNKNOWN}")
+        if site.function in ("get_rank", "get_world_size"):
+            raise LoopError(f"dist.{site.function}(){site.at}: {UNKNOWN}")
+        if not site.function:  # the group's own method; torch, as DDP does, may ask what the world is for now
+            raise LoopError(f"group.{name}(){site.at}: {UNKNOWN}")
 
     def unknown(self, what: str) -> None:
         """Check a call `what` by which the script reads the ranks. Raises `LoopError` while they are not known."""
         if self.where is not ScriptPhase.BUILDING or not self.others:
             return
-        asked = script_call_site(sys._getframe(1))
-        if asked is not None and not asked.function and not asked.library:  # torch itself does not ask
-            raise LoopError(f"{what}{asked.at}: {UNKNOWN}")
+        site = script_call_site(sys._getframe(1))
+        if site is not None and not site.function and not site.library:  # torch itself does not ask
+            raise LoopError(f"{what}{site.at}: {UNKNOWN}")
 
 
 UNKNOWN = (
@@ -200,12 +200,12 @@ def script_call_site(frame: FrameType | None) -> CallSite | None:
             elif frame.f_code.co_name == "_get_msg_dict":
                 return None  # torch words an error that the script hears of in any case
         elif not module.startswith(_BETWEEN) or module.startswith(_OF_STATE):
-            return None if module.startswith(OWN_MODULES) else _asked(frame, entry)
+            return None if module.startswith(OWN_MODULES) else _call_site(frame, entry)
         frame = frame.f_back
     return None
 
 
-def _asked(frame: FrameType, entry: FrameType | None) -> CallSite:
+def _call_site(frame: FrameType, entry: FrameType | None) -> CallSite:
     function, module = "", ""
     if entry is not None:
         function, module = entry.f_code.co_name, str(entry.f_globals.get("__name__", ""))

@@ -85,7 +85,7 @@ def check_first() -> None:
         )
 
 
-def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | None, str | None], Any]) -> None:
+def install(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | None, str | None], Any]) -> None:
     """Put the replacements in place; called once, when our default group exists. `most`: the largest number of
     processes. `ours`: whether our own code asks c10d for a group now. `make`: makes a group of these ranks (None: all),
     with a description."""
@@ -94,12 +94,12 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     def here() -> bool:
         return world is not None and dist.group.WORLD is world
 
-    def new_group_with_tag(torchs: Any) -> Any:
-        @functools.wraps(torchs)
+    def new_group_with_tag(original: Any) -> Any:
+        @functools.wraps(original)
         def making(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
             if here() and not ours():
                 return make(None if ranks is None else list(ranks), named.get("group_desc"))
-            return torchs(ranks, *arguments, **named)
+            return original(ranks, *arguments, **named)
 
         return making
 
@@ -126,29 +126,29 @@ def put_up(most: int, ours: Callable[[], bool], make: Callable[[Sequence[int] | 
     _meshes(here)
 
 
-def _get_rank(here: Callable[[], bool], torchs: Any) -> Any:
+def _get_rank(here: Callable[[], bool], original: Any) -> Any:
     """Let it ask the default group: torch would read its rank from a table that is not valid before the first round."""
 
-    @functools.wraps(torchs)
+    @functools.wraps(original)
     def get_rank(group: Any = None) -> int:
         asking = sys._getframe(1)
         if here() and str(asking.f_globals.get("__name__")).startswith(_PIPELINING):
             _check_stage(asking)
         if isinstance(group, RecoverableGroup) and group.knows_place:
             return group.rank()
-        return int(torchs(group))
+        return int(original(group))
 
     return get_rank
 
 
-def _monitored_barrier(torchs: Any) -> Any:
+def _monitored_barrier(original: Any) -> Any:
     """torch has this function for gloo's own groups only. Here the agent names a rank that does not arrive."""
 
-    @functools.wraps(torchs)
+    @functools.wraps(original)
     def monitored_barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:
         if isinstance(group or dist.group.WORLD, RecoverableGroup):
             return dist.barrier(group)
-        return torchs(group, *arguments, **named)
+        return original(group, *arguments, **named)
 
     return monitored_barrier
 
@@ -165,40 +165,40 @@ def _check_stage(asking: FrameType) -> None:
     _making[-1].append(MadeStage(stage, made.get("output_args")))
 
 
-def _of_table(torchs: Any) -> Any:
+def _of_table(original: Any) -> Any:
     """Wrap a torch function that reads a table of each group's ranks and asks no group."""
 
-    @functools.wraps(torchs)
+    @functools.wraps(original)
     def asking(group: Any = None, *arguments: Any, **named: Any) -> Any:
-        if isinstance(asked := group or dist.group.WORLD, RecoverableGroup):
-            asked.ask_ranks(f"dist.{torchs.__name__}()")
-        return torchs(group, *arguments, **named)
+        if isinstance(chosen := group or dist.group.WORLD, RecoverableGroup):
+            chosen.ask_ranks(f"dist.{original.__name__}()")
+        return original(group, *arguments, **named)
 
     return asking
 
 
-def _new_subgroups(here: Callable[[], bool], most: int, torchs: Any) -> Any:
+def _new_subgroups(here: Callable[[], bool], most: int, original: Any) -> Any:
     """Replace torch's function, which reads this process's rank to find its own group."""
 
-    @functools.wraps(torchs)
+    @functools.wraps(original)
     def new_subgroups(group_size: int | None = None, group: Any = None, *arguments: Any, **named: Any) -> Any:
         if not here():
-            return torchs(group_size, group, *arguments, **named)
+            return original(group_size, group, *arguments, **named)
         if group_size is None or group is not None or most % group_size:
             _refuse(f"dist.new_subgroups({group_size})", NO_SUBGROUPS)
-        found = [dist.new_group(list(range(i, i + group_size))) for i in range(0, most, group_size)]
-        return _mine(found), found
+        subgroups = [dist.new_group(list(range(i, i + group_size))) for i in range(0, most, group_size)]
+        return _mine(subgroups), subgroups
 
     return new_subgroups
 
 
-def _by_enumeration(here: Callable[[], bool], torchs: Any) -> Any:
-    @functools.wraps(torchs)
+def _by_enumeration(here: Callable[[], bool], original: Any) -> Any:
+    @functools.wraps(original)
     def new_subgroups_by_enumeration(lists: Any, *arguments: Any, **named: Any) -> Any:
         if not here():
-            return torchs(lists, *arguments, **named)
-        found = [dist.new_group(list(ranks)) for ranks in lists]
-        return _mine(found), found
+            return original(lists, *arguments, **named)
+        subgroups = [dist.new_group(list(ranks)) for ranks in lists]
+        return _mine(subgroups), subgroups
 
     return new_subgroups_by_enumeration
 
@@ -213,8 +213,8 @@ def _meshes(here: Callable[[], bool]) -> None:
     def making(make: Any) -> Any:
         @functools.wraps(make)
         def init(mesh: Any, *arguments: Any, **named: Any) -> None:
-            if here() and not is_slice(named) and (asked := script_call_site(sys._getframe(1))) is not None:
-                raise LoopError(f"{asked.function or 'DeviceMesh'}{asked.at}: {_NO_MESH}")
+            if here() and not is_slice(named) and (site := script_call_site(sys._getframe(1))) is not None:
+                raise LoopError(f"{site.function or 'DeviceMesh'}{site.at}: {_NO_MESH}")
             make(mesh, *arguments, **named)
 
         return init
@@ -246,8 +246,8 @@ def _refusing(here: Callable[[], bool], what: str, why: str, function: Any) -> A
 
 
 def _refuse(what: str, why: str) -> NoReturn:
-    asked = script_call_site(sys._getframe(1))
-    raise LoopError(f"{what}{asked.at if asked is not None else ''}: {why}")
+    site = script_call_site(sys._getframe(1))
+    raise LoopError(f"{what}{site.at if site is not None else ''}: {why}")
 
 
 def _line_of(function: str) -> str:
@@ -257,5 +257,5 @@ def _line_of(function: str) -> str:
         lines = Path(script).read_text().splitlines() if script else []
     except (OSError, UnicodeDecodeError):
         lines = []
-    found = next((i for i, line in enumerate(lines, 1) if f"{function}(" in line.partition("#")[0]), None)
-    return f" ({Path(str(script)).name}:{found})" if found is not None else ""
+    number = next((i for i, line in enumerate(lines, 1) if f"{function}(" in line.partition("#")[0]), None)
+    return f" ({Path(str(script)).name}:{number})" if number is not None else ""

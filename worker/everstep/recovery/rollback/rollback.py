@@ -47,7 +47,7 @@ class UndoCopy:
         self._never = never
         self.wanted = self.on = False
         self.decided = False  # whether the room was checked in this world
-        self._told: bool | None = None
+        self._logged: bool | None = None
         self.why_not = never or "no step of this process had shown before that collectives follow its optimizer's step"
         self._line = ""
         self._kept: list[torch.Tensor] = []
@@ -57,12 +57,12 @@ class UndoCopy:
         if self._never:
             return
         self.wanted = True
-        asked = script_call_site(sys._getframe(2))
-        self._line = f"step {step} runs a collective ({name}{asked.at if asked else ''}) behind an optimizer's step"
+        site = script_call_site(sys._getframe(2))
+        self._line = f"step {step} runs a collective ({name}{site.at if site else ''}) behind an optimizer's step"
 
-    def has_room(self, held: Iterable[TensorSnapshot]) -> bool:
+    def has_room(self, captured: Iterable[TensorSnapshot]) -> bool:
         """Whether a copy of these has room now."""
-        return self._full(_need(held)) is None
+        return self._full(_need(captured)) is None
 
     def let_go(self) -> None:
         """The newest copy is not needed any more."""
@@ -73,19 +73,19 @@ class UndoCopy:
         have = {device: _size(self._kept, device) for device in need}
         return next((d for d, size in need.items() if size > (free_memory(d) + have[d]) * SHARE), None)
 
-    def decide(self, held: Iterable[TensorSnapshot], opaque: str = "") -> None:
+    def decide(self, captured: Iterable[TensorSnapshot], opaque: str = "") -> None:
         """Decide whether these are copied at the beginning of each step from now on. `opaque`: an object that cannot be
         copied."""
-        need = _need(held)
+        need = _need(captured)
         full = self._full(need)
         can = full is None and not opaque
-        told, self.decided = self._told is can, True
-        self.on = self._told = can
+        is_logged, self.decided = self._logged is can, True
+        self.on = self._logged = can
         line = "To do without, run it before optimizer.step(), or behind the block `with step:`"
         self.why_not = "" if full is None else f"a copy of {_words(need[full])} of tracked state has no room on {full}"
         if opaque:
             self.why_not = f"{opaque} cannot be copied: it holds more than tensors, arrays, numbers and texts"
-        if told:
+        if is_logged:
             return
         if can:
             log.info("%s: %s of tracked state are copied when a step begins, from which it is repeated if a peer is "
@@ -95,9 +95,9 @@ class UndoCopy:
         log.warning("%s, and %s: if a peer is lost behind that step, all go back to the last commit. %s",
                     self._line, self.why_not, line)  # fmt: skip
 
-    def keep(self, held: list[TensorSnapshot]) -> None:
+    def keep(self, captured: list[TensorSnapshot]) -> None:
         """Copy them."""
-        tensors = _distinct(held)
+        tensors = _distinct(captured)
         kept = self._kept
         for i, tensor in enumerate(tensors):
             if i < len(kept) and _alike(kept[i], tensor):
@@ -108,7 +108,7 @@ class UndoCopy:
             with torch.no_grad():
                 copy_each(kept, tensors)
         copies = {id(tensor): copy for tensor, copy in zip(tensors, kept, strict=True)}
-        for h in held:
+        for h in captured:
             h.copy, h.origin = copies[id(raw(h.tensor))], raw(h.tensor).detach()
 
 
@@ -121,16 +121,16 @@ def free_memory(device: torch.device) -> int:
     return free_host_memory()
 
 
-def _need(held: Iterable[TensorSnapshot]) -> dict[torch.device, int]:
+def _need(captured: Iterable[TensorSnapshot]) -> dict[torch.device, int]:
     """Bytes of a copy of these."""
     need: dict[torch.device, int] = {}
-    for tensor in _distinct(held):
+    for tensor in _distinct(captured):
         need[tensor.device] = need.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
     return need
 
 
-def _distinct(held: Iterable[TensorSnapshot]) -> list[torch.Tensor]:
-    return list({id(raw(h.tensor)): raw(h.tensor) for h in held}.values())
+def _distinct(captured: Iterable[TensorSnapshot]) -> list[torch.Tensor]:
+    return list({id(raw(h.tensor)): raw(h.tensor) for h in captured}.values())
 
 
 def _alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -191,13 +191,13 @@ class Rollback:
         self.torn = ""  # why the state is torn
         self.step = 0  # the present step
         self._in_step = self._watched = False
-        self._settled = True  # whether no collective can still write into restored tensors
+        self._quiescent = True  # whether no collective can still write into restored tensors
         self._unmoved: dict[str, Print] = {}
-        self._places: dict[int, str] = {}  # names of tensors that are not copied, by address
+        self._names_by_address: dict[int, str] = {}  # names of tensors that are not copied, by address
         self._untraced: str | None = None
         self._after_block: dict[str, Print] = {}  # at the end of a watched step's block
         self.listeners: Sequence[Listener] = ()
-        self.asked = False  # whether the script has asked if the step counts
+        self.completion_read = False  # whether the script has asked if the step counts
         self.undoes = False  # whether all members can undo this step
         self.kept = False  # whether everything was copied when the step began
         self._entered = ""  # the first optimizer that has begun its step
@@ -222,7 +222,7 @@ class Rollback:
         self._check_gap()
         self.step, self._count = step, self._count + 1
         self._watched = not self._count & (self._count - 1)
-        self._entered, self._written, self._settled = "", None, True
+        self._entered, self._written, self._quiescent = "", None, True
         undoes = self.undoes = self._undo_copy.wanted and self._agreed()
         for target in self._tracked:
             if self._watched or undoes or keep or self._count <= EARLY:
@@ -231,7 +231,7 @@ class Rollback:
         self.kept = self._keep_once() if keep else undoes and self._keep()
         if self._watched:
             self._unmoved = self._prints()
-            self._places = {place: name for name, (_, place, _) in self._unmoved.items() if place}
+            self._names_by_address = {address_: name for name, (_, address_, _) in self._unmoved.items() if address_}
         self.gradients.begin(watched=self._watched)
         self._generators = [generator.state_dict() for generator in self._random]
         self._in_step = True
@@ -240,17 +240,17 @@ class Rollback:
         """Copy everything that a step may change; whether there is room for that."""
         if not self.can_keep():
             return False
-        held = self._large()
+        captured = self._large()
         if self._opaque:
             return False  # for this step only
-        self._undo_copy.keep(held)
+        self._undo_copy.keep(captured)
         return True
 
     def _keep_once(self) -> bool:
-        held = self._large()
-        if self._opaque or not self._undo_copy.has_room(held):
+        captured = self._large()
+        if self._opaque or not self._undo_copy.has_room(captured):
             return False
-        self._undo_copy.keep(held)
+        self._undo_copy.keep(captured)
         return True
 
     def uncount(self) -> None:
@@ -267,7 +267,7 @@ class Rollback:
         return self._undo_copy.wanted and self._undo_copy.on
 
     def _large(self) -> list[TensorSnapshot]:
-        return [held for target in self._tracked for held in target.large()]
+        return [captured for target in self._tracked for captured in target.large()]
 
     @property
     def _opaque(self) -> str:
@@ -281,7 +281,7 @@ class Rollback:
             listener.collective(name)
         tensors = list(_flat(written))
         if self._written is None:  # torch does not count these writes
-            self._written = next((found for t in tensors if (found := self._places.get(address(t)))), None)
+            self._written = next((name_ for t in tensors if (name_ := self._names_by_address.get(address(t)))), None)
         if not self._undo_copy.wanted and (self._entered or (self._watched and self._moved() is not None)):
             self._undo_copy.late(self.step, name)
 
@@ -316,7 +316,7 @@ class Rollback:
             generator.load_state_dict(drawn)  # each rank keeps its own, even one that receives another's state
         self.gradients.put_back()
         if moved is None and (self.kept or not (self._entered or self._written)):
-            self._settled = False
+            self._quiescent = False
             return Validity.WHOLE
         self.torn = f"{moved or self._written} has moved"
         if self._entered:
@@ -327,9 +327,9 @@ class Rollback:
     def roll_back_again(self) -> None:
         """Restore again when all collectives of the failed step are over: one in flight may have written since
         `roll_back`."""
-        for target in self._tracked if not self._settled else ():
+        for target in self._tracked if not self._quiescent else ():
             target.put_back()
-        self._settled = True
+        self._quiescent = True
 
     def _moved(self) -> str | None:
         return next((what for t in self._tracked if (what := t.moved()) is not None), None)
@@ -372,17 +372,17 @@ class Rollback:
 
     def _compare(self) -> None:
         """Before the first optimizer step, find tensors that have changed without torch's counting it."""
-        for name, (bits, place, changes) in self._prints().items():
+        for name, (bits, at, changes) in self._prints().items():
             was = self._unmoved.get(name)
-            if was is not None and was[1:] == (place, changes) and was[0] != bits:
+            if was is not None and was[1:] == (at, changes) and was[0] != bits:
                 self._untraced = self._untraced or name
 
     def _check_gap(self) -> None:
         """Check, after a watched step, the changes by code between two steps. That code also runs after a lost step,
         unless the script asks whether the step counts."""
-        before, asked = self._after_block, self.asked
-        self._after_block, self.asked = {}, False
-        if not before or asked:
+        before, read = self._after_block, self.completion_read
+        self._after_block, self.completion_read = {}, False
+        if not before or read:
             return
         for name, now in self._prints().items():
             if name in before and before[name][1:] == now[1:] and before[name] != now:

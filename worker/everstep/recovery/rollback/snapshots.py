@@ -66,11 +66,11 @@ def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values)
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same type, shape and values."""
-    if layouts.is_dense(one) and layouts.is_dense(other):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    (head, parts), (head_of_other, of_other) = layouts.parts_of(one), layouts.parts_of(other)
+    if layouts.is_dense(first) and layouts.is_dense(other):
+        return first.shape == other.shape and first.dtype == other.dtype and torch.equal(first, other)
+    (head, parts), (head_of_other, of_other) = layouts.parts_of(first), layouts.parts_of(other)
     return head == head_of_other and all(map(torch.equal, parts, of_other))
 
 
@@ -92,32 +92,32 @@ class _List(list[Any]):
 
 def hold(tree: Any, *, copies: bool = True) -> tuple[Any, list[TensorSnapshot]]:
     """The tree with each tensor replaced by a `TensorSnapshot`, and a list of these. Small tensors are copied."""
-    held: list[TensorSnapshot] = []
-    kept = _hold(tree, held)
-    if held and copies and sum(h.tensor.numel() * h.tensor.element_size() for h in held) <= SMALL:
-        for h in held:
+    captured: list[TensorSnapshot] = []
+    kept = _hold(tree, captured)
+    if captured and copies and sum(h.tensor.numel() * h.tensor.element_size() for h in captured) <= SMALL:
+        for h in captured:
             h.copy, h.origin = h.tensor.detach().clone(), raw(h.tensor).detach()
-    return kept, held
+    return kept, captured
 
 
-def _hold(tree: Any, held: list[TensorSnapshot]) -> Any:
+def _hold(tree: Any, captured: list[TensorSnapshot]) -> Any:
     if isinstance(tree, _PLAIN):
         return tree
     if isinstance(tree, torch.Tensor):
-        held.append(TensorSnapshot(tree, version(tree), address(tree)))
-        return held[-1]
+        captured.append(TensorSnapshot(tree, version(tree), address(tree)))
+        return captured[-1]
     if isinstance(tree, dict):
-        items = _Dict({k: v if type(v) in _ATOMS else _hold(v, held) for k, v in tree.items()})
+        items = _Dict({k: v if type(v) in _ATOMS else _hold(v, captured) for k, v in tree.items()})
         items.of = tree
         return items
     if isinstance(tree, list | deque | set):
-        values = _List([v if type(v) in _ATOMS else _hold(v, held) for v in tree])
+        values = _List([v if type(v) in _ATOMS else _hold(v, captured) for v in tree])
         values.of = tree
         return values
     if type(tree) is tuple:
-        return tree if _ATOMS.issuperset(map(type, tree)) else tuple(_hold(value, held) for value in tree)
+        return tree if _ATOMS.issuperset(map(type, tree)) else tuple(_hold(value, captured) for value in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_hold(value, held) for value in tree))
+        return type(tree)(*(_hold(value, captured) for value in tree))
     if type(tree) is np.ndarray and tree.flags.writeable and tree.dtype != object:
         return _Array(tree, tree.copy())
     return copy.deepcopy(tree)
@@ -143,9 +143,9 @@ def plain(kept: Any) -> Any:
     if isinstance(kept, dict):
         return {key: plain(value) for key, value in kept.items()}
     if isinstance(kept, list):
-        found = [plain(value) for value in kept]
+        values = [plain(value) for value in kept]
         of = getattr(kept, "of", None)
-        return deque(found, of.maxlen) if isinstance(of, deque) else set(found) if isinstance(of, set) else found
+        return deque(values, of.maxlen) if isinstance(of, deque) else set(values) if isinstance(of, set) else values
     if isinstance(kept, tuple):
         return _tuple(kept, map(plain, kept))
     return copy.deepcopy(kept)
@@ -156,9 +156,9 @@ def restore(live: Any, kept: Any) -> None:
     if isinstance(kept, TensorSnapshot):
         kept.back()
     elif isinstance(kept, dict):
-        found = {key: restored(value) for key, value in kept.items()}
+        items = {key: restored(value) for key, value in kept.items()}
         live.clear()
-        live.update(found)
+        live.update(items)
     elif isinstance(kept, list):
         values = [restored(value) for value in kept]
         live.clear()

@@ -23,7 +23,7 @@ from everstep.recovery import digests
 from everstep.recovery.ddp.reducers import BUCKETS
 from everstep.recovery.rollback import snapshots
 from everstep.recovery.rollback.snapshots import TensorSnapshot, address
-from everstep.recovery.state.optimizers import places
+from everstep.recovery.state.optimizers import state_owners
 from everstep.recovery.state.randomness import STATE
 from everstep.recovery.state.scalers import scalers
 from everstep.recovery.state.switches import SWITCHES
@@ -76,7 +76,7 @@ class Module(TrackedObject):
         self._replaces = False  # whether its parameters get other storages from step to step
         self._addresses: dict[int, int] = {}  # of parameters, at the last `look`
         self._parameters: list[torch.Tensor] = []
-        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dictionary, and its items
+        self._dictionaries: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dictionary, and its items
         self._version = 0
         self._buffers: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
@@ -85,7 +85,7 @@ class Module(TrackedObject):
         self._old = set[int]()  # large buffers whose copy is older than the step's beginning
         self._training: list[bool] = []
         self._required: list[bool] = []
-        self._held: list[TensorSnapshot] = []
+        self._captured: list[TensorSnapshot] = []
         self._extra: list[tuple[torch.nn.Module, Any]] = []
         self.look()
 
@@ -98,17 +98,17 @@ class Module(TrackedObject):
         self._of_parameters, self._of_buffers = [own for own in parameters if own], [own for own in buffers if own]
         plain = torch.nn.Module.get_extra_state
         self._with_extra = [m for m in modules if type(m).get_extra_state is not plain]
-        found = {id(p): address(p) for p in self._present()}
-        if any(found.get(key, now) != now for key, now in self._addresses.items()):
+        addresses = {id(p): address(p) for p in self._present()}
+        if any(addresses.get(key, now) != now for key, now in self._addresses.items()):
             self._replaces = True
-        self._addresses = found
+        self._addresses = addresses
         for i, marks in self._large.items():
             buffer = self._buffers[i]
             if marks == (version(buffer), address(buffer)) and not snapshots.equal(buffer, self._saved[i]):
                 self._uncounted.add(i)
 
     def begin(self) -> None:
-        self._places = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
+        self._dictionaries = [(d, d.copy()) for d in (*self._of_parameters, *self._of_buffers)]
         self._parameters = self._present()
         self._version = sum_of_versions(self._parameters)
         self._training, self._required = self._switches()
@@ -116,16 +116,16 @@ class Module(TrackedObject):
         ends = self._parameters[:: max(1, len(self._parameters) - 1)]
         if self._replaces or any(self._addresses.get(id(p)) != address(p) for p in ends):
             self._addresses = {id(p): address(p) for p in self._parameters}
-        self._held = []
+        self._captured = []
         self._extra = [(m, copy.deepcopy(m.get_extra_state())) for m in self._with_extra]
         self._save()
 
     def large(self) -> list[TensorSnapshot]:
-        self._held = [TensorSnapshot(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
-        return self._held
+        self._captured = [TensorSnapshot(p, version(p), address(p)) for p in self._parameters if not is_lazy(p)]
+        return self._captured
 
     def moved(self) -> str | None:
-        if self._held and all(h.copy is not None for h in self._held):
+        if self._captured and all(h.copy is not None for h in self._captured):
             return None
         known = self._addresses
         if sum_of_versions(self._parameters) == self._version and all(
@@ -135,10 +135,10 @@ class Module(TrackedObject):
         return self.name
 
     def put_back(self) -> None:
-        for place, items in self._places:
-            if len(place) != len(items) or any(place.get(k) is not v for k, v in items.items()):
-                place.clear()
-                place.update(items)
+        for live, items in self._dictionaries:
+            if len(live) != len(items) or any(live.get(k) is not v for k, v in items.items()):
+                live.clear()
+                live.update(items)
         for module, training in zip(self._modules, self._training, strict=True):
             if module.training is not training:
                 module.training = training
@@ -149,8 +149,8 @@ class Module(TrackedObject):
             for i, (buffer, saved) in enumerate(zip(self._buffers, self._saved, strict=True)):
                 if i not in self._old or self._large[i] != (version(buffer), address(buffer)):
                     snapshots.write(buffer, saved)
-        for held in self._held:
-            held.back()
+        for captured in self._captured:
+            captured.back()
         for module, extra in self._extra:
             module.set_extra_state(copy.deepcopy(extra))
 
@@ -210,7 +210,7 @@ class Optimizer(TrackedObject):
         self._known: dict[tuple[Any, Any], torch.Tensor] = {}
         # Its dictionaries, the items of each, and all its keys; None: new keys do not matter.
         self._kept: list[tuple[dict[Any, Any], dict[Any, Any], set[Any] | None]] = []
-        self._held: list[TensorSnapshot] = []
+        self._captured: list[TensorSnapshot] = []
         self.look()
 
     def _load(self, _: Any) -> None:
@@ -232,30 +232,30 @@ class Optimizer(TrackedObject):
             self._known = self._present()
             self._tensors = [raw(v) for v in self._known.values()]
         self._before = self._mark()
-        self._kept, self._held = [], []
+        self._kept, self._captured = [], []
 
     def large(self) -> list[TensorSnapshot]:
-        self._kept, self._held, self.opaque = [], [], ""
-        for place in places(self._optimizer, self._tracked):
-            found = {key: value for key, value in place.live.items() if place.keys is None or key in place.keys}
-            unknown = (key for key, value in found.items() if place.keys and not snapshots.is_known(value))
+        self._kept, self._captured, self.opaque = [], [], ""
+        for owner in state_owners(self._optimizer, self._tracked):
+            items = {key: value for key, value in owner.live.items() if owner.keys is None or key in owner.keys}
+            unknown = (key for key, value in items.items() if owner.keys and not snapshots.is_known(value))
             if opaque := next(unknown, ""):
                 self.opaque = f"{self.name}.{opaque}"
                 continue
-            kept, held = snapshots.hold(found, copies=False)
-            self._kept.append((place.live, kept, set(place.live) if place.whole else None))
-            self._held += held
-        return self._held
+            kept, captured = snapshots.hold(items, copies=False)
+            self._kept.append((owner.live, kept, set(owner.live) if owner.whole else None))
+            self._captured += captured
+        return self._captured
 
     def moved(self) -> str | None:
-        if self._kept and not self.opaque and all(h.copy is not None for h in self._held):
+        if self._kept and not self.opaque and all(h.copy is not None for h in self._captured):
             return None
         known = self._present()
         same = all(known.get(key) is tensor for key, tensor in self._known.items()) and self._mark() == self._before
         return None if same else f"the state of {self.name}"
 
     def put_back(self) -> None:
-        if self.opaque or any(h.copy is None for h in self._held):
+        if self.opaque or any(h.copy is None for h in self._captured):
             return
         for live, kept, there in self._kept:
             for key in [key for key in live if there is not None and key not in there]:
@@ -283,16 +283,16 @@ class Tree(TrackedObject):
         super().__init__(name)
         self._get, self._put = get, put
         self._kept: Any = None
-        self._held: list[TensorSnapshot] = []
+        self._captured: list[TensorSnapshot] = []
 
     def begin(self) -> None:
-        self._kept, self._held = snapshots.hold(self._get())
+        self._kept, self._captured = snapshots.hold(self._get())
 
     def large(self) -> list[TensorSnapshot]:
-        return [h for h in self._held if h.copy is None]
+        return [h for h in self._captured if h.copy is None]
 
     def moved(self) -> str | None:
-        return self.name if any(h.moved for h in self._held) else None
+        return self.name if any(h.moved for h in self._captured) else None
 
     def put_back(self) -> None:
         live = self._get()
@@ -304,7 +304,7 @@ class Tree(TrackedObject):
             snapshots.restore(live, self._kept)
 
     def contents(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if any(h.copy is None for h in self._held):
+        if any(h.copy is None for h in self._captured):
             yield from snapshots.tensors(self._get(), self.name)
 
 
@@ -347,9 +347,9 @@ class Scaler(Tree):
         self._scaler = scaler
 
     def _read(self) -> Any:
-        held = vars(self._scaler).items()
+        attributes = vars(self._scaler).items()
         # Objects that are not values, such as the process group of torch's ShardedGradScaler, do not change in a step.
-        return {k: v for k, v in held if not is_of_one_step(k) and snapshots.is_known(v)}
+        return {k: v for k, v in attributes if not is_of_one_step(k) and snapshots.is_known(v)}
 
     def _write(self, kept: Any) -> None:
         for key, value in kept.items():
@@ -363,16 +363,16 @@ class Scaler(Tree):
 
 def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
     """The tracked objects, in order, without loaders (they roll back by themselves) and each rank's generators."""
-    found: list[TrackedObject] = []
+    objects: list[TrackedObject] = []
     modules = [target for target in state.values() if isinstance(target, torch.nn.Module)]
     tracked = {id(p) for module in modules for p in module.parameters()}
     for name, target in state.items():
         if isinstance(target, torch.nn.Module):
-            found.append(Module(name, target))
+            objects.append(Module(name, target))
         elif isinstance(target, torch.optim.Optimizer):
-            found += [Optimizer(name, stepped(target), tracked), Hyperparameters(name, target)]
+            objects += [Optimizer(name, stepped(target), tracked), Hyperparameters(name, target)]
         elif isinstance(target, LRScheduler):
-            found.append(Schedule(name, target))
+            objects.append(Schedule(name, target))
         elif (
             isinstance(target, torch.amp.GradScaler)
             or getattr(target, "everstep_per_rank", False)
@@ -380,11 +380,11 @@ def tracked_objects(state: Mapping[str, Any]) -> list[TrackedObject]:
         ):
             continue
         elif isinstance(target, dict | list | torch.Tensor | np.ndarray):
-            found.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
+            objects.append(Tree(name, lambda target=target: target))  # type: ignore[misc]
         elif callable(getattr(target, "load_state_dict", None)) and name not in ELSEWHERE:
-            found.append(Tree(name, target.state_dict, target.load_state_dict))
+            objects.append(Tree(name, target.state_dict, target.load_state_dict))
     # Scalers come after the objects that hold them, whose `load_state_dict` may change the scaler too.
-    return [*found, *(Scaler(name, scaler) for name, scaler in scalers(state))]
+    return [*objects, *(Scaler(name, scaler) for name, scaler in scalers(state))]
 
 
 def _is_large(buffer: torch.Tensor) -> bool:

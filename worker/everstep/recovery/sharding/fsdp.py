@@ -14,7 +14,7 @@ import torch
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery.errors import LoopError
 from everstep.recovery.sharding.tensor_parallel import Cut
-from everstep.recovery.state import places
+from everstep.recovery.state import model_parts
 from everstep.recovery.state.shape import MODEL, TENSOR
 from everstep.torch_private import sharded
 
@@ -73,7 +73,7 @@ def check(state: Mapping[str, Any], device_mesh: Any) -> None:
                     "ColwiseParallel() and RowwiseParallel()"
                 )
     if by_script:
-        places.check(state)
+        model_parts.check(state)
     elif device_mesh is not None:
         _check_tracked(state, "parallelize_module()" if by_tensor else "fully_shard()")
 

@@ -46,10 +46,10 @@ def end(mesh: Any) -> None:
     """Stop, because the mesh has its place in a round."""
     if isinstance(mesh, _asking()):
         del mesh._everstep
-        mesh.__class__ = _torchs()
+        mesh.__class__ = _device_mesh_class()
 
 
-def _torchs() -> Any:
+def _device_mesh_class() -> Any:
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  few scripts shard
 
     return DeviceMesh
@@ -57,7 +57,7 @@ def _torchs() -> Any:
 
 @cache
 def _asking() -> Any:
-    class Unmoved(_torchs()):  # type: ignore[misc]
+    class Unmoved(_device_mesh_class()):  # type: ignore[misc]
         _everstep: tuple[RecoverableGroup, str]
 
         def _ask(self, what: str) -> None:
@@ -145,7 +145,7 @@ class RecoverableMesh:
         # This process is rank 0 of a world of one; the other ranks of the mesh do not exist yet.
         others = iter(range(1, shards))
         row = [0 if i == self.shard else next(others) for i in range(shards)]
-        self._place((0, 1), (self.shard, shards), {0: 0}, {rank: i for i, rank in enumerate(row)})
+        self._set_ranks((0, 1), (self.shard, shards), {0: 0}, {rank: i for i, rank in enumerate(row)})
         groups: list[Any] = [self.replicate_group, self.shard_group]
         names = (REPLICATE, kind)
         self.device_mesh = cast("Any", DeviceMesh.from_group(groups, device, mesh=[row], mesh_dim_names=names))
@@ -169,7 +169,7 @@ class RecoverableMesh:
         return self.replicate_group, self.shard_group
 
     @property
-    def places(self) -> int:
+    def model_size(self) -> int:
         """How many ranks of a replica have plain tensors that differ in kind and number."""
         return self.shards if self.kind == MODEL else 1
 
@@ -187,11 +187,11 @@ class RecoverableMesh:
     def misplaced(self, round_: AnnouncedRound) -> str:
         """Why this process cannot have its rank in the round; empty if it can. Only objects that a script has itself
         built for one place cannot be turned into those of another."""
-        place = round_.rank % self.shards
-        if self.kind != MODEL or place == self.shard:
+        model_rank = round_.rank % self.shards
+        if self.kind != MODEL or model_rank == self.shard:
             return ""
         return (
-            f"round {round_.number} gives rank {round_.rank} to this process, place {place} of a replica, and its "
+            f"round {round_.number} gives rank {round_.rank} to this process, place {model_rank} of a replica, and its "
             f"script has built what belongs to place {self.shard}"
         )
 
@@ -211,7 +211,7 @@ class RecoverableMesh:
         replica, self.shard = divmod(rank, self.shards)
         row = {replica * self.shards + i: i for i in range(self.shards)}
         column = {i * self.shards + self.shard: i for i in range(replicas)}
-        self._place((replica, replicas), (self.shard, self.shards), column, row)
+        self._set_ranks((replica, replicas), (self.shard, self.shards), column, row)
         set_ranks(self._everyone, {i: i for i in range(world_size)})
         ranks = torch.arange(world_size, dtype=torch.int).view(replicas, self.shards)
         self._parts = [reference for reference in self._parts if reference() is not None]
@@ -222,22 +222,22 @@ class RecoverableMesh:
         for part in parts:
             meshes.relayout(part, ranks[:, self.shard] if part.mesh_dim_names == (REPLICATE,) else ranks[replica], rank)
 
-    def _place(
+    def _set_ranks(
         self, replicate: tuple[int, int], shard: tuple[int, int], column: dict[int, int], row: dict[int, int]
     ) -> None:
         for group, (rank, size), ranks in (
             (self.replicate_group, replicate, column),
             (self.shard_group, shard, row),
         ):
-            group.place(rank, size)
+            group.set_rank(rank, size)
             set_ranks(group, ranks)
 
 
 def _refuse(name: str, _: Any) -> None:
     """Refuse a collective that begins before this process has met its peers."""
-    asked = script_call_site(sys._getframe(1))
+    site = script_call_site(sys._getframe(1))
     raise LoopError(
-        f"{name}{asked.at if asked is not None else ''} over a group of run.mesh(): before steps() this process is "
+        f"{name}{site.at if site is not None else ''} over a group of run.mesh(): before steps() this process is "
         "alone, and nobody else is in it. DistributedDataParallel is for models that are not cut: write "
         "run.average_gradients(model) behind the last backward() of a step for one that is cut over "
         "run.mesh(tensor=N); fully_shard averages by itself. What else is to be reduced belongs inside `with step:`"

@@ -46,18 +46,18 @@ class Gradients:
         self._left_out = False  # whether the newest step made fewer than any before it, or none
         self._watching: list[Any] = []
         # For each parameter that had a gradient: whether the gradient existed whenever a backward pass came to it.
-        self._found: list[list[torch.Tensor]] = []
+        self._existed: list[list[torch.Tensor]] = []
         self.look()
         self.begin()
 
     def look(self) -> None:
         """Find the parameters again."""
         of_modules = [p for m in self._modules for p in m.parameters()]
-        found = [p for o in self.optimizers for group in o.param_groups for p in group["params"]] or of_modules
-        self._parameters = list({id(p): p for p in found}.values())
+        of_optimizers = [p for o in self.optimizers for group in o.param_groups for p in group["params"]] or of_modules
+        self._parameters = list({id(p): p for p in of_optimizers}.values())
         # Parameters of modules count too. One that the loop changes itself, or that gets an optimizer later, must not
         # begin a repeated step with the gradient of the failed one.
-        self._all = list({id(p): p for p in (*of_modules, *found)}.values())
+        self._all = list({id(p): p for p in (*of_modules, *of_optimizers)}.values())
         self._sample = [p for p in self._parameters if p.requires_grad]
         self._sample = self._sample[:: max(1, len(self._sample) // SAMPLE)]
 
@@ -83,7 +83,7 @@ class Gradients:
         self._left_out = bool(self.optimizers) and (not made or (self._fewest is not None and made < self._fewest))
         self._fewest = made if self._fewest is None else min(made, self._fewest)
         # Another pass may come first (for an adversarial example), whose gradients are cleared again.
-        if any(found and all(bool(there) for there in found) for found in self._found):
+        if any(existed and all(bool(there) for there in existed) for existed in self._existed):
             raise LoopError(
                 f"the backward pass of step {step} began on gradients of the step before, which no checkpoint holds "
                 "and a new process does not have. Call optimizer.zero_grad() in each step; to add up the gradients of "
@@ -121,8 +121,8 @@ class Gradients:
     def take_left_out(self) -> bool:
         """Whether the newest step, which ended well, made no optimizer step, or fewer than any earlier one of this
         world. True only at the first call."""
-        found, self._left_out = self._left_out, False
-        return found
+        left_out, self._left_out = self._left_out, False
+        return left_out
 
     def put_back(self) -> None:
         """Put back the gradients after a failed step."""
@@ -143,7 +143,7 @@ class Gradients:
         gradients = [p.grad for p in self._all]
         if _NOTHING.issuperset(map(type, gradients)):  # the optimizer has cleared them, as in most steps
             return [False] * (2 * len(gradients))
-        return [told for g in gradients for told in (g is not None, g is not None and g.is_sparse)]
+        return [flag for g in gradients for flag in (g is not None, g is not None and g.is_sparse)]
 
     def end(self) -> None:
         """End the run."""
@@ -162,11 +162,11 @@ class Gradients:
         return [0 if (scale := scale_of(scaler)) is None else version(scale) for scaler in self._scalers]
 
     def _watch(self) -> None:
-        self._found = []
+        self._existed = []
         for p in self._parameters:
             if p.requires_grad and p.grad is not None:
-                self._found.append([])
-                self._watching.append(p.register_hook(_look(p, self._found[-1])))
+                self._existed.append([])
+                self._watching.append(p.register_hook(_look(p, self._existed[-1])))
 
     def _unwatch(self) -> None:
         for hook in self._watching:
@@ -174,10 +174,10 @@ class Gradients:
         self._watching = []
 
 
-def _look(parameter: torch.Tensor, found: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+def _look(parameter: torch.Tensor, existed: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         grad = parameter.grad
-        found.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # without a wait
+        existed.append(torch.zeros((), dtype=torch.bool) if grad is None else grad.detach().any())  # without a wait
 
     return hook
 

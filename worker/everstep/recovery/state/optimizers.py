@@ -28,7 +28,7 @@ _OF_ALL = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))  # attribut
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StateOwner:
     """A dictionary with state that an optimizer's steps change, under these keys (None: all). `whole`: keys that a step
     adds are state too."""
 
@@ -37,20 +37,20 @@ class Place:
     whole: bool
 
 
-def places(optimizer: Any, tracked: Collection[int], *, inner: bool = False) -> Iterator[Place]:
+def state_owners(optimizer: Any, tracked: Collection[int], *, inner: bool = False) -> Iterator[StateOwner]:
     """The places of the state that an optimizer's steps change. A class that is not torch's may keep more than `state`,
     and may contain another optimizer. `tracked`: the identities of parameters of tracked modules, which are left
     out."""
-    yield Place(optimizer.state, None, True)
+    yield StateOwner(optimizer.state, None, True)
     own = {"param_groups"} if inner else set[str]()
     custom = not type(optimizer).__module__.startswith("torch.optim.")
     for key, value in vars(optimizer).items() if custom else ():
         if isinstance(value, torch.optim.Optimizer) and not inner and value is not optimizer:
-            yield from places(value, tracked, inner=True)
+            yield from state_owners(value, tracked, inner=True)
         elif key not in _OF_ALL and not _is_of_others(value, tracked):
             own.add(key)
     if own or custom:
-        yield Place(vars(optimizer), frozenset(own), custom)
+        yield StateOwner(vars(optimizer), frozenset(own), custom)
 
 
 def _is_of_others(value: Any, tracked: Collection[int]) -> bool:

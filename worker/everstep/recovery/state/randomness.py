@@ -49,17 +49,17 @@ BEGINNING: Final = slice(8)  # bytes of a state
 
 class NumpyTwister:
     """Sets numpy's generator. `bits`: numpy's MT19937. Its state in memory is 624 words and the number of used ones;
-    numpy gives the address. To set it, hold `lock` and copy one of `ahead` to `place`; keep its second part as `first`.
-    Call `forget` before, unless `beginning[0]` is still `first`: a draw changes all words.
+    numpy gives the address. To set it, hold `lock` and copy one of `ahead` to `memory`; keep its second part as
+    `first`. Call `forget` before, unless `beginning[0]` is still `first`: a draw changes all words.
     """
 
-    __slots__ = ("_bits", "beginning", "first", "lock", "place")
+    __slots__ = ("_bits", "beginning", "first", "lock", "memory")
 
     def __init__(self, bits: Any) -> None:
         self._bits = bits
         self.lock = bits.lock  # without it a draw in another thread could find all words used, and use one more
-        self.place = _memory(bits.ctypes.state_address)
-        self.beginning = self.place[BEGINNING].cast("Q")
+        self.memory = _memory(bits.ctypes.state_address)
+        self.beginning = self.memory[BEGINNING].cast("Q")
         self.first = -1
 
     def ahead(self, key: tuple[int, int], step: int, rank: int, steps: int) -> list[tuple[memoryview, int]]:
@@ -84,14 +84,14 @@ class NumpyTwister:
 
 class PythonTwister:
     """Sets Python's generator. `generator`: a `random.Random`. Its state in memory is the number of used words and 624
-    words, after the header of each object. To set it, copy one of `ahead` to `place`, and set its `gauss_next` to
+    words, after the header of each object. To set it, copy one of `ahead` to `memory`, and set its `gauss_next` to
     None."""
 
-    __slots__ = ("generator", "place")
+    __slots__ = ("generator", "memory")
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self.place = _memory(id(generator) + object.__basicsize__)
+        self.memory = _memory(id(generator) + object.__basicsize__)
 
     @staticmethod
     def fits(generator: Any) -> bool:
@@ -106,11 +106,11 @@ class PythonTwister:
     def ahead(values: Sequence[int]) -> list[bytes]:
         """The states that `random.seed` makes of these values."""
         scratch = _random.Random()
-        state, found = _memory(id(scratch) + object.__basicsize__), []
+        state, states = _memory(id(scratch) + object.__basicsize__), []
         for value in values:
             scratch.seed(value)
-            found.append(bytes(state))
-        return found
+            states.append(bytes(state))
+        return states
 
 
 def _memory(address: int) -> memoryview:
@@ -177,9 +177,9 @@ class Source:
 
     def fingerprint(self) -> int:
         """A digest of its state, in 63 bits."""
-        found = hashlib.blake2b(digest_size=8)
-        _update(found, self.state())
-        return int.from_bytes(found.digest(), "little") >> 1
+        digest = hashlib.blake2b(digest_size=8)
+        _update(digest, self.state())
+        return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def source_of(generator: Any) -> Source | None:
@@ -201,7 +201,7 @@ def source_of(generator: Any) -> Source | None:
 def global_sources(device: torch.device) -> dict[str, Source]:
     """The generators that each process has. They are set one by one: `torch.manual_seed` visits all devices and takes a
     hundred times as long."""
-    found = {
+    sources = {
         "torch": Source(torch.default_generator.manual_seed, torch.default_generator.get_state),
         "numpy": _numpy(),
         "python": _of_python(),
@@ -209,8 +209,8 @@ def global_sources(device: torch.device) -> dict[str, Source]:
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
         own = torch.cuda.default_generators[device.index or 0]
-        found["cuda"] = Source(own.manual_seed, own.get_state)
-    return found
+        sources["cuda"] = Source(own.manual_seed, own.get_state)
+    return sources
 
 
 class GeneratorState:
@@ -238,7 +238,7 @@ def generators_to_put_back(state: Mapping[str, Any]) -> list[Any]:
 
 
 class Randomness:
-    """The random numbers of a run. Call `start` before its state is restored, `settle` after that and whenever the
+    """The random numbers of a run. Call `start` before its state is restored, `agree` after that and whenever the
     world has changed, and `begin` at each step."""
 
     everstep_optional = True  # commits of older versions lack it
@@ -311,16 +311,18 @@ class Randomness:
                 "`steps` has begun. Draw from it in the steps, and from a torch.Generator of your own before them"
             )
 
-    def settle(self, gather: Gather) -> None:
+    def agree(self, gather: Gather) -> None:
         """Agree with the other ranks on the seeds that are not known yet. Collective."""
         names = sorted(self._own)
-        told = gather([n for name in names for n in (self._seeds.get(name, -1), self._heard(name), self._own[name])])
+        gathered = gather(
+            [n for name in names for n in (self._seeds.get(name, -1), self._who_draws_alike(name), self._own[name])]
+        )
         for i, name in enumerate(names):
-            seeds, alike, own = ([rank[3 * i + j] for rank in told] for j in range(3))
+            seeds, alike, own = ([rank[3 * i + j] for rank in gathered] for j in range(3))
             self._seeds[name] = next((s for s in seeds if s >= 0), own[0])
             if (known := max(alike)) >= 0:
                 self._alike[name] = known
-            elif len(told) > 1:
+            elif len(gathered) > 1:
                 self._alike[name] = self._who(name, own)
         self._make_ready()
         log.debug("random numbers by step: %s", self.state_dict())
@@ -336,13 +338,13 @@ class Randomness:
             seed(values[at])
         # Both are written out here, because a call of a function of ours takes as long as the copy.
         for of_python, states in self._python:
-            of_python.place[:] = states[at]
+            of_python.memory[:] = states[at]
             of_python.generator.gauss_next = None
         for of_numpy, pairs in self._numpy:
             if of_numpy.beginning[0] != of_numpy.first:
                 of_numpy.forget()
             with of_numpy.lock:
-                of_numpy.place[:], of_numpy.first = pairs[at]
+                of_numpy.memory[:], of_numpy.first = pairs[at]
 
     def _make_ahead(self, step: int, rank: int) -> None:
         reader = rank // self.shape.readers
@@ -379,15 +381,15 @@ class Randomness:
             raise ValueError(f"version {state['version']}; this Everstep reads 1 and 2")
         self._seeds, self._alike = dict(state["seeds"]), {name: int(who) for name, who in state["alike"].items()}
 
-    def _heard(self, name: str) -> int:
+    def _who_draws_alike(self, name: str) -> int:
         return self._alike.get(name, -1)
 
     def _who(self, name: str, own: Sequence[int]) -> int:
         """Which ranks draw the same numbers, by the states in which their scripts left a generator. If a script divides
         its model over the ranks of a replica, and seeds a tracked generator differently in each, that is for masks of
         parts. It may have seeded the global ones so only for the parts' first values."""
-        places = self.shape.places
-        replicas = [own[first : first + places] for first in range(0, len(own), places)]
+        model_size = self.shape.model_size
+        replicas = [own[first : first + model_size] for first in range(0, len(own), model_size)]
         if len(set(own)) == 1:
             return ALL
         is_tracked = name in map(_tracked, self._tracked)
@@ -407,11 +409,11 @@ class Randomness:
         return REPLICA if self._by_rank and who == ALL else who
 
 
-def settle(state: Mapping[str, Any], gather: Gather) -> None:
-    """Call `Randomness.settle` for a run's state."""
+def agree_on_seeds(state: Mapping[str, Any], gather: Gather) -> None:
+    """Call `Randomness.agree` for a run's state."""
     seeds = state.get(STATE)
     if isinstance(seeds, Randomness):
-        seeds.settle(gather)
+        seeds.agree(gather)
 
 
 def _numpy() -> Source:
@@ -452,15 +454,15 @@ def _nothing(_: int) -> None:
     """The setter of a generator that is only read."""
 
 
-def _update(found: Any, value: Any) -> None:
+def _update(digest: Any, value: Any) -> None:
     match value:
         case dict():
             for key in sorted(value):
-                _update(found, key)
-                _update(found, value[key])
+                _update(digest, key)
+                _update(digest, value[key])
         case torch.Tensor():
-            found.update(value.numpy().tobytes())
+            digest.update(value.numpy().tobytes())
         case np.ndarray():
-            found.update(value.tobytes())
+            digest.update(value.tobytes())
         case _:
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())

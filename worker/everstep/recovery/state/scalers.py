@@ -26,10 +26,10 @@ from everstep.torch_private.optimizers import growth_in
 
 def scalers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.amp.GradScaler]]:
     """The enabled scalers among the tracked objects and their attributes, each once, by name."""
-    found: set[int] = set()
+    seen: set[int] = set()
     for name, scaler in _all(state):
-        if scaler.is_enabled() and id(scaler) not in found:
-            found.add(id(scaler))
+        if scaler.is_enabled() and id(scaler) not in seen:
+            seen.add(id(scaler))
             yield name, scaler
 
 
@@ -50,37 +50,37 @@ def _attributes(target: Any) -> Mapping[str, Any]:
         return target if isinstance(target, dict) and all(isinstance(k, str) for k in target) else {}
 
 
-def hear_skips(state: Mapping[str, Any], heard: Callable[[], None]) -> None:
-    """Call `heard` in each step of a scaler that leaves its optimizer's step out."""
+def hear_skips(state: Mapping[str, Any], skipped: Callable[[], None]) -> None:
+    """Call `skipped` in each step of a scaler that leaves its optimizer's step out."""
     for _, scaler in scalers(state):
-        scaler.step = partial(_step, scaler.step, heard)  # type: ignore[method-assign]
+        scaler.step = partial(_step, scaler.step, skipped)  # type: ignore[method-assign]
 
 
-def _step(torchs: Any, heard: Callable[[], None], optimizer: Any, *arguments: Any, **named: Any) -> Any:
+def _step(original: Any, skipped: Callable[[], None], optimizer: Any, *arguments: Any, **named: Any) -> Any:
     made = list[Any]()
     hook = before_step(optimizer, lambda *_: made.append(True))
     try:
-        found = torchs(optimizer, *arguments, **named)
+        result = original(optimizer, *arguments, **named)
     finally:
         hook.remove()
     if not made:
-        heard()
-    return found
+        skipped()
+    return result
 
 
 class Scales:
-    """Compares the scalers of `state` on the ranks of each replica, of `places` ranks, after each of their steps. A
+    """Compares the scalers of `state` on the ranks of each replica, of `model_size` ranks, after each of their steps. A
     scaler that has left a step out differs from one that has made it in its scale, or in its count of good steps."""
 
-    def __init__(self, state: Mapping[str, Any], places: int) -> None:
-        self._scalers = sorted(scalers(state), key=lambda one: one[0]) if places > 1 else []
-        self._places = places
-        self._compared = places > 1
+    def __init__(self, state: Mapping[str, Any], model_size: int) -> None:
+        self._scalers = sorted(scalers(state), key=lambda named: named[0]) if model_size > 1 else []
+        self._model_size = model_size
+        self._compared = model_size > 1
         self._due = False
 
     def moved(self) -> None:
         """Tell of a new world: its members may have scalers although those of the last one had none."""
-        self._compared, self._due = self._places > 1, False
+        self._compared, self._due = self._model_size > 1, False
 
     def ended(self) -> None:
         """Tell that a step has ended well."""
@@ -92,16 +92,16 @@ class Scales:
         due, self._due = self._due, False
         if not due:
             return
-        told = gather(self._tell())
-        if not any(count for count, *_ in told):
+        gathered = gather(self._tell())
+        if not any(count for count, *_ in gathered):
             self._compared = False  # no rank of this world has one
             return
-        for first in range(0, len(told), self._places):
-            replica = {rank: told[rank] for rank in range(first, min(first + self._places, len(told)))}
-            with_scalers = {rank: said for rank, said in replica.items() if said[0]}
-            alike = {said[:2] for said in with_scalers.values()}
-            if len(alike) == 1 and len({said[2] for said in with_scalers.values()}) > 1:
-                raise LoopError(_differ(step, {rank: said[3] for rank, said in with_scalers.items()}))
+        for first in range(0, len(gathered), self._model_size):
+            replica = {rank: gathered[rank] for rank in range(first, min(first + self._model_size, len(gathered)))}
+            with_scalers = {rank: row for rank, row in replica.items() if row[0]}
+            alike = {row[:2] for row in with_scalers.values()}
+            if len(alike) == 1 and len({row[2] for row in with_scalers.values()}) > 1:
+                raise LoopError(_differ(step, {rank: row[3] for rank, row in with_scalers.items()}))
 
     def _tell(self) -> tuple[int, int, int, int]:
         """The number of scalers, and in 63 bits each: their names, all their counts, and the smallest scale."""
@@ -112,17 +112,17 @@ class Scales:
         return len(scales), _digest([name for name, *_ in scales]), _digest(scales), smallest
 
 
-def _digest(told: object) -> int:
-    return xxhash.xxh3_64_intdigest(repr(told).encode()) >> 1
+def _digest(value: object) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 1
 
 
 def _differ(step: int, smallest: Mapping[int, int]) -> str:
     scales = {rank: struct.unpack("<d", struct.pack("<q", bits))[0] for rank, bits in smallest.items()}
-    said = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in scales.items())
+    listed = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in scales.items())
     return (
-        f"after step {step} the gradient scalers of one replica differ (scale of {said}): some of its ranks have found "
-        "infinite gradients in their part of the model and left the optimizer's step out, and the others have made it. "
-        "Make what they find the same on all ranks of a replica: in place of GradScaler(…) write `mesh = "
+        f"after step {step} the gradient scalers of one replica differ (scale of {listed}): some of its ranks have "
+        "found infinite gradients in their part of the model and left the optimizer's step out, and the others have "
+        "made it. Make what they find the same on all ranks of a replica: in place of GradScaler(…) write `mesh = "
         "run.mesh(model=N)` and `ShardedGradScaler(run.device.type, process_group=mesh.get_group('model'))`, from "
         "torch.distributed.fsdp.sharded_grad_scaler"
     )

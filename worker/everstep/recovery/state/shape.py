@@ -31,7 +31,7 @@ class Shape:
         return self.shards if self.kind != SHARD else 1
 
     @property
-    def places(self) -> int:
+    def model_size(self) -> int:
         """How many ranks of a replica hold different parameters in plain tensors, which do not show it."""
         return self.shards if self.kind == MODEL else 1
 
@@ -63,7 +63,7 @@ def shape_of(shard: int | None, tensor: int | None, model: int | None) -> Shape:
             "run.mesh(model=N) for a model that the script itself divides over N ranks"
         )
     ((kind, shards),) = given.items()
-    found = Shape(kind, shards)
-    if found.shards < 1:
-        raise LoopError(f"{found}: the number of shards, 1 or more, is expected")
-    return found
+    shape = Shape(kind, shards)
+    if shape.shards < 1:
+        raise LoopError(f"{shape}: the number of shards, 1 or more, is expected")
+    return shape

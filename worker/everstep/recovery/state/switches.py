@@ -65,20 +65,20 @@ class Switches:
             for key, module in tracked
             for path, m in module.named_modules()
         ]
-        told = [(b.name, b.training, b.required, b.buffers) for b in self._modules]
-        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(told).encode())
+        settings = [(b.name, b.training, b.required, b.buffers) for b in self._modules]
+        self._digest = xxhash.xxh3_64_hexdigest(json.dumps(settings).encode())
 
     def state_dict(self) -> dict[str, str]:
-        found: dict[str, Any] = {}
+        switched: dict[str, Any] = {}
         for began in self._modules:
             if began.module.training is not began.training:
-                found[f"training of {began.name}"] = began.module.training
+                switched[f"training of {began.name}"] = began.module.training
             for known, now in ((began.required, _required(began.module)), (began.buffers, _buffers(began.module))):
                 if known != now:
-                    found |= {f"{began.name}.{k}": v for k, v in now.items() if k in known and v != known[k]}
+                    switched |= {f"{began.name}.{k}": v for k, v in now.items() if k in known and v != known[k]}
         if gradients := self._gradients():
-            found[GRADIENTS] = gradients
-        return {"began": self._digest, "switched": json.dumps(found, sort_keys=True)}
+            switched[GRADIENTS] = gradients
+        return {"began": self._digest, "switched": json.dumps(switched, sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         wanted = json.loads(state["switched"])
@@ -109,12 +109,12 @@ class Switches:
     def hold(self) -> dict[str, str]:
         """Require gradients as when the loop began, until the returned state is loaded: a framework that makes its
         optimizer and wraps the module now finds what it would have found then."""
-        held = self.state_dict()
+        own = self.state_dict()
         for began in self._modules:
             for k, required in began.required.items():
                 if (p := parameters_of(began.module).get(k)) is not None:
                     p.requires_grad_(required)
-        return held
+        return own
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for began in self._modules:
@@ -125,13 +125,13 @@ class Switches:
     def _gradients(self) -> dict[str, list[str]]:
         """Which parameters have a gradient, in a short form, because mostly all or none do."""
         parameters = list(self._parameters())
-        found = {"with": [name for name, p in parameters if p.grad is not None]}
-        if not found["with"]:
+        names = {"with": [name for name, p in parameters if p.grad is not None]}
+        if not names["with"]:
             return {}
-        if len(found["with"]) > len(parameters) // 2:
-            found = {"without": [name for name, p in parameters if p.grad is None]}
+        if len(names["with"]) > len(parameters) // 2:
+            names = {"without": [name for name, p in parameters if p.grad is None]}
         sparse = [name for name, p in parameters if p.grad is not None and p.grad.is_sparse]
-        return found | {"sparse": sparse} if sparse else found
+        return names | {"sparse": sparse} if sparse else names
 
 
 def _required(module: torch.nn.Module) -> dict[str, bool]:

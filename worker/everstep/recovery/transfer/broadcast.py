@@ -54,8 +54,8 @@ def send(state: Mapping[str, Any], holder: int, receivers: tuple[int, ...], memb
     divided: list[list[Task]] = [tasks if rank == holder else [] for rank in range(members.world_size)]
     exchange(divided, buffers, members)
     if members.rank in receivers:
-        for (name, _, _, said), data in zip(described["tensors"], buffers, strict=True):
-            if xxhash.xxh3_64_hexdigest(data) != said:
+        for (name, _, _, checksum), data in zip(described["tensors"], buffers, strict=True):
+            if xxhash.xxh3_64_hexdigest(data) != checksum:
                 raise TransferFailed(f"{name}: what arrived from rank {holder} fails its checksum")
         apply(state, {"state": described["values"]}, tensors, members.rank)
 

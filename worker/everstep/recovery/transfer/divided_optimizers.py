@@ -35,7 +35,7 @@ class Partition:
 
 
 # The old state of each divided optimizer, by its key and by parameter.
-Held = Mapping[str, Mapping[Any, Any]]
+OldStates = Mapping[str, Mapping[Any, Any]]
 
 
 def check(state: Mapping[str, Any], *, meshed: bool) -> None:
@@ -63,15 +63,15 @@ def check(state: Mapping[str, Any], *, meshed: bool) -> None:
 def sources(partitions: Sequence[Partition | None]) -> list[int]:
     """The rank that gives each part, of members that hold the newest state (None: another member). Raises `NoState`."""
     by_partition: dict[int, dict[int, int]] = {}
-    for rank, held in enumerate(partitions):
-        if held is not None:
-            by_partition.setdefault(held.parts, {}).setdefault(held.part, rank)
-    for parts, found in sorted(by_partition.items()):
-        if len(found) == parts:
-            return [found[part] for part in range(parts)]
+    for rank, partition in enumerate(partitions):
+        if partition is not None:
+            by_partition.setdefault(partition.parts, {}).setdefault(partition.part, rank)
+    for parts, by_part in sorted(by_partition.items()):
+        if len(by_part) == parts:
+            return [by_part[part] for part in range(parts)]
     lost = [
-        f"{', '.join(str(part) for part in range(parts) if part not in found)} of {parts}"
-        for parts, found in sorted(by_partition.items())
+        f"{', '.join(str(part) for part in range(parts) if part not in by_part)} of {parts}"
+        for parts, by_part in sorted(by_partition.items())
     ]
     raise NoState(f"part {' and '.join(lost)} of the optimizer's state is lost with its process")
 
@@ -107,23 +107,23 @@ class DividedOptimizers:
             divide(optimizer, new.part, new.parts)
 
     @contextmanager
-    def divided(self, new: Partition) -> Iterator[Held]:
+    def divided(self, new: Partition) -> Iterator[OldStates]:
         """Take another part, and yield the state of the old one. After an error the old part is taken back."""
         old = self.partition
-        held = {key: dict(optimizer.optim.state) for key, optimizer in self._optimizers.items()}
+        old_states = {key: dict(optimizer.optim.state) for key, optimizer in self._optimizers.items()}
         self._divide(new)
         try:
-            yield held
+            yield old_states
         except BaseException:
             self._divide(old)
             for key, optimizer in self._optimizers.items():
-                optimizer.optim.state.update(held[key])
+                optimizer.optim.state.update(old_states[key])
             raise
 
-    def exchange(self, held: Held, givers: Sequence[int], members: Members) -> None:
-        """Fill the new part from the parts of `givers`, which hold `held`. Collective. Raises `PeerLost`."""
+    def exchange(self, old_states: OldStates, givers: Sequence[int], members: Members) -> None:
+        """Fill the new part from the parts of `givers`, which hold `old_states`. Collective. Raises `PeerLost`."""
         for giver in givers:
-            parts = {key: _Arriving(optimizer, held[key]) for key, optimizer in self._optimizers.items()}
+            parts = {key: _Arriving(optimizer, old_states[key]) for key, optimizer in self._optimizers.items()}
             others = tuple(rank for rank in range(members.world_size) if rank != giver)
             broadcast.send(parts, giver, others, members)
             if giver == members.rank:

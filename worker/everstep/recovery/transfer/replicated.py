@@ -26,7 +26,7 @@ log = logging.getLogger("everstep.train")
 Start = Callable[[], int | None]
 
 
-def settle(
+def synchronize(
     state: Mapping[str, Any],
     members: Members,
     step: int,
@@ -38,10 +38,10 @@ def settle(
     Collective. Raises `PeerLost`, `TransferFailed`, and `NoState` if there is no whole state in memory or storage."""
     digest = state_digest(state) if validity > Validity.NONE else 0
     mine = divided.partition
-    worth = Validity.TORN if divided.spoiled else validity
-    told = members.gather((step, int(worth), digest, mine.parts, mine.part))
-    states = [MemberState(s, Validity(q), d) for s, q, d, _, _ in told]
-    partitions = [Partition(parts, part) for _, _, _, parts, part in told]
+    usable = Validity.TORN if divided.spoiled else validity
+    gathered = members.gather((step, int(usable), digest, mine.parts, mine.part))
+    states = [MemberState(s, Validity(q), d) for s, q, d, _, _ in gathered]
+    partitions = [Partition(parts, part) for _, _, _, parts, part in gathered]
     new = Partition(members.world_size, members.rank)
     try:
         agreement = agree(states)
@@ -49,26 +49,30 @@ def settle(
     except NoState as e:
         log.error("%s; all members go back to the last commit", e)
         divided.spoil(new)
-        if (found := start()) is None:
+        if (committed := start()) is None:
             raise NoState(f"{e}, and nothing is committed") from e
         divided.spoiled = False
-        return found, "the last commit"
+        return committed, "the last commit"
     holder, receivers = agreement.holder, agreement.receivers
     if agreement.diverged:
         log.error(
             "ranks %s hold another state than rank %s after the same step %d; they take its state",
             agreement.diverged, holder, agreement.step,
         )  # fmt: skip
-    if holder is not None and not receivers and partitions == [Partition(len(told), r) for r in range(len(told))]:
+    if (
+        holder is not None
+        and not receivers
+        and partitions == [Partition(len(gathered), r) for r in range(len(gathered))]
+    ):
         return agreement.step, ""
     # The replicated state goes last: a member that has it has its part of the divided state too.
-    with divided.divided(new) as held:
+    with divided.divided(new) as old_states:
         done: int | None = agreement.step
         if holder is None:
             done = start()
             holder, receivers = 0, tuple(range(1, members.world_size))
         if agreement.holder is not None or done is None:
-            divided.exchange(held, givers, members)
+            divided.exchange(old_states, givers, members)
         if receivers:
             broadcast.send(divided.others(state), holder, receivers, members)
     return done or 0, f"state from rank {agreement.holder}" if agreement.receivers else ""

@@ -67,9 +67,9 @@ def exchange(
     mine = [receiver for receiver, sender in transfers if sender == members.rank]
     sender = next((g for receiver, g in transfers if receiver == members.rank), None)
     head, body = _pack(state, device_mesh, members.rank) if mine else (b"", _Body([]))
-    told = members.gather((len(head), body.size))
-    heading = _deliver(_Body([memoryview(head)]), mine, sender, [h for h, _ in told], members)
-    content = _deliver(body, mine, sender, [b for _, b in told], members)
+    sizes = members.gather((len(head), body.size))
+    heading = _deliver(_Body([memoryview(head)]), mine, sender, [h for h, _ in sizes], members)
+    content = _deliver(body, mine, sender, [b for _, b in sizes], members)
     if sender is None:
         return None
     described = json.loads(bytes(heading.numpy()))
@@ -128,18 +128,18 @@ def _sharded(local: torch.Tensor, whole: Any, device_mesh: Any) -> torch.Tensor:
 
     shape, stride, axes = whole
     placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
-    found: torch.Tensor = DTensor.from_local(
+    tensor: torch.Tensor = DTensor.from_local(
         local, device_mesh, placements,
         run_check=False, shape=torch.Size(shape), stride=tuple(stride),
     )  # fmt: skip
-    return found
+    return tensor
 
 
 def _check(received: ReceivedShard) -> None:
     at = 0
-    for name, kind, local, _, said in received.described:
+    for name, kind, local, _, checksum in received.described:
         size = getattr(torch, kind).itemsize * torch.Size(local).numel()
-        if xxhash.xxh3_64_hexdigest(_view(received.body[at : at + size])) != said:
+        if xxhash.xxh3_64_hexdigest(_view(received.body[at : at + size])) != checksum:
             raise TransferFailed(f"{name}: what arrived from rank {received.sender} fails its checksum")
         at += size
     if at != received.size:
@@ -154,19 +154,19 @@ class _Body:
         self.size = sum(b.nbytes for b in buffers)
         self._number = self._into = 0
 
-    def take(self, most: int) -> torch.Tensor:
+    def next_bytes(self, most: int) -> torch.Tensor:
         """The next bytes, at most `most` of them."""
-        found = torch.empty(min(most, self.size), dtype=torch.uint8)
-        self.size -= found.numel()
-        place, at = memoryview(_view(found)), 0
-        while at < len(place):
+        data = torch.empty(min(most, self.size), dtype=torch.uint8)
+        self.size -= data.numel()
+        target, at = memoryview(_view(data)), 0
+        while at < len(target):
             buffer = self._buffers[self._number]
-            part = buffer[self._into : self._into + len(place) - at]
-            place[at : at + part.nbytes] = part
+            part = buffer[self._into : self._into + len(target) - at]
+            target[at : at + part.nbytes] = part
             at, self._into = at + part.nbytes, self._into + part.nbytes
             if self._into == buffer.nbytes:
                 self._number, self._into = self._number + 1, 0
-        return found
+        return data
 
 
 def _view(data: torch.Tensor) -> Any:
@@ -179,15 +179,15 @@ def _deliver(
     """Send `body` to each of `receivers`. Return what `sender` sent here. `sizes`: the sizes of all ranks' bodies."""
     arrived = torch.empty(sizes[sender] if sender is not None else 0, dtype=torch.uint8)
     for at in range(0, max(sizes), BLOCK):
-        block = body.take(BLOCK)
+        block = body.next_bytes(BLOCK)
         out_sizes, in_sizes = [0] * members.world_size, [0] * members.world_size
         for receiver in receivers:
             out_sizes[receiver] = block.numel()
         if sender is not None:
             in_sizes[sender] = max(0, min(BLOCK, sizes[sender] - at))
-        place = arrived[at : at + sum(in_sizes)]
+        incoming = arrived[at : at + sum(in_sizes)]
         outgoing = block.repeat(len(receivers)) if len(receivers) != 1 else block
-        members.group.alltoall_base(place, outgoing, in_sizes, out_sizes).wait()
+        members.group.alltoall_base(incoming, outgoing, in_sizes, out_sizes).wait()
     return arrived
 
 
@@ -229,11 +229,13 @@ class ShardedState:
         a step begins; if all can, they do so, and vote when a step has ended. Raises `LoopError` on all members if some
         of them make the `update` of their optimizers and others have left it out."""
         self._voted = (step, round_)
-        told = self._members.gather((int(not can_undo), int(update)))
-        self._undoes = not any(cannot for cannot, _ in told)
-        updates = [Update(said) for _, said in told]
+        votes = self._members.gather((int(not can_undo), int(update)))
+        self._undoes = not any(cannot for cannot, _ in votes)
+        updates = [Update(update_) for _, update_ in votes]
         if Update.MADE in updates and Update.LEFT_OUT in updates:
-            raise LoopError(_left_out(step, [rank for rank, said in enumerate(updates) if said is Update.LEFT_OUT]))
+            raise LoopError(
+                _left_out(step, [rank for rank, update_ in enumerate(updates) if update_ is Update.LEFT_OUT])
+            )
         self._made = (step + 1, round_)
 
     def arrived(self) -> None:
@@ -255,30 +257,32 @@ class ShardedState:
         self._made = (step + 1, round_)
         return True
 
-    def settle(self, step: int, validity: Validity, round_: int, start: Callable[[], int | None]) -> tuple[int, str]:
+    def synchronize(
+        self, step: int, validity: Validity, round_: int, start: Callable[[], int | None]
+    ) -> tuple[int, str]:
         """Bring all members to one version. Returns the completed steps, and a text that says what was done.
         Collective. Raises `PeerLost`, and `NoState` if there is no whole state in memory or storage."""
         self._undoes = False
         # A new state has a digest too, because scripts may have drawn different random numbers.
-        told = self._gather(self._member(step, validity, state_digest(self._state)))
-        found = shard_transfer_plan.plan_transfers(told, self.mesh.shards)
-        if found is None:
-            return self._from_storage(told, round_, start), "no state was whole in memory"
-        if found.diverged:
+        shards = self._gather(self._member(step, validity, state_digest(self._state)))
+        plan = shard_transfer_plan.plan_transfers(shards, self.mesh.shards)
+        if plan is None:
+            return self._from_storage(shards, round_, start), "no state was whole in memory"
+        if plan.diverged:
             log.error(
                 "ranks %s hold other parameters than their counterparts after the same step %d; they take theirs",
-                found.diverged, found.step,
+                plan.diverged, plan.step,
             )  # fmt: skip
-        received = exchange(self._state, found.transfers, self.mesh.over, self._members)
-        self._take(received)
-        if shard_transfer_plan.fresh(told):
+        received = exchange(self._state, plan.transfers, self.mesh.over, self._members)
+        self._fill(received)
+        if shard_transfer_plan.fresh(shards):
             self._check_alike()
-        self._made = (found.step, found.made)
-        done = found.step
-        if shard_transfer_plan.fresh(told):
+        self._made = (plan.step, plan.made)
+        done = plan.step
+        if shard_transfer_plan.fresh(shards):
             done = start() or 0
             self._made = (done, round_)
-        return done, _words(found, received, self.holds)
+        return done, _words(plan, received, self.holds)
 
     def _check_alike(self) -> None:
         """Check that parameters that are not sharded are the same on all ranks. Raises `LoopError`."""
@@ -305,17 +309,18 @@ class ShardedState:
         return MemberShard(step, made, Validity.TORN if self._spoiled else validity, self.holds, digest)
 
     def _gather(self, mine: MemberShard) -> list[MemberShard]:
-        told = self._members.gather((mine.step, mine.made, int(mine.validity), mine.shard, mine.digest))
+        gathered = self._members.gather((mine.step, mine.made, int(mine.validity), mine.shard, mine.digest))
         return [
-            MemberShard(step, made, Validity(validity), shard, digest) for step, made, validity, shard, digest in told
+            MemberShard(step, made, Validity(validity), shard, digest)
+            for step, made, validity, shard, digest in gathered
         ]
 
-    def _from_storage(self, told: list[MemberShard], round_: int, start: Callable[[], int | None]) -> int:
-        gone = shard_transfer_plan.missing(told, self.mesh.shards)
+    def _from_storage(self, shards: list[MemberShard], round_: int, start: Callable[[], int | None]) -> int:
+        gone = shard_transfer_plan.missing(shards, self.mesh.shards)
         log.error("no state is whole among %d members (missing shards: %s): the last commit is what there is",
-                  len(told), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
+                  len(shards), ", ".join(map(str, gone)) or "none, but of several versions")  # fmt: skip
         self._spoiled = True  # this holds for a new state too: a shard may be replaced by now
-        self._take(None)
+        self._fill(None)
         step = start()
         if step is None:
             raise NoState(
@@ -326,7 +331,7 @@ class ShardedState:
         self._made = (step, round_)
         return step
 
-    def _take(self, received: ReceivedShard | None) -> None:
+    def _fill(self, received: ReceivedShard | None) -> None:
         """Hold the shard that the mesh assigns."""
         if self.holds != self.mesh.shard:
             self._objects.hold(self.mesh.shard)
@@ -346,7 +351,7 @@ def _left_out(step: int, ranks: list[int]) -> str:
     )
 
 
-def _words(found: ShardTransferPlan, received: ReceivedShard | None, shard: int) -> str:
+def _words(plan: ShardTransferPlan, received: ReceivedShard | None, shard: int) -> str:
     if received is not None:
         return f"shard {shard} from rank {received.sender}, {received.size} bytes"
-    return f"shards went to ranks {[receiver for receiver, _ in found.transfers]}" if found.transfers else ""
+    return f"shards went to ranks {[receiver for receiver, _ in plan.transfers]}" if plan.transfers else ""

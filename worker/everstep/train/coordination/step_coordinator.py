@@ -27,7 +27,7 @@ from everstep.contract import termination
 from everstep.instruments.live_profile import LiveProfile
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.collectives import gather_over, reduce_into
-from everstep.recovery.state import places
+from everstep.recovery.state import model_parts
 from everstep.reporting.report import Reporter, default_reporter
 from everstep.storage.errors import StoreUnusable
 from everstep.train.coordination import requests
@@ -62,7 +62,7 @@ class StepCoordinator:
         self._check: Callable[[], None] = _nothing
         # The state as a commit names it.
         self.named: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda state: state
-        self.places = 1  # places in a replica, each with its own optimizers
+        self.model_size = 1  # places in a replica, each with its own optimizers
         self._counted, self._step_seconds = time.monotonic(), 0.0  # when the newest step was counted, and its duration
         self.live_profile = LiveProfile(schedule.in_session.put if schedule is not None else None)
         self.has_time = False  # when the run was asked to stop: for one more step, on all ranks
@@ -112,12 +112,12 @@ class StepCoordinator:
             self._schedule.move(ranks, round_, rendezvous)
 
     def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """The script divides its model over the `places` ranks of a replica; names in commits contain the place."""
-        self.places, self.named = places, named
+        """The script divides its model over the `model_size` ranks of a replica; names in commits contain the place."""
+        self.model_size, self.named = places, named
         self._agreement = self._intent_over(self._group)
 
     def _intent_over(self, group: Any) -> StepAgreement:
-        return StepAgreement(group, place=self._rank % self.places, places=self.places)
+        return StepAgreement(group, place=self._rank % self.model_size, places=self.model_size)
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
@@ -129,7 +129,11 @@ class StepCoordinator:
                 try:
                     self.step = self._schedule.restore(named)
                 except StateMismatch as e:
-                    if not (more := places.advice(str(e), named.places if isinstance(named, places.Placed) else 1)):
+                    if not (
+                        more := model_parts.advice(
+                            str(e), named.model_size if isinstance(named, model_parts.Placed) else 1
+                        )
+                    ):
                         raise
                     raise StateMismatch(f"{e}{more}") from e
         return self.step
@@ -270,7 +274,7 @@ class StepCoordinator:
         schedule.save(self.step, self._as_saved(self._state), self._metrics.of_step() if self._rank == 0 else None)
 
     def _as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self.named(by_parts(state, self.places))
+        return self.named(by_parts(state, self.model_size))
 
     def same(self, number: int) -> bool:
         """Whether all ranks give the same number, of at most 63 bits. Collective."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.contract.refusal import OWN_MODULES
 from everstep.recovery.forming.same_calls import AT_PLACE
-from everstep.recovery.state.places import is_of_place
+from everstep.recovery.state.model_parts import is_of_place
 from everstep.recovery.state.randomness import STATE, Randomness
 from everstep.recovery.state.shape import MODEL, Shape
 
@@ -39,7 +39,7 @@ def loop(loader: Any, until: int | None, epochs: int | None, *, nested: bool) ->
 def of_state(state: Mapping[str, Any], shape: Shape, mesh: Any) -> Iterable[str]:
     """The text for the tracked names. Each place of a replica may track modules and other torch objects under its own
     names."""
-    places = shape.places
+    places = shape.model_size
     seeds = state.get(STATE)
     names = {*state, *(seeds.generators if isinstance(seeds, Randomness) else ())}
     own = {key for key, target in state.items() if places > 1 and is_of_place(target)}

@@ -91,7 +91,7 @@ class Replicas:
         """Compare after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits.
         `gather`: the number of each rank. Both are collective. `last`: no step follows. Raises `LoopError` if the
         ranks' parameters differ."""
-        places = self._shape.places  # places hold different things, so all of them compare
+        places = self._shape.model_size  # places hold different things, so all of them compare
         held = self._own or self._averaged or self._apart or self._values or self._cut or places > 1
         if not held or world_size == 1:
             return
@@ -181,7 +181,7 @@ class Replicas:
         of_place = (
             "; or, if it belongs to the part of the model that one place of a replica holds, make it a buffer of a "
             "tracked torch.nn.Module, which is saved for each place"
-            if self._shape.places > 1
+            if self._shape.model_size > 1
             else ""
         )
         raise LoopError(
@@ -233,7 +233,7 @@ class Replicas:
     def _first_of(self, held: Sequence[tuple[str, torch.Tensor]], same: Callable[[int], bool]) -> str:
         """The name of the first one that differs, found by halves on all ranks alike. Different places have different
         tensors, so there it is the first of all. Collective."""
-        while len(held) > 1 and self._shape.places == 1:
+        while len(held) > 1 and self._shape.model_size == 1:
             half = held[: len(held) // 2]
             held = held[len(half) :] if same(_digest(t for _, t in half)) else half
         return held[0][0]

@@ -36,13 +36,13 @@ def is_of_place(target: Any) -> bool:
 
 
 class Placed(MutableMapping[str, Any]):
-    """`state`, as rank `place` of each replica of `places` ranks saves and restores it."""
+    """`state`, as rank `model_rank` of each replica of `model_size` ranks saves and restores it."""
 
-    def __init__(self, state: Mapping[str, Any], place: int, places: int) -> None:
+    def __init__(self, state: Mapping[str, Any], model_rank: int, model_size: int) -> None:
         check(state)
         self._state: Any = state
-        self.places = places
-        self._suffix = f"@{place}of{places}"
+        self.model_size = model_size
+        self._suffix = f"@{model_rank}of{model_size}"
 
     def __getitem__(self, name: str) -> Any:
         key = name.removesuffix(self._suffix)
@@ -70,17 +70,17 @@ Naming = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 def naming(shape: Shape, mesh: Any) -> Naming:
     """The names of this process's state in commits."""
-    if shape.places == 1:
+    if shape.model_size == 1:
         return lambda state: state
-    place, places = mesh.get_local_rank(MODEL), shape.places
-    return lambda state: Placed(state, place, places)
+    model_rank, model_size = mesh.get_local_rank(MODEL), shape.model_size
+    return lambda state: Placed(state, model_rank, model_size)
 
 
-def advice(refusal: str, places: int) -> str:
+def advice(refusal: str, model_size: int) -> str:
     """An addition to the refusal of a commit, if the commit's replicas have another number of places than this run's
-    `places`; else nothing."""
+    `model_size`; else nothing."""
     saved = {int(n) for n in re.findall(r"@\d+of(\d+)\b", refusal.partition("; it has ")[2])}
-    if "; it has " not in refusal or saved == ({places} if places > 1 else set()):
+    if "; it has " not in refusal or saved == ({model_size} if model_size > 1 else set()):
         return ""
     mesh = "run.mesh(model=N)"
     had = f"run.mesh(model={min(saved)})" if saved else f"no {mesh}"
@@ -93,7 +93,7 @@ def advice(refusal: str, places: int) -> str:
 def check(state: Mapping[str, Any]) -> None:
     """Raises `LoopError` for a trained tensor that rank 0 alone would save although each place has its own."""
     modules = [t for t in state.values() if isinstance(t, torch.nn.Module)]
-    held = {id(p) for module in modules for p in module.parameters()}
+    in_modules = {id(p) for module in modules for p in module.parameters()}
     for key, target in state.items():
         if isinstance(target, torch.Tensor) and target.requires_grad:
             raise LoopError(
@@ -104,7 +104,7 @@ def check(state: Mapping[str, Any]) -> None:
             continue
         for group in target.param_groups:
             for p in group["params"]:
-                if id(p) not in held:
+                if id(p) not in in_modules:
                     raise LoopError(
                         f"{key} trains a tensor of shape {list(p.shape)} that no tracked module holds: with "
                         "run.mesh(model=N) a commit knows parameters by their modules' names. Track the module"
