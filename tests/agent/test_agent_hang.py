@@ -1,4 +1,4 @@
-"""Which process hangs, and that it is the one that is replaced (cases 62 and 64)."""
+"""Which process hangs, and that it is the one that is replaced (failure modes 62 and 64)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: in different collectives (case 63), or all in the same one (case 62)."""
+"""Ranks that wait for each other: in different collectives, or all in the same one (failure modes 63, 62)."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ def test_policy_has_no_expression_that_its_type_checker_warns_about(guarded: Any
 
 @pytest.mark.long
 def test_chart_values_widen_and_narrow_the_policy(guarded: Any, helm: Any) -> None:
-    """`{namespace}` keeps tenants out of each other's part of a bucket (case 11)."""
+    """`{namespace}` keeps tenants out of each other's part of a bucket (failure mode 11)."""
     plane = guarded.control_plane
     plane.kubectl("delete", "-f", "-", input=_render(helm))
     _wait_until("the policy is gone", lambda: not _refused(guarded, _pod(hostPID=True)))

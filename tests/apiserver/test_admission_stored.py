@@ -1,4 +1,4 @@
-"""What the API server keeps of a TrainingJob: defaults, what may change (case 6), the status, what kubectl shows."""
+"""What the API server keeps of a TrainingJob: defaults, what may change (failure mode 6), status, kubectl's table."""
 
 from __future__ import annotations
 

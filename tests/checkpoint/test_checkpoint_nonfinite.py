@@ -1,4 +1,4 @@
-"""A state whose parameters hold NaN or infinity does not become the one that a run goes back to (case 77)."""
+"""A state whose parameters hold NaN or infinity does not become the one that a run goes back to (failure mode 77)."""
 
 import math
 from typing import Any

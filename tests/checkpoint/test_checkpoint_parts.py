@@ -1,4 +1,5 @@
-"""A process that dies at any storage call or part of a save leaves the previous or the new checkpoint, whole (case 68).
+"""A process that dies at any storage call or part of a save leaves the previous or the new checkpoint, whole
+(failure mode 68).
 
 On every kind of store, with a shard of several parts. The calls are enumerated: a first run counts them, then one real
 process after another gets SIGKILL before each, or, where a store can tear them, in the middle of a write. To die after

@@ -1,4 +1,4 @@
-"""No pickle anywhere (case 75): not in what a save writes, not in what a restore or the command line reads.
+"""No pickle anywhere (failure mode 75): not in what a save writes, not in what a restore or the command line reads.
 
 Python tells its audit hooks whenever an unpickler looks up a class. A process with such a hook saves, restores, lists,
 verifies, copies and exports, and dies if it is called.

@@ -1,4 +1,5 @@
-"""A state that is whole and still kills whoever loads it is stepped over after some deaths (case 76); nothing else is.
+"""A state that is whole and still kills whoever loads it is stepped over after some deaths (failure mode 76); nothing
+else is.
 
 A run of these tests that is forgotten died, as far as the store can tell. One test uses processes that really die.
 """

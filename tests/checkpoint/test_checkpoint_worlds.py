@@ -1,4 +1,4 @@
-"""State saved by one world is the same state, bit for bit, in a world of any other size and sharding (case 83).
+"""State saved by one world is the same state, bit for bit, in a world of any other size and sharding (failure mode 83).
 
 Real processes over gloo: see `worlds.py`. Each test starts one program, which runs its worlds one after the other.
 """

@@ -1,8 +1,8 @@
-"""A process that dies at any storage call of a save leaves the previous or the new checkpoint, whole (case 68).
+"""A process that dies at any storage call of a save leaves the previous or the new checkpoint, whole (failure mode 68).
 
 The calls are enumerated, not sampled: a first run counts them, then one real process after another is killed with
 SIGKILL before each, after each, and in the middle of each write. Damage to any object is found and stepped over, by
-name (cases 73, 74).
+name (failure modes 73, 74).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The operator dies after each of its writes in turn, or never learns that one was made (cases 17, 18, 20, 31, 38).
+"""The operator dies after each of its writes in turn, or never learns that one was made (failure modes
+17, 18, 20, 31, 38).
 
 One life of a job is played: it starts, loses worker 1, recovers and completes. Whatever happens to the operator, the
 end must be the one of a life in which nothing happened to it.

@@ -1,4 +1,5 @@
-"""The operator as the process that a Deployment runs: two replicas, killed, frozen and woken (cases 20, 22, 39)."""
+"""The operator as the process that a Deployment runs: two replicas, killed, frozen and woken (failure
+modes 20, 22, 39)."""
 
 from __future__ import annotations
 

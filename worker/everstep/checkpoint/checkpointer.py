@@ -171,7 +171,7 @@ class Checkpointer:
         self._restored_id: str | None = None  # the save that was restored
         self._origin: list[str] = []  # the saves that hold what was restored last
         self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
-        self._told = -1  # of the save in flight that the next one, due by time, waits for it
+        self._told = -1  # the save in flight for which the log has said that the next one, due by time, waits for it
         self._late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False

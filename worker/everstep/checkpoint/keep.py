@@ -136,8 +136,8 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> tuple[Kept, ...]:
-    """The marks to write, in order of the log: each as it should be, where it is not so by now. One whose `why` is
-    empty is to be taken away.
+    """The marks that must change, in order of the log, as they are to be written. A mark whose `why` is empty is to be
+    deleted.
 
     `marked` are the marks that exist; `commits` the usable commits that are there, in any order.
     """
@@ -171,7 +171,8 @@ def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> t
 
 
 def _led_to(commit: Kept, known: Iterable[Kept]) -> list[Kept]:
-    """Those that the commit goes on from: not those of steps behind which the run has gone back since."""
+    """The earlier commits that led to this one, newest first. A commit is left out if the run went back to an earlier
+    step after it: nothing of it is in this commit."""
     least, found = commit.step, []
     for mark in sorted((m for m in known if m.n < commit.n), key=lambda m: -m.n):
         if mark.step < least:
