@@ -1,4 +1,5 @@
-"""`everstep rehearse` that is told to end leaves no process and no folder behind."""
+"""`everstep rehearse` that is told to end leaves no process and no folder behind; one that is killed, no process, and
+the next one removes its folder."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+
+from everstep.rehearse.folder import Folder, remove_abandoned
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,10 +42,14 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.long_but("calm-interrupted", "calm-terminated")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.long_but("calm-interrupted", "calm-terminated", "calm-killed")
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupted", "terminated", "killed"]
+)
 @pytest.mark.parametrize("runs", [1, 2], ids=["calm", "further"])
-def test_rehearsal_that_is_told_to_end_leaves_nothing_behind(number: int, runs: int, tmp_path: Path) -> None:
+def test_rehearsal_that_ends_leaves_nothing_behind(
+    number: int, runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, slow, temporary = tmp_path / "train.py", tmp_path / "slow", tmp_path / "tmp"
     script.write_text(SCRIPT)
     temporary.mkdir()
@@ -64,13 +72,29 @@ def test_rehearsal_that_is_told_to_end_leaves_nothing_behind(number: int, runs: 
         assert rehearsal.poll() is None, rehearsal.communicate()
         rehearsal.send_signal(number)
         rehearsal.communicate(timeout=60)  # a run in progress would take longer
-        assert rehearsal.returncode == 128 + number
+        assert rehearsal.returncode == (-number if number == signal.SIGKILL else 128 + number)
         until = time.monotonic() + 10  # what is killed is still listed until the kernel has taken it down
         while (left := processes_of(tmp_path)) and time.monotonic() < until:
             time.sleep(0.02)
         assert left == []
+        if number == signal.SIGKILL:
+            assert list(temporary.glob("everstep-rehearsal-*/owner"))
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+            remove_abandoned()
         assert list(temporary.glob("everstep-rehearsal-*")) == []
     finally:
         rehearsal.kill()
         for pid in processes_of(tmp_path):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_folder_of_a_rehearsal_that_runs_or_is_kept_is_nobody_elses_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    running, kept = Folder(), Folder()
+    kept.leave(keep=True)
+    remove_abandoned()
+    assert {*tmp_path.iterdir()} == {running.path, kept.path}
+    running.leave(keep=False)
+    assert {*tmp_path.iterdir()} == {kept.path}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from everstep.rehearse import findings as compare
 from everstep.rehearse import stamp as stamps
 from everstep.rehearse.beginning import fetch
 from everstep.rehearse.findings import Finding, Kind
+from everstep.rehearse.folder import Folder, remove_abandoned
 from everstep.rehearse.page import page
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
@@ -72,7 +71,9 @@ def rehearse(
     """
     kinds, kills = _plan(ranks, steps, kill, at, stamp, {"--json": json_, "--html": html})
     signal.signal(signal.SIGTERM, _terminated)
-    folder = Path(tempfile.mkdtemp(prefix="everstep-rehearsal-"))
+    remove_abandoned()
+    owned = Folder()
+    folder = owned.path
     began = time.monotonic()
     kept = keep
     try:
@@ -104,8 +105,7 @@ def rehearse(
         say_error(f"everstep: {e}")
         raise typer.Exit(USAGE) from e
     finally:
-        if not kept:
-            shutil.rmtree(folder, ignore_errors=True)
+        owned.leave(keep=kept)
     if problem:
         say_error(f"everstep: {problem}")
     if any(f.certain for f in findings) or (strict and findings):

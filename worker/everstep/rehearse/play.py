@@ -135,7 +135,8 @@ class Player:
         script, *arguments = self._command
         if where is not None and Path(script).is_relative_to(Path.cwd()):
             script = str(where / Path(script).relative_to(Path.cwd()))  # what it writes beside itself stays there
-        argv = [sys.executable, "-m", "everstep.agent.main", *flags, str(ENTRY), script, *arguments]
+        argv = [sys.executable, "-m", "everstep.rehearse.agent", str(os.getpid()), *flags, str(ENTRY)]
+        argv += [script, *arguments]
         began = time.monotonic()
         pause = LOOK_SECONDS if settings["away"] is None else AWAY_LOOK_SECONDS
         if self._stopped.is_set():
