@@ -31,7 +31,7 @@ def _stepped(optimizer: Any) -> None:
         _Counted.optimizer = weakref.ref(optimizer)
     if _Counted.optimizer() is optimizer:
         _Counted.steps += 1
-        if (live := current().live_profile).asked is not None:
+        if (live := current().live_profile).request_id is not None:
             live.step_begins(_Counted.steps, current().rank)
 
 

@@ -36,7 +36,7 @@ class Traces(dict[str, bytes]):
 def train(live: LiveProfile, steps: range) -> None:
     """As a loop does that counts steps."""
     for step in steps:
-        if live.asked is not None:
+        if live.request_id is not None:
             live.step_begins(step, 1)
         torch.ones(8, 8) @ torch.ones(8, 8)
 
@@ -86,7 +86,7 @@ def test_run_without_storage_and_a_profiler_of_the_scripts_own_are_told_and_stop
         live.ask("one", 1, other)
         train(live, range(4))
     assert "the script has a profiler of its own" in other.wait()["error"]
-    assert live.asked is None
+    assert live.request_id is None
     assert "aten::mm" in {event.name for event in own.events() or ()}, "the script's own profile is whole"
 
 

@@ -130,7 +130,18 @@ VAGUE = frozenset(
         "worth",
     ]
 )
-FINISHED = ["agent", "cli", "contract", "data", "membership", "recovery", "storage"]
+FINISHED = [
+    "agent",
+    "cli",
+    "contract",
+    "data",
+    "instruments",
+    "membership",
+    "recovery",
+    "reporting",
+    "roles",
+    "storage",
+]
 FOLDERS = ["operator", "local", "sources", *(f"worker/everstep/{package}" for package in FINISHED)]
 
 

@@ -31,7 +31,7 @@ def ask_once(live: LiveProfile, folder: Path) -> None:
 
     _asked.append(threading.Thread(target=work))  # the process does not end before it
     _asked[0].start()
-    while live.asked is None and _asked[0].is_alive():
+    while live.request_id is None and _asked[0].is_alive():
         time.sleep(0.01)
 
 

@@ -95,17 +95,17 @@ class Listener:
     def _profile(self, request: Mapping[str, Any]) -> Answer:
         if error := agent_requests.refused_steps(request.get("steps")):
             return {"error": error}
-        answered, found = threading.Event(), Answer()
+        answered, result = threading.Event(), Answer()
 
         def answer(**fields: Any) -> None:
-            found.update(fields)
+            result.update(fields)
             answered.set()
 
         self.live.ask(str(request.get("id", "profile"))[:100], request["steps"], answer)
         most = agent_requests.PROFILE_SECONDS
         if not answered.wait(min(most, float(request.get("seconds", most)))):
             return {"error": "the steps were not complete in time"}
-        return found
+        return result
 
 
 def _stacks() -> str:

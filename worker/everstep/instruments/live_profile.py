@@ -107,28 +107,28 @@ def _spans(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same time as disjoint intervals, in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def common(some: list[Interval], others: list[Interval]) -> list[Interval]:
     """The time that is in both; each is disjoint and in order."""
-    found: list[Interval] = []
+    shared: list[Interval] = []
     i = j = 0
     while i < len(some) and j < len(others):
         begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
         if begin < end:
-            found.append((begin, end))
+            shared.append((begin, end))
         if some[i][1] < others[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return shared
 
 
 def _length(intervals: Iterable[Interval]) -> float:
@@ -153,7 +153,7 @@ class LiveProfile:
     def __init__(self, put: Put | None) -> None:
         self._put = put
         self._asking = threading.Lock()
-        self.asked: str | None = None  # the id of the request, until its last step is over
+        self.request_id: str | None = None  # the id of the request, until its last step is over
         self._answer: Answer = _nobody
         self._profiler: profile | None = None
         self._step: Any = None
@@ -174,11 +174,11 @@ class LiveProfile:
                 answer(error=error)
                 return
             self._busy, self._wanted, self._left, self._answer = id_, steps, steps, answer
-            self.asked = id_
+            self.request_id = id_
 
     def _refusal(self) -> str:
         if self._busy:
-            of = f", with {self._left} of its {self._wanted} steps to come" if self.asked is not None else ""
+            of = f", with {self._left} of its {self._wanted} steps to come" if self.request_id is not None else ""
             return f"profile {self._busy} goes on in this process{of}; ask again when it is complete"
         if self._over:
             return "the training in this process is over, so no further step comes"
@@ -220,7 +220,7 @@ class LiveProfile:
         """Training is over: what was profiled so far is the profile. A second call does nothing."""
         with self._asking:
             self._over = True
-        if self.asked is None:
+        if self.request_id is None:
             return
         try:
             if self._profiler is None:
@@ -256,7 +256,7 @@ class LiveProfile:
         assert profiler is not None
         profiler.stop()
         atexit.unregister(self._give_up)
-        self._profiler = self.asked = None  # no step of the next ones is looked at while the trace is written
+        self._profiler = self.request_id = None  # no step of the next ones is looked at while the trace is written
         arguments = (profiler, f"{FOLDER}/{id_}/{self._who}.json.gz", self._first, step)
         work = threading.Thread(target=self._keep, args=arguments, name="everstep-profile", daemon=True)
         work.start()
@@ -274,17 +274,17 @@ class LiveProfile:
                 raise ValueError(f"the trace has {len(packed) >> 20} MiB; ask for fewer steps")
             assert self._put is not None
             where = self._put(name, packed)
-            said = {"first": first, "last": last, "trace": where, **asdict(summary)}
+            outcome = {"first": first, "last": last, "trace": where, **asdict(summary)}
             if self._rank is not None:
-                said["rank"] = self._rank
+                outcome["rank"] = self._rank
         except Exception as e:
             log.warning("profile %s: %s: %s", self._busy, type(e).__name__, e)
-            said = {"error": f"{type(e).__name__}: {e}"[:500]}
+            outcome = {"error": f"{type(e).__name__}: {e}"[:500]}
         answer, self._busy = self._answer, ""
-        answer(**said)
+        answer(**outcome)
 
     def _fail(self, error: Exception) -> None:
-        self._profiler = self.asked = None
+        self._profiler = self.request_id = None
         answer, self._busy = self._answer, ""
         answer(error=f"{type(error).__name__}: {error}"[:500])
 

@@ -138,29 +138,29 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self.device: Callable[[], int] | None = None
-        self._told: Peak | None = None
+        self._reported: Peak | None = None
         self._looked = 0.0  # when it was last reported or checked
 
     def read(self) -> Peak:
         """The peak so far, which counts as reported then. An error in `device` counts as an unknown figure."""
         self._looked = time.monotonic()
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        host = found if sys.platform == "darwin" else found * 1024
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        host = largest if sys.platform == "darwin" else largest * 1024
         try:
             peak = Peak(host, self.device() if self.device is not None else None)
         except Exception:  # a figure for people must not end the thread that reports
             peak = Peak(host)
-        self._told = peak
+        self._reported = peak
         return peak
 
     def grew(self, now: float) -> bool:
         """Whether the peak has grown enough to be reported again. This checks at most every `LOOK_SECONDS`; `now` is
         monotonic."""
-        told = self._told
-        if told is None or now - self._looked < LOOK_SECONDS:
+        reported = self._reported
+        if reported is None or now - self._looked < LOOK_SECONDS:
             return False
         peak = self.read()
-        return peak.host > told.host * GROWTH or (peak.device or 0) > (told.device or 0) * GROWTH
+        return peak.host > reported.host * GROWTH or (peak.device or 0) > (reported.device or 0) * GROWTH
 
 
 # --- report
@@ -226,7 +226,7 @@ class Reporter:
         self._in_flight = False
         self._flushing = False
         self._away = False  # whether the operator did not answer the last time; logged once
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._known = Report(Phase.START, self._identity[0], self._identity[1], 0.0, round=self._identity[2])
         self._started = self._stepped = False
         self._metrics: dict[str, Any] = {}  # floats or detached CPU tensors, read on the reporter's thread
@@ -457,8 +457,8 @@ class Reporter:
         assert self._url is not None
         try:
             peak = self.memory.read()
-            told = replace(pending.report, peak_memory=peak.host, peak_device_memory=peak.device)
-            report = replace(told, metrics=_floats(pending.metrics))
+            with_peak = replace(pending.report, peak_memory=peak.host, peak_device_memory=peak.device)
+            report = replace(with_peak, metrics=_floats(pending.metrics))
             post(self._url, self._token(), report.encode())
         except Refused as e:
             self._say_once(str(e), f"the operator refuses this process's reports, training goes on: {e}")
@@ -484,8 +484,8 @@ class Reporter:
             return f.read(16 * 1024).strip()
 
     def _say_once(self, key: str, text: str) -> None:
-        if key not in self._said and len(self._said) < 32:
-            self._said.add(key)
+        if key not in self._logged and len(self._logged) < 32:
+            self._logged.add(key)
             log.warning("%s", text)
 
 

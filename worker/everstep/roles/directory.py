@@ -40,26 +40,26 @@ class Directory:
         self._object = f"roles/{name}-{job_uid or 'alone'}.json"
 
     @property
-    def place(self) -> str:
+    def address(self) -> str:
         return f"{self._store.url}/{self._object}"
 
-    def write(self, found: Address | Over) -> None:
-        match found:
+    def write(self, value: Address | Over) -> None:
+        match value:
             case Address(host, port, token):
-                said: dict[str, object] = {"host": host, "port": port, "token": token}
+                body: dict[str, object] = {"host": host, "port": port, "token": token}
             case Over():
-                said = {"over": True}
-        self._store.put(self._object, json.dumps(said).encode())
+                body = {"over": True}
+        self._store.put(self._object, json.dumps(body).encode())
 
     def read(self) -> Address | Over | None:
         """None: no hub has begun. Raises `RolesError` if the object is none of ours."""
         try:
-            said = json.loads(self._store.get(self._object))
-            return Over() if said.get("over") else Address(str(said["host"]), int(said["port"]), str(said["token"]))
+            body = json.loads(self._store.get(self._object))
+            return Over() if body.get("over") else Address(str(body["host"]), int(body["port"]), str(body["token"]))
         except NotFound:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise RolesError(f"{self.place} cannot be read as a hub's address ({e}): delete it") from e
+            raise RolesError(f"{self.address} cannot be read as a hub's address ({e}): delete it") from e
 
 
 def directory(url: str | os.PathLike[str] | None, name: str, environ: Mapping[str, str] = os.environ) -> Directory:

@@ -86,19 +86,19 @@ def follow(work: Callable[[Ask], None], *, url: str | os.PathLike[str] | None = 
 
 
 def _follow(work: Callable[[Ask], None], where: Directory, staying: Staying) -> None:
-    pause, said, at = FIRST_PAUSE, "", 0.0
+    pause, logged, at = FIRST_PAUSE, "", 0.0
     while True:
-        found = where.read()
-        match found:
+        address = where.read()
+        match address:
             case Over():
                 return
             case None:
-                why = f"no hub has begun: {where.place} does not exist"
+                why = f"no hub has begun: {where.address} does not exist"
                 staying.hub_left()
             case Address():
                 asking: _Asking | None = None
                 try:
-                    with _connected(found) as connection:
+                    with _connected(address) as connection:
                         asking = _Asking(connection)
                         work(asking.ask)
                     return
@@ -108,10 +108,10 @@ def _follow(work: Callable[[Ask], None], where: Directory, staying: Staying) -> 
                     why = str(e)
                 staying.hub_left()
                 if asking is not None and asking.answered:
-                    said, pause = "", FIRST_PAUSE
-        if why != said or time.monotonic() - at > REMIND_SECONDS:
+                    logged, pause = "", FIRST_PAUSE
+        if why != logged or time.monotonic() - at > REMIND_SECONDS:
             log.info("waiting for the next hub: %s", why)
-            said, at = why, time.monotonic()
+            logged, at = why, time.monotonic()
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -148,11 +148,11 @@ class _Asking:
                 raise HubLost("the connection has ended")
             self.over = True  # if an error leaves the next lines, the reply may come when the next question is asked
             wire.send(self._connection, data)
-            found = wire.received(self._connection)
+            received = wire.received(self._connection)
             self.over, self.answered = False, True
-        said = wire.unpacked(found)
-        if "error" in said:
-            failed = RolesError(f"the hub's answer failed: {said['error']}")
+        reply = wire.unpacked(received)
+        if "error" in reply:
+            failed = RolesError(f"the hub's answer failed: {reply['error']}")
             failed.may_pass()  # the error is the hub's, whatever it is
             raise failed
-        return said["reply"]
+        return reply["reply"]

@@ -66,7 +66,7 @@ class Hub:
         threading.Thread(target=self._accept, name="everstep-hub", daemon=True).start()
         port: int = self._listener.getsockname()[1]
         self._directory.write(Address(self._host, port, self._token))
-        log.info("hub listens on %s:%d, as %s says", self._host, port, self._directory.place)
+        log.info("hub listens on %s:%d, as %s says", self._host, port, self._directory.address)
         return self
 
     def __exit__(
@@ -77,8 +77,8 @@ class Hub:
         with self._lock:
             self._closed = True
             still = list(self._open)
-        for one in (self._listener, *still):
-            _end(one)
+        for connection in (self._listener, *still):
+            _end(connection)
 
     def _accept(self) -> None:
         while True:

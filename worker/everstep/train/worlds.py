@@ -98,7 +98,7 @@ class Checked:
 
     def _profile_step(self, rank: int) -> None:
         """A step begins, which somebody may have asked a profile of."""
-        if (live := self._coordinator.live_profile).asked is not None:
+        if (live := self._coordinator.live_profile).request_id is not None:
             live.step_begins(self._coordinator.step, rank)
             if self._feed is not None:
                 self._feed.fetched_by = live.batch if live.goes_on else None

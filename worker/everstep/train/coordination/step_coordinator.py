@@ -210,7 +210,7 @@ class StepCoordinator:
         """`step` steps are complete, and the state is what it was after them: `count` and `agree`. The next begins."""
         self.count(step, total=total, epoch=epoch)
         self.agree()
-        if self.live_profile.asked is not None:
+        if self.live_profile.request_id is not None:
             self.live_profile.step_begins(step, self._rank)
 
     def count(self, step: int, *, total: int | None = None, epoch: int | None = None) -> None:
