@@ -141,6 +141,7 @@ FINISHED = [
     "reporting",
     "roles",
     "storage",
+    "torch_private",
 ]
 FOLDERS = ["operator", "local", "sources", *(f"worker/everstep/{package}" for package in FINISHED)]
 

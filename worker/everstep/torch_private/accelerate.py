@@ -7,32 +7,32 @@ from typing import Any
 
 def models_of(accelerator: Any) -> list[Any]:
     """The models that it has prepared."""
-    found: list[Any] = accelerator._models
-    return found
+    models: list[Any] = accelerator._models
+    return models
 
 
 def optimizers_of(accelerator: Any) -> list[Any]:
     """The optimizers that it has prepared."""
-    found: list[Any] = accelerator._optimizers
-    return found
+    optimizers: list[Any] = accelerator._optimizers
+    return optimizers
 
 
 def schedules_of(accelerator: Any) -> list[Any]:
     """The schedules that it has prepared."""
-    found: list[Any] = accelerator._schedulers
-    return found
+    schedulers: list[Any] = accelerator._schedulers
+    return schedulers
 
 
 def loaders_of(accelerator: Any) -> list[Any]:
     """The loaders that it has prepared. The list may be changed."""
-    found: list[Any] = accelerator._dataloaders
-    return found
+    loaders: list[Any] = accelerator._dataloaders
+    return loaders
 
 
 def registered_of(accelerator: Any) -> list[Any]:
     """The objects that `register_for_checkpointing` was called with."""
-    found: list[Any] = accelerator._custom_objects
-    return found
+    objects: list[Any] = accelerator._custom_objects
+    return objects
 
 
 def set_sync(accelerator: Any, *, on: bool) -> None:
@@ -43,5 +43,5 @@ def set_sync(accelerator: Any, *, on: bool) -> None:
 def shared_state(kind: Any) -> dict[str, Any]:
     """The attributes that all objects of `PartialState`, `AcceleratorState` or `GradientState` share; empty before the
     first one is made. They may be changed."""
-    found: dict[str, Any] = kind._shared_state
-    return found
+    shared: dict[str, Any] = kind._shared_state
+    return shared

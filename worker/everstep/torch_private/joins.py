@@ -28,14 +28,14 @@ def enable(join: Any, *, on: bool) -> None:
 
 def hooks_of(join: Any) -> Iterable[Any]:
     """The hooks of what it joins."""
-    found: Iterable[Any] = join._join_hooks
-    return found
+    hooks: Iterable[Any] = join._join_hooks
+    return hooks
 
 
 def joined_by(join: Any) -> Iterable[Any]:
     """What it joins: DDP objects, optimizers."""
-    found: Iterable[Any] = join._joinables
-    return found
+    joinables: Iterable[Any] = join._joinables
+    return joinables
 
 
 def replace_pass_check(check: Callable[[Any, bool], None]) -> None:

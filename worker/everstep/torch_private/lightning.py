@@ -37,8 +37,8 @@ def reset_results(trainer: Any) -> None:
 
 def logged_metrics(trainer: Any) -> dict[str, Any]:
     """What `trainer.callback_metrics` last gave. To read that attribute itself may be a collective."""
-    found: dict[str, Any] = trainer._logger_connector._callback_metrics
-    return found
+    metrics: dict[str, Any] = trainer._logger_connector._callback_metrics
+    return metrics
 
 
 def forget_loaders(loop: Any) -> None:
@@ -56,8 +56,8 @@ def fetcher_of(loop: Any) -> Any:
 
 def loaders_of(loop: Any) -> list[Any]:
     """The loaders that the fit loop trains on."""
-    found: list[Any] = loop._combined_loader.flattened
-    return found
+    loaders: list[Any] = loop._combined_loader.flattened
+    return loaders
 
 
 def data_given_to(loop: Any) -> Any:

@@ -66,8 +66,8 @@ def load_hooks(module: torch.nn.Module) -> list[Any]:
 
 def versions_in(tree: Any) -> Mapping[str, Any] | None:
     """The versions of the modules' own formats in a `state_dict`; None if it has none."""
-    found: Mapping[str, Any] | None = getattr(tree, "_metadata", None)
-    return found
+    metadata: Mapping[str, Any] | None = getattr(tree, "_metadata", None)
+    return metadata
 
 
 def is_state_dict(target: Any) -> bool:
@@ -89,4 +89,4 @@ def all_compiled() -> Iterator[Any]:
     """All modules of this process that torch.compile has wrapped. torch.compile is not imported for it."""
     if "torch._dynamo" in sys.modules:
         wrapper = torch._dynamo.eval_frame.OptimizedModule
-        yield from (one._orig_mod for one in gc.get_objects() if type(one) is wrapper)
+        yield from (compiled._orig_mod for compiled in gc.get_objects() if type(compiled) is wrapper)

@@ -28,10 +28,10 @@ class LibraryUnusable(Refusal, RuntimeError):
 
 def check(library: str = "torch") -> None:
     """Raise `LibraryUnusable` if a name is missing in the imported parts of the library."""
-    found = missing([row for row in TABLE if row.library == library])
-    if found:
-        lines = "; ".join(f"{name} ({row.why})" for row, name in found[:SHOWN])
-        more = f", and {len(found) - SHOWN} more" * (len(found) > SHOWN)
+    lacking = missing([row for row in TABLE if row.library == library])
+    if lacking:
+        lines = "; ".join(f"{name} ({row.why})" for row, name in lacking[:SHOWN])
+        more = f", and {len(lacking) - SHOWN} more" * (len(lacking) > SHOWN)
         raise LibraryUnusable(
             f"{'PyTorch' if library == 'torch' else library} {version_of(library)} lacks what Everstep uses of it: "
             f"{lines}{more}. Everstep {version_of('everstep')} works with {TESTED[library]}: pip install "
@@ -51,16 +51,16 @@ def look() -> tuple[list[str], list[tuple[Names, str]]]:
     import multiprocessing  # noqa: PLC0415  every start imports this module, and calls this nowhere
     from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
 
-    absent = [one for one in TESTED if importlib.util.find_spec(one) is None]
+    absent = [library for library in TESTED if importlib.util.find_spec(library) is None]
     rows = [row for row in TABLE if row.library not in absent]
-    found = _look_at([row for row in rows if row.library == "torch"])
+    lacking = _look_at([row for row in rows if row.library == "torch"])
     # The others import torch: they are looked at side by side in copies of a process that has it.
     parts = [[row for row in rows if row.library in part] for part in ASIDE]
     parts.append([row for row in rows if row.library not in {"torch", *chain(*ASIDE)}])
     with ProcessPoolExecutor(len(parts), multiprocessing.get_context("fork")) as processes:
         for part in processes.map(_look_at, parts):
-            found += part
-    return absent, found
+            lacking += part
+    return absent, lacking
 
 
 def _look_at(rows: Sequence[Names]) -> list[tuple[Names, str]]:
@@ -80,20 +80,20 @@ def version_of(library: str) -> str:
 
 def missing(table: Sequence[Names]) -> list[tuple[Names, str]]:
     """The rows of which names are missing in what is imported, each with the full name."""
-    found: list[tuple[Names, str]] = []
+    absent: list[tuple[Names, str]] = []
     for row in table:
         try:
             holder = _imported(row.holder)
         except AttributeError:
-            found.append((row, row.holder))
+            absent.append((row, row.holder))
             continue
         if holder is not None:
             there = set(dir(holder))
             lacking = [name for name in row.names.split() if name not in there]
             if lacking:  # attributes that its methods use are looked for only then, because it takes longer
                 there.update(names_of(holder))
-            found += [(row, f"{row.holder}.{name}") for name in lacking if name not in there]
-    return found
+            absent += [(row, f"{row.holder}.{name}") for name in lacking if name not in there]
+    return absent
 
 
 def names_of(holder: Any) -> Iterator[str]:

@@ -51,8 +51,8 @@ def divide(divided: Any, part: int, parts: int) -> None:
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
     """A gradient scaler's scale on its device; None before its first use."""
-    found: torch.Tensor | None = getattr(scaler, "_scale", None)
-    return found
+    scale: torch.Tensor | None = getattr(scaler, "_scale", None)
+    return scale
 
 
 def growth_in(state: Mapping[str, Any]) -> int:
@@ -67,8 +67,8 @@ def is_of_one_step(name: str) -> bool:
 
 def steps_of(scaler: Any) -> dict[int, dict[str, Any]]:
     """What a gradient scaler knows about each optimizer in the present step."""
-    found: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
-    return found
+    states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
+    return states
 
 
 def is_schedule_state(value: object) -> bool:

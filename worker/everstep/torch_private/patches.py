@@ -20,11 +20,11 @@ def replace(name: str, make: Callable[[Any], Any], *holders: Any) -> None:
     made: list[tuple[Any, Any]] = []
     for holder in holders:
         function = getattr(holder, name)
-        found = next((new for old, new in made if old is function), None)
-        if found is None:
-            found = make(function)
-            made.append((function, found))
-        setattr(holder, name, found)
+        replacement = next((new for old, new in made if old is function), None)
+        if replacement is None:
+            replacement = make(function)
+            made.append((function, replacement))
+        setattr(holder, name, replacement)
 
 
 def around(call: Callable[..., Any]) -> Callable[[Any], Any]:

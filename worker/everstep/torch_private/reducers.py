@@ -29,8 +29,8 @@ def rebuild_buckets(ddp: Any) -> None:
 
 def logged(ddp: Any) -> Mapping[str, Any]:
     """What DDP knows about itself: numbers of its parameters, its hook, the order of its buckets."""
-    found: Mapping[str, Any] = ddp._get_ddp_logging_data()
-    return found
+    logged: Mapping[str, Any] = ddp._get_ddp_logging_data()
+    return logged
 
 
 def bucket_order(ddp: Any, *, each: bool = False) -> str:
@@ -53,8 +53,8 @@ def parameters_for_reducer(ddp: Any) -> tuple[list[torch.nn.Parameter], list[boo
 
 def zero_buckets(ddp: Any) -> Sequence[Any]:
     """Buckets of zeros in the layout of the reducer's own. Raises `RuntimeError` if gradients are sparse."""
-    found: Sequence[Any] = ddp.reducer._get_zeros_like_grad_buckets()
-    return found
+    buckets: Sequence[Any] = ddp.reducer._get_zeros_like_grad_buckets()
+    return buckets
 
 
 def comm_hooks(ddp: Any) -> list[tuple[Any, Any]]:

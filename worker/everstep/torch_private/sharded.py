@@ -61,8 +61,8 @@ def hold(parameter: Any, shard: int) -> None:
 
 def local(tensor: Any) -> torch.Tensor:
     """The object in which a DTensor has this rank's part. `to_local()` gives another one."""
-    found: torch.Tensor = tensor._local_tensor
-    return found
+    local: torch.Tensor = tensor._local_tensor
+    return local
 
 
 def set_local(tensor: Any, part: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ def raw(tensor: Any) -> Any:
 
 def version(tensor: Any) -> int:
     """How often the tensor was changed in place; 0 if it was made in inference mode, where torch does not count."""
-    found = raw(tensor)
-    return 0 if found.is_inference() else found._version
+    plain = raw(tensor)
+    return 0 if plain.is_inference() else plain._version
 
 
 def versions(tensors: Iterable[Any]) -> list[int]:
@@ -57,8 +57,8 @@ def storage_of(tensor: Any) -> int:
 
 def below_subclasses() -> AbstractContextManager[Any]:
     """A context in which no subclass of `Tensor` has a part in an operation."""
-    found: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return found
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
