@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from everstep.cli import main
 from everstep.cli.jobs import create
 from everstep.cli.jobs.source import JobError, Unreachable
 from everstep.contract import labels
@@ -207,3 +208,58 @@ def test_job_of_init_is_taken_by_the_api_server(jobs: Jobs, tmp_path: Path) -> N
         made = CliRunner().invoke(create.app, [str(tmp_path / "train.py"), "--print", *options, "--", "--a", "'b': {"])
         done = jobs.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=made.output)
         assert done.returncode == 0, done.stderr
+
+
+def test_doctor_says_what_a_cluster_lacks(jobs: Jobs, tmp_path: Path) -> None:
+    plain = CliRunner()
+
+    def look(kubeconfig: Path) -> tuple[int, dict[str, tuple[bool | None, str]]]:
+        options = ["--json", "-n", jobs.namespace, "--kubeconfig", str(kubeconfig)]
+        done = plain.invoke(main.app, ["doctor", *options])
+        return done.exit_code, {each["check"]: (each["good"], each["text"]) for each in json.loads(done.output)}
+
+    everything = Path(jobs.control_plane.kubeconfig)
+    code, seen = look(everything)
+    assert code == 1
+    assert seen["API server"][0] is True
+    assert seen["TrainingJob"] == (True, "TrainingJob everstep.dev/v1alpha1 is served")
+    assert seen["operator"] == (False, "no operator is installed: jobs are stored, and nothing happens to them")
+    assert seen["leader"] == (None, "no operator, so no leader")
+    assert seen["your rights"] == (True, f"all that the commands need in namespace {jobs.namespace}")
+
+    marks = {"app.kubernetes.io/name": "everstep", "app.kubernetes.io/component": "operator"}
+    containers = {"containers": [{"name": "operator", "image": "registry.example/operator:1"}]}
+    body = {
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "everstep", "labels": marks},
+        "spec": {
+            "replicas": 2, "selector": {"matchLabels": marks},
+            "template": {"metadata": {"labels": marks}, "spec": containers},
+        },
+    }  # fmt: skip
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "everstep-operator"},
+        "spec": {"holderIdentity": "gone", "renewTime": "2026-01-01T00:00:00.000000Z", "leaseDurationSeconds": 15},
+    }  # fmt: skip
+    for each in (body, lease):
+        done = jobs.kubectl("create", "-f", "-", input=json.dumps(each))
+        assert done.returncode == 0, done.stderr
+    try:
+        _, seen = look(everything)
+        assert seen["operator"][0] is False
+        assert seen["operator"][1].startswith(f"{jobs.namespace}/everstep: 0 of 2 ready")
+        assert seen["leader"][0] is False
+        assert seen["leader"][1].startswith("gone, renewed ")
+        shown = plain.invoke(main.app, ["version", "--kubeconfig", str(everything)]).output
+        assert f"operator registry.example/operator:1 in namespace {jobs.namespace}" in shown
+    finally:
+        jobs.kubectl("delete", "deployment/everstep", "lease/everstep-operator")
+
+    settings = yaml.safe_load(everything.read_text())
+    token = jobs.kubectl("create", "token", "default").stdout.strip()
+    settings["users"] = [{"name": user["name"], "user": {"token": token}} for user in settings["users"]]
+    (tmp_path / "weak").write_text(yaml.safe_dump(settings))
+    _, seen = look(tmp_path / "weak")
+    assert seen["operator"][0] is None, "what one may not see is not said to be missing"
+    lacking = "create trainingjobs, list trainingjobs, patch trainingjobs, patch trainingjobs/scale"
+    assert seen["your rights"][0] is False
+    assert seen["your rights"][1].startswith(f"you may not {lacking}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,6 +155,23 @@ class Cluster:
         """Those of all namespaces with these labels."""
         return self._list("/apis/apps/v1", "deployments", every=True, labelSelector=selector)
 
+    def items(self, path: str) -> list[Object]:
+        """Those of one page, at this path."""
+        items: list[Object] = self._call("GET", path).get("items") or []
+        return items
+
+    def get(self, path: str) -> tuple[Object, Mapping[str, str]]:
+        """An answer, and its headers."""
+        response = self._send("GET", path, {})
+        return self._decoded(response), response.headers
+
+    def may(self, verb: str, group: str, resource: str, subresource: str) -> bool:
+        """Whether this account has the right, in this namespace."""
+        wanted = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+        body = {"spec": {"resourceAttributes": {**wanted, "subresource": subresource}}}
+        answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=body)
+        return answer["status"].get("allowed") is True
+
     def _path(self, job: str) -> str:
         return f"{JOBS_API}/namespaces/{self.namespace}/{labels.PLURAL}/{job}"
 
@@ -184,16 +201,18 @@ class Cluster:
     def _call(
         self, method: str, path: str, query: dict[str, Any] | None = None, *, job: str = "", body: Any = None
     ) -> Any:
-        response = self._send(method, path, query or {}, job=job, body=body)
+        return self._decoded(self._send(method, path, query or {}, job=job, body=body))
+
+    def _decoded(self, response: Any) -> Any:
         try:
             return json.loads(response.read())
         except ValueError as e:
-            raise Unreachable(f"what answers at {self._server} is no Kubernetes API server: {e}") from e
+            raise Unreachable(f"what answers at {self.server} is no Kubernetes API server: {e}") from e
         except urllib3.exceptions.HTTPError as e:
-            raise Unreachable(f"the answer of the cluster at {self._server} broke off: {e}") from e
+            raise Unreachable(f"the answer of the cluster at {self.server} broke off: {e}") from e
 
     @property
-    def _server(self) -> str:
+    def server(self) -> str:
         return str(self.api.configuration.host)
 
     def _send(
@@ -216,7 +235,7 @@ class Cluster:
         try:
             response = self.api.call_api(*request, _request_timeout=timeout)
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as e:
-            raise Unreachable(f"the cluster at {self._server} does not answer: {_cause(e)}") from e
+            raise Unreachable(f"the cluster at {self.server} does not answer: {_cause(e)}") from e
         if response.status >= 300:
             self._refused(response, path, job)
         return response

@@ -1,0 +1,121 @@
+"""What a cluster needs for jobs, looked at from outside: `everstep doctor --cluster`. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+from everstep.cli.jobs.cluster import JOBS_API, Cluster
+from everstep.cli.jobs.source import JobError, Unreachable
+from everstep.cli.jobs.view import condition, moment
+from everstep.contract import labels
+
+OLDEST = (1, 30)  # of Kubernetes
+CLOCK_SECONDS = 5.0  # between this machine and the API server: times in answers have whole seconds
+LEASE_SECONDS = 60.0  # since the leader's last renewal; its term is shorter
+LEASES_API = "/apis/coordination.k8s.io/v1"
+OPERATOR = "app.kubernetes.io/name=everstep,app.kubernetes.io/component=operator"
+# What the commands do: verb, group, resource, subresource.
+RIGHTS = (
+    ("create", labels.GROUP, labels.PLURAL, ""),
+    ("list", labels.GROUP, labels.PLURAL, ""),
+    ("patch", labels.GROUP, labels.PLURAL, ""),
+    ("patch", labels.GROUP, labels.PLURAL, "scale"),
+    ("delete", labels.GROUP, labels.PLURAL, ""),
+    ("list", "", "pods", ""),
+    ("get", "", "pods", "log"),
+    ("list", "events.k8s.io", "events", ""),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`good` is None where it cannot be known."""
+
+    check: str
+    good: bool | None
+    text: str
+
+
+def look(cluster: Cluster) -> Iterator[Finding]:
+    """All checks, each with one finding. Raises `Unreachable` only if the API server does not answer at all."""
+    yield _version(cluster)
+    for name, check in CHECKS.items():
+        try:
+            good, text = check(cluster)
+        except (Unreachable, JobError) as e:
+            good, text = None, str(e)
+        yield Finding(name, good, text)
+
+
+def _version(cluster: Cluster) -> Finding:
+    answer, headers = cluster.get("/version")
+    digits = [int("".join(filter(str.isdigit, str(answer[part])))) for part in ("major", "minor")]
+    text = f"{answer['gitVersion']} at {cluster.server}"
+    date = headers.get("Date")
+    if date:
+        apart = abs((parsedate_to_datetime(date) - datetime.now(UTC)).total_seconds())
+        if apart > CLOCK_SECONDS:
+            return Finding("API server", False, f"{text}; its clock and this machine's are {apart:.0f} s apart")
+    good = tuple(digits) >= OLDEST
+    return Finding("API server", good, text if good else f"{text}: {OLDEST[0]}.{OLDEST[1]} or newer is needed")
+
+
+def _crd(cluster: Cluster) -> tuple[bool, str]:
+    try:
+        cluster.get(f"{JOBS_API}/namespaces/{cluster.namespace}/{labels.PLURAL}?limit=1")
+    except Unreachable as e:
+        if "knows no" in str(e):
+            return False, f"{e}: helm install everstep charts/everstep -n everstep-system --create-namespace"
+        raise
+    return True, f"{labels.KIND} {labels.API_VERSION} is served"
+
+
+def _operator(cluster: Cluster) -> tuple[bool, str]:
+    deployments = cluster.deployments(OPERATOR)
+    if not deployments:
+        return False, "no operator is installed: jobs are stored, and nothing happens to them"
+    texts, good = [], True
+    for each in deployments:
+        ready, wanted = int(each["status"].get("readyReplicas", 0)), int(each["spec"].get("replicas", 1))
+        meta = each["metadata"]
+        texts.append(f"{meta['namespace']}/{meta['name']}: {ready} of {wanted} ready")
+        good = good and ready > 0
+        if ready == 0:
+            reason = condition(each["status"], "Available").get("message", "")
+            texts[-1] += f" ({reason}); kubectl -n {meta['namespace']} describe deploy {meta['name']}"
+    return good and len(deployments) == 1, "; ".join(texts)
+
+
+def _leader(cluster: Cluster) -> tuple[bool | None, str]:
+    namespaces = {each["metadata"]["namespace"] for each in cluster.deployments(OPERATOR)}
+    for namespace in sorted(namespaces):
+        for lease in cluster.items(f"{LEASES_API}/namespaces/{namespace}/leases"):
+            spec = lease.get("spec") or {}
+            at = moment(str(spec.get("renewTime") or ""))
+            if not lease["metadata"]["name"].startswith("everstep") or at is None:
+                continue
+            ago = (datetime.now(UTC) - at).total_seconds()
+            holder = spec.get("holderIdentity") or "nobody"
+            return bool(spec.get("holderIdentity")) and ago < LEASE_SECONDS, f"{holder}, renewed {ago:.0f} s ago"
+    return (None, "no operator, so no leader") if not namespaces else (False, "nobody has led yet")
+
+
+def _rights(cluster: Cluster) -> tuple[bool, str]:
+    lacking = [
+        f"{verb} {'/'.join(filter(None, (resource, sub)))}"
+        for verb, group, resource, sub in RIGHTS
+        if not cluster.may(verb, group, resource, sub)
+    ]
+    text = f"you may not {', '.join(lacking)}" if lacking else "all that the commands need"
+    return not lacking, f"{text} in namespace {cluster.namespace}"
+
+
+CHECKS: dict[str, Callable[[Cluster], tuple[bool | None, str]]] = {
+    "TrainingJob": _crd,
+    "operator": _operator,
+    "leader": _leader,
+    "your rights": _rights,
+}
