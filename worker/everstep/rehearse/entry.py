@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 from everstep.checkpoint.log import opening
@@ -42,17 +44,28 @@ def main() -> None:
         loss = StoreLoss(folder, settings["away"])
         watch.on_enter.append(loss.enters)
         replace_all((opening, "open_store", loss.wrap(open_store)))
-    LibraryLoop(watch).install()
-    OwnLoop(watch, folder).install()
+    own = OwnLoop(watch, folder)
+    own.install()
+    LibraryLoop(watch, own).install()
+    _offer_horovod()
     Output(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
     except Exception as e:
         note_failure(folder, e)
+        if isinstance(e, ModuleNotFoundError) and e.name == "horovod":
+            raise SystemExit("everstep rehearse: the script imports horovod: pip install everstep-horovod") from e
         raise
     finally:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
             stamp.note(folder, program_of_process())
+
+
+def _offer_horovod() -> None:
+    """A script that imports Horovod gets our distribution of its interface, as by `-m everstep_horovod`."""
+    found = importlib.util.find_spec("everstep_horovod")
+    if found is not None and found.origin is not None:
+        sys.path.insert(1, str(Path(found.origin).with_name("importable")))
 
 
 if __name__ == "__main__":

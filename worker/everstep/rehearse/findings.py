@@ -28,6 +28,10 @@ SAVE = (
     "Put what steps change into the state that `restore` and `save` are given (a number inside of a dictionary), or "
     "compute it anew in each step from the step's number"
 )
+COMMIT = (
+    "Pass what steps change to hvd.elastic.TorchState(…) (a number, a text, a list, or an object with a state_dict), "
+    "or compute it anew from what is in it"
+)
 KEEP = (
     "Keep what steps change as a number, a text, a list or a dictionary in an attribute of the callback or the module: "
     "an object of a class of your own in it is not kept"
@@ -44,11 +48,15 @@ MISSED = (
 )
 OTHERWISE = "It was made from what a new process has not: track that, or compute it anew in each step"
 BATCH = "`run.loader(dataset, global_batch=N)`"
+LOADER = "`run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
+SAMPLER = (
+    "hvd.elastic.ElasticSampler choose them: pass it to hvd.elastic.TorchState(…), and call its record_batch between a "
+    "batch and the commit"
+)
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
     "it was chosen (a number, or `run.once`), and not the present one"
 )
-CHOSEN = ". Let `run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
@@ -91,7 +99,7 @@ def find(runs: list[Played]) -> list[Finding]:
     if not any(record.tracked for record in calm.steps.values()):
         text = (
             "the script keeps no state by Everstep, so no loss can be judged: it neither tracks any in a run "
-            "(everstep.start) nor saves any by an everstep.Checkpointer"
+            "(everstep.start) nor saves any by an everstep.Checkpointer, nor keeps any in an hvd.elastic.TorchState"
         )
         return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
     if calm.last < LEAST_STEPS:
@@ -395,7 +403,7 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
         if run.scenario.resized and a.total() != b.total():
             text = (
                 f"from step {step - 1} on a step reads {b.total()} samples, and {a.total()} in the calm run: the batch "
-                f"grows with the number of ranks. {FIT if run.in_library else BATCH} keeps it"
+                f"grows with the number of ranks. {FIT if run.in_library or run.own_loop else BATCH} keeps it"
             )
             return Finding(Kind.SIZE, title, text, step)
         text = (
@@ -403,12 +411,12 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
             f"{(b - a).total()} are others"
         )
         causes, cause = _causes(held, step, run)
-        return Finding(Kind.SAMPLES, title, text + (cause or CHOSEN), step, tuple(causes))
+        return Finding(Kind.SAMPLES, title, text + (cause or f". Let {SAMPLER if run.by_commits else LOADER}"), step, tuple(causes))
     return None
 
 
 def _advice(run: Played) -> str:
-    return KEEP if run.in_library else SAVE if run.own_loop else TRACK
+    return KEEP if run.in_library else COMMIT if run.by_commits else SAVE if run.own_loop else TRACK
 
 
 def _read_by_step(run: Played) -> dict[int, Counter[str]]:

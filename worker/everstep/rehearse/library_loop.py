@@ -1,4 +1,5 @@
-"""Notes the steps of a script whose loop is Hugging Face Trainer's or Lightning's, beside Everstep's adapters.
+"""Notes the steps of a script whose loop is Hugging Face Trainer's or Lightning's, beside Everstep's adapters. For a
+script with Horovod's interface it calls that distribution, which knows its own loop.
 
 A step is the library's own: an optimizer step. Its samples are those that the library trains on, not those that its
 loader has fetched ahead. The values of the script's own are its variables, and the attributes of its own classes among
@@ -7,6 +8,7 @@ the callbacks, the modules, the data module and the trainer.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.record import LIBRARY
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
 from everstep.train.adapters.script_state import attributes_set_by_script
@@ -21,21 +24,26 @@ from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.script_objects import is_own, variables
 
 HUGGINGFACE, LIGHTNING = "everstep.train.adapters.huggingface", "everstep.train.adapters.lightning"
+# By name, because the library does not know the distributions that are built on it.
+HOROVOD, HOROVOD_REHEARSED = "everstep_horovod.training", "everstep_horovod.rehearsed"
 
 
 class LibraryLoop:
     """Of one process, beside the `watch` of the session's loop."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Watch, own: OwnLoop) -> None:
+        self._watch, self._own = watch, own
         self._wrapped: set[str] = set()
 
     def install(self) -> None:
-        """Wrap an adapter when the script makes its callback: to import an adapter here would import its library."""
+        """Wrap an adapter when the script makes its callback: to import an adapter here would import its library.
+        Likewise Horovod's interface when the script has joined its world."""
         find = StepCoordinator.find
 
         def found(*arguments: Any, **options: Any) -> StepCoordinator:
-            for name, wrap in ((HUGGINGFACE, self._wrap_huggingface), (LIGHTNING, self._wrap_lightning)):
+            for name, wrap in (
+                (HUGGINGFACE, self._wrap_huggingface), (LIGHTNING, self._wrap_lightning), (HOROVOD, self._wrap_horovod),
+            ):  # fmt: skip
                 if name in sys.modules and name not in self._wrapped:
                     self._wrapped.add(name)
                     wrap(sys.modules[name])
@@ -125,6 +133,9 @@ class LibraryLoop:
             (callback_class, "on_fit_start", started), (callback_class, "on_train_batch_start", began),
             (callback_class, "on_train_batch_end", ended),
         )  # fmt: skip
+
+    def _wrap_horovod(self, _: Any) -> None:
+        importlib.import_module(HOROVOD_REHEARSED).install(self._own)
 
     def _begins(self) -> None:
         self._watch.in_library = True

@@ -1,12 +1,15 @@
-"""Notes the steps of a script that has a loop of its own and a `Checkpointer`, as plain torchrun scripts have.
+"""Notes the steps of a script that has a loop of its own: with a `Checkpointer`, as plain torchrun scripts have, or
+with Horovod's interface.
 
 A step is one call of the script's first optimizer. Its number survives a restart by a mark beside each save, which says
-how many steps the state had seen: what the script calls a step may be an epoch.
+how many steps the state had seen: what the script calls a step may be an epoch. A function of `hvd.elastic.run` goes
+back to its commits, so there the mark is beside each commit (`by_commits`).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,10 +18,10 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader
 
 from everstep.checkpoint import Checkpointer
+from everstep.rehearse import record
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
 
-# It has steps of its own, and recovers in them.
-_NOT_YET = "everstep_horovod"
+_BETWEEN = {"torch", "everstep_horovod"}  # packages whose functions stand between the script and its optimizer
 
 
 class OwnLoop:
@@ -28,13 +31,20 @@ class OwnLoop:
         self._watch, self._marks = watch, folder / "marks"
         self._marks.mkdir(exist_ok=True)
         self._counted: int | None = None  # the id of the optimizer whose calls are the steps
-        self._done = 0
+        self._done = self._saved = 0  # steps of the state, and of the one that was saved last
+        self.is_due = False  # whether the commit that is made now is to be saved
         self._passes = 0  # backward passes of the present step
         self._batch: list[str] = []  # what the loader gave last, until a backward pass uses it
+        self._rank: Callable[[], int] = rank
+        self._over: BaseException = SystemExit(0)  # all ranks have taken as many steps
 
     @property
     def _is_alone(self) -> bool:
         return self._watch.run is None and not self._watch.in_library
+
+    @property
+    def _by_saves(self) -> bool:
+        return self._is_alone and not self._watch.by_commits
 
     def install(self) -> None:
         """Wrap the Checkpointer's public methods, and what gives a loop its batches, in this process."""
@@ -42,17 +52,14 @@ class OwnLoop:
 
         def restored(checkpointer: Checkpointer, state: Any, **options: Any) -> int | None:
             found = restore(checkpointer, state, **options)
-            if self._is_alone:
-                self._watch.tracked |= dict(state)
-                self._done = self._seen(found)
-                if found is None and self._watch.begins is not None:
-                    self._watch.did_not_begin()
+            if self._by_saves:
+                self._goes_on(found, state)
             return found
 
         def saved(checkpointer: Checkpointer, step: int, state: Any, **options: Any) -> Any:
-            if self._is_alone:
+            if self._by_saves:
                 self._watch.tracked |= dict(state)
-                (self._marks / f"{step}-{rank()}").write_text(str(self._done))
+                self._mark(step)
             return save(checkpointer, step, state, **options)
 
         def gives(iterator: Any) -> Any:
@@ -68,9 +75,43 @@ class OwnLoop:
         self._watch.on_backward = self._differentiates
         optimizers.register_optimizer_step_post_hook(self._moved)
 
+    # --- for a loop that goes back to commits of its own
+
+    def by_commits(self, rank: Callable[[], int], over: BaseException) -> None:
+        """The loop begins. `over` is raised in it when it has taken as many steps as are rehearsed."""
+        self._watch.by_commits, self._rank, self._over = True, rank, over
+        (self._watch.folder / record.COMMITS).touch()
+
+    def went_back(self, commit: int, state: Mapping[str, Any]) -> None:
+        """The state is that of this commit; 0: from which the script begins."""
+        self._watch.step, self._passes = None, 0
+        self._goes_on(commit or None, state)
+        self._saved, self.is_due = self._done, False
+
+    def commits(self, commit: int) -> None:
+        """The loop is about to make this commit. `is_due`: it is to be saved, by the steps since the last save."""
+        self._mark(commit)
+        self.is_due = self._done - self._saved >= self._watch.every
+        if self.is_due:
+            self._saved = self._done
+
+    def committed(self) -> None:
+        """It has made it."""
+        if self._watch.step is not None:
+            self._watch.leaves()
+
+    def _goes_on(self, step: int | None, state: Mapping[str, Any]) -> None:
+        self._watch.tracked |= dict(state)
+        self._done = self._seen(step)
+        if self._watch.begins is not None and (step is None or step < self._watch.begins):
+            self._watch.did_not_begin()
+
+    def _mark(self, step: int) -> None:
+        (self._marks / f"{step}-{self._rank()}").write_text(str(self._done))
+
     def _seen(self, step: int | None) -> int:
         """How many steps the commit of this step had seen."""
-        mark = self._marks / f"{step}-{rank()}"
+        mark = self._marks / f"{step}-{self._rank()}"
         return int(mark.read_text()) if mark.exists() else self._of_another_rank(step)
 
     def _of_another_rank(self, step: int | None) -> int:
@@ -83,8 +124,10 @@ class OwnLoop:
         if not self._is_alone:
             return
         if self._passes == 0:
+            if self._watch.step is not None:
+                self._watch.leaves()  # the step before was in no commit
             self._watch.samples = []
-            self._watch.enters(self._done, rank())
+            self._watch.enters(self._done, self._rank())
         self._watch.samples += self._batch
         self._batch = []
         self._passes += 1
@@ -92,20 +135,19 @@ class OwnLoop:
     def _moved(self, optimizer: Any, *_: Any) -> None:
         if not self._is_alone or self._passes == 0 or self._counted not in (None, id(optimizer)):
             return
-        if _NOT_YET in sys.modules:
-            raise SystemExit(
-                "everstep rehearse: scripts of Horovod are not rehearsed yet; see docs/reference/rehearse.md"
-            )
         self._counted, self._passes = id(optimizer), 0
         self._done += 1
-        self._watch.note(self._done, rank(), _script_frame(sys._getframe(1)))
-        self._watch.leaves()
+        self._watch.note(self._done, self._rank(), _script_frame(sys._getframe(1)))
+        if self._watch.by_commits:
+            self._watch.reach("tail")
+        else:
+            self._watch.leaves()
         if self._done >= self._watch.limit:
-            raise SystemExit(0)  # all ranks have taken as many steps
+            raise self._over
 
 
 def _script_frame(frame: FrameType | None) -> FrameType | None:
-    """The script's frame that called the optimizer; what lies between is torch's."""
-    while frame is not None and "torch" in frame.f_globals.get("__name__", "").split("."):
+    """The script's frame that called the optimizer."""
+    while frame is not None and _BETWEEN & set(frame.f_globals.get("__name__", "").split(".")):
         frame = frame.f_back
     return frame

@@ -49,6 +49,7 @@ class Played:
     saved: bool = True  # no start behind a loss began from nothing
     in_library: bool = False  # the steps are Trainer's or Lightning's
     own_loop: bool = False  # the script saves by a Checkpointer of its own
+    by_commits: bool = False  # its loop is a function of hvd.elastic.run
     files: dict[str, Written] = field(default_factory=dict)  # that the script wrote, by their names below its folder
     printed: Printed = field(default_factory=dict)  # by rank 0, in the loop
     timeline: Timeline = field(default_factory=Timeline)
@@ -112,7 +113,7 @@ class Player:
         return Played(
             scenario, record.read(place), code, seconds, _killed(place), log,
             hung, refusal_in(log), not record.began_again(place),
-            (place / record.LIBRARY).exists(), any(place.glob("marks/*")),
+            (place / record.LIBRARY).exists(), any(place.glob("marks/*")), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
             any(place.glob(f"{record.AWAY}*")),
@@ -123,6 +124,7 @@ class Player:
         out: object, place: Path, progress: Callable[[int], None],
     ) -> tuple[int, bool]:  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
+        environ |= {name: os.environ[name] for name in (env.HOROVOD_ELASTIC,) if name in os.environ}
         environ |= {
             SETTINGS: json.dumps(settings),
             env.CHECKPOINT_URL: str(place / "commits"),  # for scripts that leave it to the environment

@@ -45,7 +45,7 @@ class Watch:
     `begins`: the step of the commit from which the run begins; steps are counted from there."""
 
     def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None = None) -> None:
-        self.folder, self.limit, self._every = folder, limit, every
+        self.folder, self.limit, self.every = folder, limit, every
         self.begins, self.base = begins, begins or 0
         self._url: str | None = None  # the first that the script names
         # Of several ranks that die at once, a launcher may end some before they come to their own death.
@@ -57,6 +57,7 @@ class Watch:
         self._rank = 0
         self.run: session.Run | None = None  # that steps are taken in
         self.in_library = False  # steps are Trainer's or Lightning's. With neither, the script's loop is its own
+        self.by_commits = False  # the script's own loop goes back to commits in memory, which are saved when due
         self.on_enter: list[Callable[[int, int], None]] = []  # the step after so many begins, on a rank
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
@@ -161,7 +162,7 @@ class Watch:
 
     def _cadence(self, own: int | None) -> int:
         """Steps between two saves: the script's own number, if there is a commit before all are killed."""
-        return own if own is not None and own < self.limit // 2 else self._every
+        return own if own is not None and own < self.limit // 2 else self.every
 
     def place(self, url: Any) -> str:
         """The folder of the rehearsal that stands for a checkpoint URL of the script."""
@@ -234,7 +235,7 @@ class Watch:
         marker = self.folder / f"killed-{kill.name}-{rank}"
         with contextlib.suppress(FileExistsError):
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
-            if len(kill.ranks) > 1 and kill.step > self._every:
+            if len(kill.ranks) > 1 and kill.step > self.every:
                 self._wait_for_commit()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -244,7 +245,9 @@ class Watch:
         waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
-        is_due = self.run is not None or self.in_library  # else the script decides what it saves, and when
+        is_due = (
+            self.run is not None or self.in_library or self.by_commits
+        )  # else the script decides what it saves, and when
         while True:
             folders = [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]
             newest = [Catalog(open_store(str(place))).latest() for place in folders]
