@@ -227,6 +227,68 @@ def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Pa
         assert {"WARM", "model"} <= set(certain[0]["names"])
 
 
+BY_HAND = """
+import torch
+import torch.distributed as dist
+
+import everstep
+
+torch.manual_seed(0)
+x = torch.randn(240, 8)
+weight = torch.zeros(8, 1, requires_grad=True)
+
+
+def train(mine, scale):
+    loss = torch.nn.functional.mse_loss(mine @ weight, mine.sum(1, keepdim=True)) * scale
+    DIFFERENTIATE
+    dist.all_reduce(gradient)
+    with torch.no_grad():
+        weight.sub_(0.01 * gradient)
+
+
+"""
+IN_SESSION = """
+with everstep.start() as run:
+    run.track(weight=weight)
+    for step in run.steps(run.loader(torch.utils.data.TensorDataset(x), global_batch=12), until=10_000):
+        with step as batch:
+            train(batch.data[0], batch.scale(1.0))
+"""
+OF_ITS_OWN = """
+dist.init_process_group("gloo")
+state = {"weight": weight}
+checkpointer = everstep.Checkpointer("commits")
+for step in range(checkpointer.restore(state) or 0, 1000):
+    order = torch.randperm(240, generator=torch.Generator().manual_seed(step))[:12]
+    train(x[order[dist.get_rank() :: dist.get_world_size()]], 1.0)
+    if checkpointer.should_save(step + 1):
+        checkpointer.save(step + 1, state)
+"""
+GRADIENT = "(gradient,) = torch.autograd.grad(loss, [weight])"
+BACKWARD = "torch.autograd.backward([loss])\n    gradient, weight.grad = weight.grad, None"
+
+
+@pytest.mark.long_but("own loop")
+@pytest.mark.parametrize(
+    ("loop", "differentiate"),
+    [
+        pytest.param(OF_ITS_OWN, GRADIENT, id="own loop"),
+        pytest.param(OF_ITS_OWN, BACKWARD, id="own loop, all losses"),
+        pytest.param(IN_SESSION, GRADIENT, id="session"),
+    ],
+)
+def test_script_without_an_optimizer_and_without_backward_is_killed_too(
+    folder: Path, loop: str, differentiate: str
+) -> None:
+    (folder / "train.py").write_text(BY_HAND.replace("DIFFERENTIATE", differentiate) + loop)
+    own = ["--json", "r.json", "--ranks", "2", "--steps", "12", "--at", "1@2:backward,0@4:optimizer,0+1@9:backward"]
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    report = json.loads((folder / "r.json").read_text())
+    assert (report["findings"], done.returncode) == ([], 0)
+    assert [(run["steps"], run["killed"]) for run in report["runs"]] == [(12, 0), (12, 0), (12, 4)]
+
+
 @pytest.mark.long
 def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder: Path) -> None:
     shutil.copy(TESTS.parent / "examples" / "accelerate" / "train.py", folder)

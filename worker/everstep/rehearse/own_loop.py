@@ -1,9 +1,10 @@
 """Notes the steps of a script that has a loop of its own: with a `Checkpointer`, as plain torchrun scripts have, or
 with Horovod's interface.
 
-A step is one call of the script's first optimizer. Its number survives a restart by a mark beside each save, which says
-how many steps the state had seen: what the script calls a step may be an epoch. A function of `hvd.elastic.run` goes
-back to its commits, so there the mark is beside each commit (`by_commits`).
+A step is one call of the script's first optimizer; where it has none, a step ends where the script asks whether to
+save, or commits. Its number survives a restart by a mark beside each save, which says how many steps the state had
+seen: what the script calls a step may be an epoch. A function of `hvd.elastic.run` goes back to its commits, so there
+the mark is beside each commit (`by_commits`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader
 
@@ -21,7 +23,7 @@ from everstep.checkpoint import Checkpointer
 from everstep.rehearse import record
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
 
-_BETWEEN = {"torch", "everstep_horovod"}  # packages whose functions stand between the script and its optimizer
+_BETWEEN = {"torch", "everstep", "everstep_horovod"}  # whose functions stand between the script and its optimizer
 
 
 class OwnLoop:
@@ -48,7 +50,8 @@ class OwnLoop:
 
     def install(self) -> None:
         """Wrap the Checkpointer's public methods, and what gives a loop its batches, in this process."""
-        restore, save, given = Checkpointer.restore, Checkpointer.save, dataloader._BaseDataLoaderIter.__next__
+        restore, save, should_save = Checkpointer.restore, Checkpointer.save, Checkpointer.should_save
+        given = dataloader._BaseDataLoaderIter.__next__
 
         def restored(checkpointer: Checkpointer, state: Any, **options: Any) -> int | None:
             found = restore(checkpointer, state, **options)
@@ -59,8 +62,14 @@ class OwnLoop:
         def saved(checkpointer: Checkpointer, step: int, state: Any, **options: Any) -> Any:
             if self._by_saves:
                 self._watch.tracked |= dict(state)
+                self._moved_by_hand()
                 self._mark(step)
             return save(checkpointer, step, state, **options)
+
+        def asked(checkpointer: Checkpointer, step: int) -> bool:
+            if self._by_saves:
+                self._moved_by_hand()
+            return should_save(checkpointer, step)
 
         def gives(iterator: Any) -> Any:
             batch = given(iterator)
@@ -70,7 +79,7 @@ class OwnLoop:
 
         replace_all(
             (Checkpointer, "restore", restored), (Checkpointer, "save", saved),
-            (dataloader._BaseDataLoaderIter, "__next__", gives),
+            (Checkpointer, "should_save", asked), (dataloader._BaseDataLoaderIter, "__next__", gives),
         )  # fmt: skip
         self._watch.on_backward = self._differentiates
         optimizers.register_optimizer_step_post_hook(self._moved)
@@ -90,6 +99,7 @@ class OwnLoop:
 
     def commits(self, commit: int) -> None:
         """The loop is about to make this commit. `is_due`: it is to be saved, by the steps since the last save."""
+        self._moved_by_hand()
         self._mark(commit)
         self.is_due = self._done - self._saved >= self._watch.every
         if self.is_due:
@@ -135,9 +145,19 @@ class OwnLoop:
     def _moved(self, optimizer: Any, *_: Any) -> None:
         if not self._is_alone or self._passes == 0 or self._counted not in (None, id(optimizer)):
             return
-        self._counted, self._passes = id(optimizer), 0
+        self._counted = id(optimizer)
+        self._step_is_over()
+
+    def _moved_by_hand(self) -> None:
+        """The script may have changed its parameters without an optimizer."""
+        has_optimizer = any(isinstance(one, torch.optim.Optimizer) for one in self._watch.tracked.values())
+        if self._passes > 0 and self._counted is None and not has_optimizer:
+            self._step_is_over()
+
+    def _step_is_over(self) -> None:
+        self._passes = 0
         self._done += 1
-        self._watch.note(self._done, self._rank(), _script_frame(sys._getframe(1)))
+        self._watch.note(self._done, self._rank(), _script_frame(sys._getframe(2)))
         if self._watch.by_commits:
             self._watch.reach("tail")
         else:

@@ -113,7 +113,7 @@ class Player:
         return Played(
             scenario, record.read(place), code, seconds, _killed(place), log,
             hung, refusal_in(log), not record.began_again(place),
-            (place / record.LIBRARY).exists(), any(place.glob("marks/*")), (place / record.COMMITS).exists(),
+            (place / record.LIBRARY).exists(), any(place.glob(record.MARKS)), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
             any(place.glob(f"{record.AWAY}*")),

@@ -15,6 +15,7 @@ RECORDS, KILLS = "records-*.jsonl", "killed-*"
 AWAY = "away-"  # and a process: it has sent a request to the store of commits while that was away
 # A training process wants the agent to be stopped; it is; it goes on.
 ROUNDS_WANTED, ROUNDS_AWAY, ROUNDS_BACK = "rounds-wanted", "rounds-away", "rounds-back"
+MARKS = "marks/*"  # each of a save that a loop of the script's own has begun, or of its commit
 COMMITS = "by-commits"  # the script's loop is a function of hvd.elastic.run
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: between what a value is and its digest

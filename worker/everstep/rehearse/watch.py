@@ -8,6 +8,7 @@ touched.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import signal
@@ -26,8 +27,8 @@ from torch.optim import optimizer as optimizers
 import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.rehearse.held_tensors import held_tensors
-from everstep.rehearse.plan import Kill
-from everstep.rehearse.record import BUFFERS, MOST_BYTES, Record
+from everstep.rehearse.plan import POINTS, Kill
+from everstep.rehearse.record import BUFFERS, MARKS, MOST_BYTES, Record
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
@@ -121,7 +122,8 @@ class Watch:
     def _wrap_step(self) -> None:
         enter, leave, take = steps.Step.__enter__, steps.Step.__exit__, steps.Step._take
         backward: Any = torch.Tensor.backward
-        watch = self
+        of_loss, of_losses = torch.autograd.grad, torch.autograd.backward
+        watch, in_backward = self, [False]
 
         def entered(step: steps.Step) -> Any:
             watch.samples = []
@@ -153,11 +155,28 @@ class Watch:
                     watch.reach("backward")
 
                 hooks.append(at_loss.register_hook(begins))
-            backward(loss, *arguments, **options)
+            in_backward[0] = True
+            try:
+                backward(loss, *arguments, **options)
+            finally:
+                in_backward[0] = False
+
+        def differentiating(function: Any) -> Any:
+            """The functions of torch.autograd, one of which `Tensor.backward` calls."""
+
+            @functools.wraps(function)
+            def called(*arguments: Any, **options: Any) -> Any:
+                if not in_backward[0]:
+                    watch.on_backward()
+                    watch.reach("backward")
+                return function(*arguments, **options)
+
+            return called
 
         replace_all(
             (steps.Step, "__enter__", entered), (steps.Step, "__exit__", left), (steps.Step, "_take", taken),
-            (torch.Tensor, "backward", differentiated),
+            (torch.Tensor, "backward", differentiated), (torch.autograd, "grad", differentiating(of_loss)),
+            (torch.autograd, "backward", differentiating(of_losses)),
         )  # fmt: skip
 
     def _cadence(self, own: int | None) -> int:
@@ -223,12 +242,14 @@ class Watch:
         return {**values, **settings_of(self.tracked), **tensors}, [*beyond, *unread]
 
     def reach(self, point: str) -> None:
-        """This process is at a point of its step."""
+        """This process is at a point of its step. The last one stands for those to which the step has not come: without
+        an optimizer none steps."""
         self._points[point] += 1
         if self.step is None or self._points[point] > 1:
             return
+        points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys())}
         for kill in self._kills:
-            if kill.step == self.step and kill.point == point and self._rank in kill.ranks:
+            if kill.step == self.step and kill.point in points and self._rank in kill.ranks:
                 self._die(kill, self._rank)
 
     def _die(self, kill: Kill, rank: int) -> None:
@@ -245,9 +266,8 @@ class Watch:
         waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
-        is_due = (
-            self.run is not None or self.in_library or self.by_commits
-        )  # else the script decides what it saves, and when
+        # Else the script decides what it saves, and when. A save that has begun may have written nothing yet.
+        is_due = self.run is not None or self.in_library or self.by_commits or any(self.folder.glob(MARKS))
         while True:
             folders = [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]
             newest = [Catalog(open_store(str(place))).latest() for place in folders]
