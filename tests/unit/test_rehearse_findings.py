@@ -176,6 +176,26 @@ def test_run_that_ends_otherwise_is_a_finding(run: Played, kind: Kind, says: str
     assert says in finding.text
 
 
+def test_machine_that_is_too_slow_is_no_finding_against_the_script() -> None:
+    slow = replace(played(AGAIN, 0), code=1, hung=True)
+    other = change(played(RANK), 9, tracked={"model": "x"})
+    finding = only([CALM, slow, other])
+    assert (finding.kind, finding.certain) == (Kind.SLOW, False), "what differs by chance is not known"
+    stopped = replace(played(RANK), code=1, hung=True, slow=True)
+    assert [one.kind for one in find([CALM, played(AGAIN, 0), stopped])] == [Kind.SLOW]
+    assert only([replace(CALM, code=1, hung=True, slow=True)]).kind is Kind.SLOW
+    assert only([replace(CALM, code=1, hung=True)]).kind is Kind.ENDED
+
+
+def test_calm_run_that_fails_once_is_a_warning_and_twice_a_finding() -> None:
+    failed = replace(played(AGAIN, 0), code=1, log="RuntimeError: no")
+    assert only([CALM, replace(failed, first=failed)]).kind is Kind.ENDED
+    finding = only([CALM, replace(played(AGAIN, 0), first=failed), played(RANK)])
+    assert (finding.kind, finding.certain) == (Kind.ONCE, False)
+    assert "ended with exit code 1: RuntimeError: no" in finding.text
+    assert find([CALM, replace(played(AGAIN, 0), first=replace(failed, hung=True, slow=True)), played(RANK)]) == []
+
+
 def test_running_statistics_alone_are_a_warning_and_parameters_behind_them_are_found() -> None:
     calm_run = change(CALM, 1, tracked={"model": "m", f"{BUFFERS}model": "s"})
     apart = change(change(played(RANK), 1, tracked={"model": "m", f"{BUFFERS}model": "s"}), 8,

@@ -28,7 +28,7 @@ from everstep.rehearse.page import page
 from everstep.rehearse.plan import Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, Player
 
-SOMETHING_FOUND, USAGE = 1, 2  # exit codes
+SOMETHING_FOUND, USAGE, SLOW = 1, 2, 3  # exit codes
 EVERY = 7  # steps between two saves; what a script does in a round number of steps has no commit at its beginning
 
 app = typer.Typer(add_completion=False)
@@ -67,7 +67,7 @@ def rehearse(
 ) -> None:
     """Run a script calm, with a rank killed, with all killed, and with one rank more and fewer; compare the runs.
 
-    Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked.
+    Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked; 3, the machine was too slow.
     """
     kinds, kills = _plan(ranks, steps, kill, at, stamp, {"--json": json_, "--html": html})
     signal.signal(signal.SIGTERM, _terminated)
@@ -85,8 +85,9 @@ def rehearse(
             _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills), runs)
         findings = compare.find(runs)
         kept = keep or any(f.certain for f in findings)
-        proves = not kills and set(kinds) >= stamps.PROVEN
-        differs = any(f.kind is not Kind.WRITTEN for f in findings)
+        slow = any(f.kind is Kind.SLOW for f in findings)
+        proves = not kills and set(kinds) >= stamps.PROVEN and not slow
+        differs = any(f.kind not in (Kind.WRITTEN, Kind.SLOW) for f in findings)
         left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, differs=differs)
         seconds = time.monotonic() - began
         report = _report(script, arguments or [], ranks, steps, runs, findings, seconds)
@@ -108,7 +109,11 @@ def rehearse(
         owned.leave(keep=kept)
     if problem:
         say_error(f"everstep: {problem}")
-    if any(f.certain for f in findings) or (strict and findings):
+    if any(f.certain for f in findings):
+        raise typer.Exit(SOMETHING_FOUND)
+    if slow:
+        raise typer.Exit(SLOW)
+    if strict and findings:
         raise typer.Exit(SOMETHING_FOUND)
     if problem and stamp is not None:
         raise typer.Exit(USAGE)
@@ -195,6 +200,9 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
             try:
                 for run in pool.map(play, further):
                     ended(run)
+                    if run.proves_nothing:
+                        player.stop()  # the others would be as slow
+                        break
             except BaseException:
                 player.stop()  # else Ctrl-C would wait for the runs in progress
                 raise
@@ -214,7 +222,7 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
         )  # fmt: skip
     console.print(table)
     for finding in findings:
-        what = "FOUND" if finding.certain else "WARNING"
+        what = "FOUND" if finding.certain else "NOT JUDGED" if finding.kind is Kind.SLOW else "WARNING"
         runs_of = "; ".join(finding.scenarios)
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
     if left_out := compare.left_out(runs):
@@ -223,7 +231,9 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""
         say(f"\ncarried by the loop and not tracked{harmless}: {carried}")
-    if not end and len(runs) == 1:
+    if not end and runs[-1].proves_nothing:
+        end = "no further run was made, because the machine was too slow"
+    elif not end and len(runs) == 1:
         end = "no other run was made, because the calm one came to nothing"
     counts = f"{certain_count} found, {len(findings) - certain_count} warnings, in {seconds:.0f} s"
     say(f"\n{script}: {counts}{'; ' if end else ''}{end}")
@@ -234,7 +244,9 @@ def _results(runs: list[Played], findings: list[Finding]) -> list[str]:
     results = []
     for run in runs:
         mine = [f for f in findings if run.scenario.title in f.scenarios]
-        if any(f.certain for f in mine):
+        if any(f.kind is Kind.SLOW for f in mine):
+            results.append("too slow")
+        elif any(f.certain for f in mine):
             results.append("failed" if run is runs[0] else "differs")
         elif run is runs[0]:
             results.append("–")
@@ -265,6 +277,7 @@ def _report(
             {
                 "name": run.scenario.name, "title": run.scenario.title, "steps": run.last, "killed": run.killed,
                 "code": run.code, "hung": run.hung, "seconds": round(run.seconds, 1),
+                "played": 1 if run.first is None else 2,
                 "files": {name: file.size for name, file in run.files.items()},
             }
             for run in runs

@@ -71,6 +71,8 @@ class Kind(StrEnum):
     BUFFERS = "buffers"  # other running statistics, and no other parameter
     WRITTEN = "written"  # other files or lines, and no other result
     CHANCE = "chance"  # two calm runs differ
+    SLOW = "slow"  # no judgement: the machine was too slow
+    ONCE = "once"  # a calm run that failed, and not when it was repeated
 
 
 CERTAIN = frozenset({Kind.REFUSED, Kind.ENDED, Kind.SAMPLES, Kind.TRACKED, Kind.CHANCE})
@@ -111,9 +113,13 @@ def find(runs: list[Played]) -> list[Finding]:
     for run in runs[1:]:
         if (problem := _ended(run)) is not None:
             found.append(problem)
+            if problem.kind is Kind.SLOW and run.scenario.name == AGAIN:
+                break  # which values differ by chance is not known
             continue
         if run.scenario.name == AGAIN:
             again = run
+            if run.first is not None and not run.first.slow:
+                found.append(_failed_once(run.scenario.title, run.first))
             chance, problem = _chance(calm, run)
             found += [problem] if problem is not None else []
             continue
@@ -154,12 +160,19 @@ def _ended(run: Played) -> Finding | None:
     if run.refused and run.code:
         beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
         return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}{_anew(run)}", run.last)
+    if run.proves_nothing:
+        twice = ", twice" if run.first is not None else ""
+        text = (
+            f"did not come to its end within --limit{twice}, and made {run.last} steps of {run.scenario.steps}: the "
+            "machine was too slow to judge the script by it. Rehearse where less else runs, or with a longer --limit "
+            "or fewer --steps"
+        )
+        return Finding(Kind.SLOW, title, text, run.last)
     if run.hung:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
     if run.code:
-        lines = [line for line in run.log.splitlines() if line.strip()]
-        last = _STAMP.sub("", lines[-1])[:300] if lines else "no output"
+        last = _last_line(run)
         behind = (
             f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of a "
             "whole epoch"
@@ -184,6 +197,20 @@ def _anew(run: Played, advice: str = "") -> str:
     if not run.carried or not run.scenario.kills:
         return ""
     return f". In a new process these begin anew, because nothing tracks them: {run.carried}{advice and f'. {advice}'}"
+
+
+def _failed_once(title: str, run: Played) -> Finding:
+    how = f"ended with exit code {run.code}: {_last_line(run)}" if not run.hung else "did not come to its end"
+    text = (
+        f"{how}. Nothing had been killed, and when it was repeated it came to its end: either the machine was too "
+        "slow, or the script fails by chance"
+    )
+    return Finding(Kind.ONCE, (title,), text)
+
+
+def _last_line(run: Played) -> str:
+    lines = [line for line in run.log.splitlines() if line.strip()]
+    return _STAMP.sub("", lines[-1])[:300] if lines else "no output"
 
 
 def _went_on(run: Played) -> bool:
@@ -411,7 +438,8 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
             f"{(b - a).total()} are others"
         )
         causes, cause = _causes(held, step, run)
-        return Finding(Kind.SAMPLES, title, text + (cause or f". Let {SAMPLER if run.by_commits else LOADER}"), step, tuple(causes))
+        text += cause or f". Let {SAMPLER if run.by_commits else LOADER}"
+        return Finding(Kind.SAMPLES, title, text, step, tuple(causes))
     return None
 
 

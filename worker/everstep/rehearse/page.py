@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from everstep.rehearse.findings import Finding
+from everstep.rehearse.findings import Finding, Kind
 from everstep.rehearse.play import Played
 from everstep.rehearse.timeline import Event, Timeline
 
@@ -90,11 +90,15 @@ def _finding(one: Finding) -> str:
     step = f", from step {one.step} on" if one.step is not None else ""
     names = ", ".join(f"<code>{escape(name)}</code>" for name in one.names)
     return (
-        f'<article class="{"bad" if one.certain else "warn"}"><h3>{"Found" if one.certain else "Warning"}: '
+        f'<article class="{"bad" if one.certain else "warn"}"><h3>{_word(one)}: '
         f"{escape(one.kind)}{step}</h3>\n<p>{escape(one.text)}</p>\n"
         + (f'<p class="small">It is about {names}</p>\n' if names else "")
         + f'<p class="small">In: {escape("; ".join(one.scenarios))}</p></article>\n'
     )
+
+
+def _word(one: Finding) -> str:
+    return "Found" if one.certain else "Not judged" if one.kind is Kind.SLOW else "Warning"
 
 
 def _run(run: Played, result: str, *, is_open: bool) -> str:

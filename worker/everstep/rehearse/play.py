@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from everstep.agent.arguments import MODULES, PRELOAD
@@ -20,8 +20,9 @@ from everstep.agent.preload import preloaded
 from everstep.contract import env
 from everstep.rehearse import record, timeline, written
 from everstep.rehearse.beginning import Beginning
-from everstep.rehearse.plan import SETTINGS, Scenario
+from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
 from everstep.rehearse.rounds_loss import RoundsLoss
+from everstep.rehearse.starvation import is_starved
 from everstep.rehearse.timeline import Timeline
 from everstep.rehearse.written import Printed, Written
 
@@ -30,6 +31,7 @@ RESTARTS = 8  # of the agent where something is killed: more than the losses of 
 COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 END_SECONDS = 10.0
+MAKES_STEPS = 0.25  # of the limit: since then a run that is slow and does not stand still has completed a step
 LOOK_SECONDS, AWAY_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
 
 
@@ -44,7 +46,9 @@ class Played:
     seconds: float
     killed: int  # processes
     log: str
-    hung: bool = False
+    hung: bool = False  # it did not come to its end in time
+    slow: bool = False  # it hung, and was making steps, or had not got the processor time that it wanted
+    first: Played | None = None  # how the same run ended before it was repeated
     refused: str = ""
     saved: bool = True  # no start behind a loss began from nothing
     in_library: bool = False  # the steps are Trainer's or Lightning's
@@ -57,6 +61,11 @@ class Played:
     repeated: str = ""  # the error that each further start ended with
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
     missed: bool = False  # a request has met a store that was away
+
+    @property
+    def proves_nothing(self) -> bool:
+        """It did not end in time, and the script is not the reason."""
+        return self.hung and (self.slow or self.scenario.name == AGAIN)
 
     @property
     def last(self) -> int:
@@ -85,8 +94,15 @@ class Player:
 
     def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
         """Raises `OSError`, and `Stopped` behind `stop`. `progress` is told how many steps are complete, about four
-        times a second."""
-        place = self._folder / scenario.name
+        times a second. A run that was too slow is repeated once, and so is a second calm run that fails."""
+        run = self._play(scenario, scenario.name, progress)
+        fails = scenario.name == AGAIN and run.code != 0 and not run.refused
+        if scenario.name != CALM and (run.slow or fails):
+            run = replace(self._play(scenario, f"{scenario.name}-repeated", progress), first=run)
+        return run
+
+    def _play(self, scenario: Scenario, name: str, progress: Callable[[int], None]) -> Played:
+        place = self._folder / name
         place.mkdir(parents=True)
         begins = None
         if self._beginning is not None:
@@ -94,7 +110,7 @@ class Player:
             self._beginning.copy_to(place / "commits")
         where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _stamps(where) if where is not None else {}
-        began, began_at, code, hung = time.monotonic(), time.time(), 0, False
+        began, began_at, code, hung, slow = time.monotonic(), time.time(), 0, False, False
         with (place / "log").open("wb") as out:
             for i, ranks in enumerate(scenario.sizes):
                 last = i == len(scenario.sizes) - 1
@@ -104,7 +120,7 @@ class Player:
                     "away": scenario.away,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
-                code, hung = self._run(ranks, restarts, settings, where, out, place, progress)
+                code, hung, slow = self._run(ranks, restarts, settings, where, out, place, progress)
                 if hung or (not last and not _killed(place)):
                     break
         log = (place / "log").read_text(errors="replace")
@@ -112,7 +128,7 @@ class Player:
         changed = {n for n, s in _stamps(where).items() if before.get(n) != s} if where is not None else set()
         return Played(
             scenario, record.read(place), code, seconds, _killed(place), log,
-            hung, refusal_in(log), not record.began_again(place),
+            hung, slow, None, refusal_in(log), not record.began_again(place),
             (place / record.LIBRARY).exists(), any(place.glob(record.MARKS)), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
@@ -122,7 +138,8 @@ class Player:
     def _run(
         self, ranks: int, restarts: int, settings: dict[str, object], where: Path | None,
         out: object, place: Path, progress: Callable[[int], None],
-    ) -> tuple[int, bool]:  # fmt: skip
+    ) -> tuple[int, bool, bool]:  # fmt: skip
+        """The exit code; whether it did not end in time; and whether that was because it was slow."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
         environ |= {name: os.environ[name] for name in (env.HOROVOD_ELASTIC,) if name in os.environ}
         environ |= {
@@ -148,22 +165,26 @@ class Player:
             start_new_session=True,
         )  # fmt: skip
         rounds = RoundsLoss(place, agent.pid)
+        last, last_at = 0, began  # the newest step, and when it was seen first
         try:
             while True:
                 try:
-                    return agent.wait(pause), False
+                    return agent.wait(pause), False, False
                 except subprocess.TimeoutExpired:
                     rounds.look()
-                    progress(max((step for _, step in record.read(place)), default=0))
+                    done = max((step for _, step in record.read(place)), default=0)
+                    last, last_at = (done, time.monotonic()) if done > last else (last, last_at)
+                    progress(done)
                 if self._stopped.is_set():
                     raise Stopped
                 if not settings["last"] and ((place / record.GONE).exists() or _killed(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
-                    return 0, False
+                    return 0, False, False
                 if record.repeated(place):
-                    return 1, False
-                if time.monotonic() - began > self._limit:
-                    return 1, True
+                    return 1, False, False
+                if (now := time.monotonic()) > began + self._limit:
+                    made_steps = last > 0 and now - last_at < self._limit * MAKES_STEPS
+                    return 1, True, made_steps or is_starved(agent.pid)
         finally:
             if agent.poll() is None:
                 rounds.end()
