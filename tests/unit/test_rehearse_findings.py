@@ -176,6 +176,21 @@ def test_run_that_ends_otherwise_is_a_finding(run: Played, kind: Kind, says: str
     assert says in finding.text
 
 
+def test_number_of_a_batch_in_a_loop_that_began_anew_is_no_warning_and_another_counter_is() -> None:
+    def run_of(scenario: Scenario, begins: int) -> Played:
+        """Loops over a loader in epochs of ten batches; one begins at this step, too."""
+        run = replace(played(scenario), by_commits=True)
+        steps = {}
+        for (rank, step), one in run.steps.items():
+            position = (step - max(begins if step >= begins else 0, 10 if step > 10 else 0)) or 1
+            held = {"batch_idx": str(position - 1), "n": str(step if step < begins else 0)}
+            steps[rank, step] = replace(one, held=held, position=position)
+        return replace(run, steps=steps)
+
+    finding = only([run_of(CALM.scenario, 99), run_of(RANK, 13)])
+    assert (finding.kind, finding.names) == (Kind.HELD, ("n",))
+
+
 def test_machine_that_is_too_slow_is_no_finding_against_the_script() -> None:
     slow = replace(played(AGAIN, 0), code=1, hung=True)
     other = change(played(RANK), 9, tracked={"model": "x"})

@@ -279,7 +279,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     if samples is not None and (first is None or samples.kind is Kind.SIZE):
         return found  # trained by another batch, the script's own values may be others
     if first is None:
-        carried = _changing(calm)
+        carried = _changing(calm) - (_positions(calm, run) if run.by_commits else set())
         if held := {name: value for name, value in held.items() if name in carried}:
             step = min(step for step, _ in held.values())
             text = (
@@ -401,6 +401,17 @@ def _changing(calm: Played) -> set[str]:
     for (rank, _), record in calm.steps.items():
         found |= {name for name, value in record.held.items() if seen.setdefault((rank, name), value) != value}
     return found
+
+
+def _positions(calm: Played, run: Played) -> set[str]:
+    """The numbers that count the batches of a loop over a loader, as `enumerate` does. A function that goes on from a
+    commit begins such a loop anew, over what is left."""
+    records = [record for one in (calm, run) for record in one.steps.values()]
+    numbers = set.intersection(*({*record.held} for record in records))
+    return {
+        name for name in numbers
+        if all(record.held[name] in (str(record.position - 1), str(record.position)) for record in records)
+    }  # fmt: skip
 
 
 def _of_steps_alone(calm: Played) -> set[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.optim import optimizer as optimizers
@@ -37,6 +38,7 @@ class OwnLoop:
         self.is_due = False  # whether the commit that is made now is to be saved
         self._passes = 0  # backward passes of the present step
         self._batch: list[str] = []  # what the loader gave last, until a backward pass uses it
+        self._iterator: Callable[[], Any] = lambda: None  # that has given it
         self._rank: Callable[[], int] = rank
         self._over: BaseException = SystemExit(0)  # all ranks have taken as many steps
 
@@ -75,6 +77,8 @@ class OwnLoop:
             batch = given(iterator)
             if self._is_alone:
                 self._batch = samples(batch)
+                begins = self._iterator() is not iterator
+                self._iterator, self._watch.position = ref(iterator), 1 if begins else self._watch.position + 1
             return batch
 
         replace_all(

@@ -30,7 +30,8 @@ class Record:
     """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, and one of
     a module's buffers. `held`: the script's
     own plain values, as text, and others, as what they are and a digest. `samples`: a digest of each sample that
-    this rank has read for the step, sorted. `beyond`: the names of what is too much to be read."""
+    this rank has read for the step, sorted. `position`: how many batches a loader has given since its loop began, where
+    the script's loop is its own. `beyond`: the names of what is too much to be read."""
 
     step: int
     rank: int
@@ -41,6 +42,7 @@ class Record:
     held: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
+    position: int = 0
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

@@ -53,6 +53,7 @@ class Watch:
         self._kills = [kill for kill in kills if not any(folder.glob(f"killed-{kill.name}-*"))]
         self.tracked: dict[str, Any] = {}
         self.samples: list[str] = []
+        self.position = 0
         self._points: Counter[str] = Counter()
         self.step: int | None = None  # the number of the step that runs
         self._rank = 0
@@ -223,7 +224,7 @@ class Watch:
         record = Record(
             step, rank, world, os.getpid(), time.time(),
             dict(one for name, value in self.tracked.items() for one in digests(name, value)),
-            values, sorted(self.samples), beyond,
+            values, sorted(self.samples), beyond, self.position,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
