@@ -48,6 +48,7 @@ from everstep_operator.runtime.leaderless import Leaderless
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.runtime.write_limit import WriteLimit, WriteSlots
 from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
+from everstep_operator.telemetry.job_metrics import ClusterFigures
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
 from everstep_operator.worker_pods import Key
@@ -143,6 +144,7 @@ class Operator:
             forget=self.rounds.forget,
             rounds_write_failure=lambda job: self.rounds.write_failure(job_ref(job)),
         )
+        metrics.figures_from(lambda: self.reconciler.figures() if self.elector.is_leader() else ClusterFigures())
         EventHandlers(self.caches, self.queue, expectations, self.rounds)
         self.controller = Controller(
             "trainingjobs",

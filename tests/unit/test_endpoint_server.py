@@ -21,10 +21,10 @@ from everstep_operator.endpoint.auth import (
     RequestLimits,
 )
 from everstep_operator.endpoint.report_endpoint import ReportRefused
-from everstep_operator.endpoint.server import PROBE_BOUNDS, HttpServer, Probes, ServerOptions
+from everstep_operator.endpoint.server import PROBE_BOUNDS, HttpServer, Probes, ServerOptions, preferred_format
 from everstep_operator.endpoint.token_claims import PodIdentity
 from everstep_operator.kube.errors import ConnectionFailed
-from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.telemetry.metrics import Format, Metrics
 from support.operator.report_server import report_server
 from support.operator.tokens import POD, Authority, Reviewer, pod
 
@@ -341,6 +341,30 @@ async def test_compressed_body_is_not_unpacked() -> None:
         assert await post(session) == (204, "")
 
 
+# What Prometheus 3 sends.
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "format_"),
+    [
+        ([], Format.PLAIN),
+        (["*/*"], Format.PLAIN),
+        (["text/html", "text/plain"], Format.PLAIN),
+        ([PROMETHEUS], Format.OPENMETRICS),
+        (["text/plain;version=0.0.4;q=0.6, application/openmetrics-text;q=0.5"], Format.PLAIN),
+        (["application/openmetrics-text;q=0"], Format.PLAIN),
+        (["text/plain;q=0.2", "Application/OpenMetrics-Text; version=1.0.0 ; q = 0.3"], Format.OPENMETRICS),
+        (["application/openmetrics-text;q=1e9999;;,,;="], Format.OPENMETRICS),
+    ],
+)
+def test_format_of_the_metrics_is_the_one_that_the_scraper_prefers(accept: list[str], format_: Format) -> None:
+    assert preferred_format(accept) is format_
+
+
 async def test_probes_and_metrics_answer_on_a_port_of_their_own() -> None:
     """A follower is Ready too, else the Service would lose half its endpoints: nothing here asks who leads."""
     reasons: list[str] = ["pods were not listed yet"]
@@ -358,6 +382,9 @@ async def test_probes_and_metrics_answer_on_a_port_of_their_own() -> None:
         async with session.get("/metrics") as r:
             assert r.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert "everstep_leader 0.0" in await r.text()
+        async with session.get("/metrics", headers={"Accept": PROMETHEUS}) as r:
+            assert r.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+            assert (await r.text()).endswith("# EOF\n")
         async with session.post(REPORT_PATH, data=BODY, headers=GOOD) as r:
             assert r.status == 404
 

@@ -1,8 +1,14 @@
 """Metrics: names, values, and label sets that no input can grow."""
 
-from prometheus_client.parser import text_string_to_metric_families
+import time
 
-from everstep_operator.telemetry.metrics import STATUSES, Metrics, ReportResult
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from everstep_operator.telemetry.job_metrics import ClusterFigures, JobFigures
+from everstep_operator.telemetry.metrics import STATUSES, Format, Metrics, ReportResult
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -73,3 +79,60 @@ def test_two_instances_share_nothing() -> None:
 
 def test_process_metrics_are_included_on_request() -> None:
     assert ("process_resident_memory_bytes",) in samples(Metrics())
+
+
+def full(number: int) -> JobFigures:
+    return JobFigures(
+        f"team-{number % 20}",
+        f"job-{number}",
+        workers=7,
+        workers_wanted=8,
+        start=1.5e9,
+        step=12345 + number,
+        last_step=1.6e9 + 0.25,
+        commit_step=12000,
+        last_commit=1.7e9,
+        goodput=0.875,
+        recoveries={"NodeLost": 2, "OOMKilled": 1},
+        recovery_seconds={"detect": 1.5, "rendezvous": 2.0, "restore": 0.5, "first-step": 3.25},
+        recovery_lost_steps=40,
+    )
+
+
+def test_both_formats_have_the_same_samples_and_are_read_by_their_parsers() -> None:
+    m = Metrics()
+    m.reconciled(0.02)
+    m.api_request("create", "pods", 201, 0.01)
+    m.figures_from(lambda: ClusterFigures((full(1), JobFigures("a", "b")), 3, {'no"de\\\n': 4}))
+    plain = text_string_to_metric_families(m.render().decode())
+    modern = openmetrics.text_string_to_metric_families(m.render(Format.OPENMETRICS).decode())
+
+    def key(samples: list[Sample]) -> set[object]:
+        return {(s.name, tuple(sorted(s.labels.items()))) for s in samples}
+
+    old, new = [s for f in plain for s in f.samples], [s for f in modern for s in f.samples]
+    assert key(old) == key(new)
+    assert len(key(old)) == len(old) == len(new)
+    values = {(s.name, *s.labels.values()): s.value for s in new}
+    job = ("team-1", "job-1")
+    assert values["everstep_job_step", *job] == 12346
+    assert values["everstep_job_last_step_timestamp_seconds", *job] == 1.6e9 + 0.25
+    assert values["everstep_job_recoveries_total", *job, "OOMKilled"] == 1
+    assert values["everstep_job_last_recovery_seconds", *job, "first-step"] == 3.25
+    assert values["everstep_jobs_without_series",] == 3
+    assert values["everstep_node_losses_total", 'no"de\\\n'] == 4
+    assert ("everstep_job_step", "a", "b") not in values
+
+
+@pytest.mark.parametrize("format_", Format)
+def test_thousand_jobs_and_nodes_stop_the_event_loop_for_at_most_100_ms(format_: Format) -> None:
+    m = Metrics()
+    figures = ClusterFigures([full(i) for i in range(1000)], 0, {f"node-{i}": i for i in range(1000)})
+    m.figures_from(lambda: figures)
+    m.render(format_)
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        m.render(format_)
+        took.append(time.process_time() - began)
+    assert min(took) < 0.1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from everstep.contract import exit_codes
 from everstep_local.plan.simulation import agents as elastic_world
@@ -17,7 +18,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.plan.snapshot import Exit, PodPhase, WorkerPod
 from everstep_operator.plan.state.facts import derive
 from everstep_operator.plan.state.losses import losses_among
-from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.telemetry.metrics import Format, Metrics
 
 FOLDER = Path(__file__).with_name("transcripts")
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def test_every_cause_is_what_some_lost_worker_is_lost_by() -> None:
 
 def test_documented_metrics_are_those_that_are_exported() -> None:
     documented = set(re.findall(r"^\| `(everstep_\w+)` \|", OBSERVABILITY.read_text(), re.MULTILINE))
-    families = Metrics(process=False).registry.collect()
+    families = text_string_to_metric_families(Metrics(process=False).render(Format.OPENMETRICS).decode())
     assert documented == {f.name + ("_total" if f.type == "counter" else "") for f in families}
 
 

@@ -114,6 +114,9 @@ class Progress(StatusModel):
     memory: PeakMemory | None = Field(
         default=None, description="The greatest peak of memory of a training process in this round."
     )
+    stepped_at: Timestamp | None = Field(
+        default=None, description="When the last new step was reported. Steps that are taken again are not new."
+    )
     updated_at: Timestamp | None = Field(default=None, description="When the newest of these figures was reported.")
 
 

@@ -32,6 +32,7 @@ class JobProgress:
         if status.goodput_percent:
             self._productive = status.goodput_percent / 100 * status.active_seconds(now)
         self._last: Report | None = None
+        self._stepped_at = status.progress.stepped_at
         self._updated_at: datetime | None = None
         self._committed_step: int | None = None
         self._committed_at: datetime | None = None
@@ -79,7 +80,7 @@ class JobProgress:
         if report.rank >= MAX_RANKS:
             return False
         if report.round < self._round and not self._is_doubted(claimant, now):
-            return self._late(report)
+            return self._late(report, now)
         if report.round != self._round:
             # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
             followed = self._updated_at is not None
@@ -115,7 +116,7 @@ class JobProgress:
             return False
         return len(self._claimed_by) == 1 and now - self._claimed_at >= DOUBTED
 
-    def _late(self, report: Report) -> bool:
+    def _late(self, report: Report, now: datetime) -> bool:
         """Take a commit from a report of an older round. A worker that stops commits its last step after the round that
         stops it was published, and for a suspended job people want to see that commit. Once processes of the newer
         round have reported, their reports count instead."""
@@ -123,7 +124,8 @@ class JobProgress:
         if has_reported or report.committed_step is None or report.committed_step <= (self._committed_step or 0):
             return False
         self._committed(report)
-        self._step = max(self._step or 0, report.committed_step)
+        if report.committed_step > (self._step or 0):
+            self._step, self._stepped_at = report.committed_step, now
         return True
 
     def _start(self, report: Report, now: datetime) -> bool:
@@ -159,18 +161,18 @@ class JobProgress:
             self._restored_at = self._restored_at or self._started_at or self._trained_at
         slow = False
         if report.rank == 0:
-            self._progress(report)
+            self._progress(report, now)
             slow, self._straggler = report.straggler != self._straggler, report.straggler
             self._rehearsed = report.rehearsed
         return first or complete or slow or report.phase is Phase.DONE
 
-    def _progress(self, report: Report) -> None:
+    def _progress(self, report: Report, now: datetime) -> None:
         # A job that goes on from the checkpoints of another one has not taken their steps.
         before = (self._restored_step or 0) if self._step is None else self._step
         if report.step is not None and report.step > before:
             # Steps that are repeated after a loss are not productive: only new ones count.
             self._productive += (report.step - before) * (report.step_seconds or 0.0)
-            self._step = report.step
+            self._step, self._stepped_at = report.step, now
         self._last = report
         self._step_seconds = report.step_seconds or self._step_seconds
 
@@ -210,6 +212,7 @@ class JobProgress:
             epoch=last.epoch if last is not None else None,
             step_seconds=self._step_seconds,
             metrics=dict(last.metrics) if last is not None else {},
+            stepped_at=self._stepped_at,
             updated_at=self._updated_at,
             committed_step=self._committed_step,
             committed_at=self._committed_at,

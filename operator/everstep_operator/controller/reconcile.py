@@ -8,6 +8,7 @@ this replica. A pass may stop after any of its writes: the next one derives what
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -17,7 +18,7 @@ from everstep_operator.api.base import SpecError
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.parse import parse_status
 from everstep_operator.api.status import Condition, Status
-from everstep_operator.controller import observe
+from everstep_operator.controller import figures, observe
 from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.pod_events import AGAIN, PodEvents, PodReason
@@ -36,6 +37,7 @@ from everstep_operator.runtime.cache import is_not_newer
 from everstep_operator.runtime.clock import Clock, within
 from everstep_operator.runtime.control_loop import Result
 from everstep_operator.runtime.expectations import Expectations
+from everstep_operator.telemetry.job_metrics import ClusterFigures
 from everstep_operator.telemetry.metrics import Metrics
 from everstep_operator.worker_pods import Key
 
@@ -54,6 +56,8 @@ class _JobMemory:
 
     uid: str
     progress: JobProgress
+    recoveries: Counter[str]  # that began, by cause
+    status: Status | None = None  # as it was planned last
     written: str = ""  # resource version of the last status write
     written_at: datetime | None = None
     applied: Applied = field(default_factory=Applied)
@@ -93,10 +97,12 @@ class Reconciler:
         self._forget = forget
         self._rounds_write_failure = rounds_write_failure
         self._memory: dict[Key, _JobMemory] = {}
+        self._node_losses = figures.NodeLosses()
 
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
         self._memory.clear()
+        self._node_losses.clear()
         self._expectations.expire(self._clock.monotonic())
 
     def progress_of(self, obj: Unstructured) -> JobProgress:
@@ -145,6 +151,7 @@ class Reconciler:
         elif decided.status != job.status:
             held_back = self._wrote_just_now(memory)
             written = not held_back and await self._write(obj, memory, job, decided)
+        memory.status = decided.status
         # Events come after the pods, because only people read events. They are written even if some pods were refused.
         events = decided.events if written else ()
         before = memory.applied
@@ -189,6 +196,9 @@ class Reconciler:
             memory.progress.published(new.world.round, now)
         if recovery_record.is_open(new.recoveries) and new.recoveries != old.recoveries:
             memory.progress.lost(now)
+            memory.recoveries[str(new.recoveries[0].cause)] += 1
+        if decided.lost is not None:
+            self._node_losses.add(decided.lost)
         self._count(old, new)
         return True
 
@@ -216,7 +226,9 @@ class Reconciler:
         if memory is None or memory.uid != uid:
             if memory is not None:
                 self._forget(memory.uid)
-            memory = _JobMemory(uid, JobProgress(parse_status(obj.status), self._clock.now()))
+            status = parse_status(obj.status)
+            recoveries = figures.recoveries_by_cause(status.recoveries)
+            memory = _JobMemory(uid, JobProgress(status, self._clock.now()), recoveries)
             self._memory[key] = memory
         return memory
 
@@ -292,6 +304,28 @@ class Reconciler:
             name = str(reason or ReadyReason.PENDING)
             counts[name] = counts.get(name, 0) + 1
         return counts
+
+    def figures(self) -> ClusterFigures:
+        """For the metrics with labels of a job or a node. A job that is finished or gone has none."""
+        now = self._clock.now()
+        living = [
+            (key, memory, memory.status)
+            for key, memory in self._memory.items()
+            if memory.status is not None and not is_finished(memory.status) and self._is_present(key, memory.uid)
+        ]
+        nodes = sorted({pod.spec.node_name for pod in self._caches.pods.list() if pod.spec.node_name})
+        return ClusterFigures(
+            tuple(
+                figures.of_job(*key, status, memory.progress.snapshot(), memory.recoveries, now)
+                for key, memory, status in living[: figures.MAX_JOBS]
+            ),
+            max(0, len(living) - figures.MAX_JOBS),
+            self._node_losses.by_node(nodes),
+        )
+
+    def _is_present(self, key: Key, uid: str) -> bool:
+        obj = self._caches.jobs.get(*key)
+        return obj is not None and obj.metadata.uid == uid
 
     def peak_memory(self) -> tuple[int, int]:
         """The greatest peaks of a training process of any job that runs, in bytes of RAM and of an accelerator."""

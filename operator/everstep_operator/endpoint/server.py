@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -21,7 +22,7 @@ from aiohttp.typedefs import Handler
 from everstep_operator.endpoint.auth import AT_FAULT
 from everstep_operator.endpoint.connections import ConnectionBounds, Connections, connection_of
 from everstep_operator.endpoint.listening import listen
-from everstep_operator.telemetry.metrics import CONTENT_TYPE, Metrics
+from everstep_operator.telemetry.metrics import Format, Metrics
 
 log = logging.getLogger("everstep.endpoint")
 _http = logging.getLogger("everstep.endpoint.http")
@@ -41,7 +42,9 @@ def _is_ours(record: logging.LogRecord) -> bool:
 _http.setLevel(logging.DEBUG)  # at which aiohttp logs the most frequent of these errors
 _http.addFilter(_is_ours)
 
-SCRAPE_SECONDS = 0.25  # for this long, all scrapers get the same rendering of the metrics
+# For this long, all scrapers of one format get the same rendering of the metrics. Anybody may scrape, and the event
+# loop stands still while they are rendered: up to 0.1 s.
+SCRAPE_SECONDS = 1.0
 # Connections in one turn of the event loop, 0.1 ms each: open ones are answered in between, and a newcomer does not
 # wait long behind a flood of others.
 ACCEPTED_AT_ONCE = 4
@@ -135,7 +138,7 @@ class Probes:
 
     def __init__(self, metrics: Metrics, ready: Mapping[str, Check] | None = None) -> None:
         self._metrics, self._ready = metrics, dict(ready or {})
-        self._scraped, self._scraped_at = b"", float("-inf")
+        self._scraped: dict[Format, tuple[bytes, float]] = {}  # each with the time of its rendering
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_get("/healthz", alive)
@@ -147,11 +150,28 @@ class Probes:
         lines = [f"[-] {name}: {failed[name]}" if name in failed else f"[+] {name}" for name in sorted(self._ready)]
         return web.Response(status=503 if failed else 200, text="\n".join([*lines, "failed" if failed else "ok", ""]))
 
-    async def _scrape(self, _: web.Request) -> web.StreamResponse:
+    async def _scrape(self, request: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
-        if now >= self._scraped_at + SCRAPE_SECONDS:  # a rendering takes milliseconds, and anybody may scrape
-            self._scraped, self._scraped_at = self._metrics.render(), now
-        return web.Response(body=self._scraped, headers={"Content-Type": CONTENT_TYPE})
+        format_ = preferred_format(request.headers.getall(hdrs.ACCEPT, ()))
+        body, rendered_at = self._scraped.get(format_, (b"", float("-inf")))
+        if now >= rendered_at + SCRAPE_SECONDS:
+            body = self._metrics.render(format_)
+            self._scraped[format_] = body, now
+        return web.Response(body=body, headers={"Content-Type": format_.value})
+
+
+def preferred_format(accept: Sequence[str]) -> Format:
+    """The format of the metrics that a request with these Accept headers prefers; the plain one unless OpenMetrics is
+    named. What is no number as a weight counts as 1."""
+    weights: dict[str, float] = {}
+    for choice in ",".join(accept).split(","):
+        media_type, *parameters = (part.strip().lower() for part in choice.split(";"))
+        pairs = (parameter.partition("=") for parameter in parameters)
+        weight = next((value.strip() for name, _, value in pairs if name.strip() == "q"), "1")
+        number = float(weight) if re.fullmatch(r"[01](\.\d{0,3})?", weight) else 1.0
+        weights[media_type] = max(number, weights.get(media_type, 0.0))
+    openmetrics = weights.get("application/openmetrics-text", 0.0)
+    return Format.OPENMETRICS if openmetrics > 0 and openmetrics >= weights.get("text/plain", 0.0) else Format.PLAIN
 
 
 async def alive(_: web.Request) -> web.StreamResponse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from everstep_operator.api.conditions import Cause
 from everstep_operator.api.events import EventReason, event_type
 from everstep_operator.api.status import Status
 from everstep_operator.plan.actions import Action
@@ -28,6 +29,14 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class LostWorker:
+    """The first lost worker of an incident. `node` None: it is not known where the worker ran."""
+
+    cause: Cause
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Requeue:
     """Plan again after this long, even if no change is observed."""
 
@@ -43,6 +52,7 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     events: tuple[Event, ...] = ()
     requeue: Requeue | None = None
+    lost: LostWorker | None = None  # an incident begins: counted if the status write succeeds
     publish: bool = False  # the status carries a new round: write it first
     reason: str = ""  # what this pass decided, or what it waits for
 

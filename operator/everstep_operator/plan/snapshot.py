@@ -181,6 +181,7 @@ class ReportedProgress:
     epoch: int | None = None
     step_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    stepped_at: datetime | None = None  # the last new step was reported
     updated_at: datetime | None = None
     committed_step: int | None = None
     committed_at: datetime | None = None

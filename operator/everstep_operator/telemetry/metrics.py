@@ -1,21 +1,25 @@
 """The operator's metrics, each with a bounded set of label values.
 
-A label value outside a metric's set is counted as "other", so no input (a job's name, an error's text) can add a time
-series. Each instance has its own registry, so two operators in one process (tests, local mode) do not share metrics.
+A label value outside a metric's set is counted as "other", so no input (an error's text, say) can add a time series.
+Metrics of single jobs and nodes are apart
+(`job_metrics`). Each instance has its own registry, so two operators in one process (tests, local mode) do not share
+metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import exposition as plain
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from everstep_operator.api.conditions import Cause, ReadyReason, Rung
+from everstep_operator.telemetry import job_metrics
+from everstep_operator.telemetry.job_metrics import ClusterFigures
 
 OTHER = "other"
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 STATUSES = tuple(ReadyReason)
 CAUSES = tuple(Cause)
@@ -41,6 +45,13 @@ CODES = frozenset(
 )
 
 
+class Format(StrEnum):
+    """A format of the metrics, as the content type of an answer."""
+
+    PLAIN = plain.CONTENT_TYPE_PLAIN_0_0_4
+    OPENMETRICS = openmetrics.CONTENT_TYPE_LATEST
+
+
 class ReportResult(StrEnum):
     """The outcome of a progress report."""
 
@@ -56,6 +67,7 @@ class ReportResult(StrEnum):
     UNAVAILABLE = "unavailable"  # the token could not be checked
 
 
+_END = b"# EOF\n"
 ROUND_CALLS = ("read", "watch", "swap", "announce", "renew", "withdraw", "present")
 ROUND_CODES = frozenset({"200", "204", "304", "307", "400", "401", "403", "408", "410", "412", "413", "500", "503"})
 
@@ -65,6 +77,7 @@ class Metrics:
 
     def __init__(self, *, process: bool = True) -> None:
         """`process`: include memory, CPU and file descriptors of this process."""
+        self._figures: Callable[[], ClusterFigures] = ClusterFigures
         self.registry = CollectorRegistry()
         r = self.registry
         if process:
@@ -208,9 +221,17 @@ class Metrics:
         """A write for a job waited for its turn."""
         self._write_wait.labels(_known_or_other(lane, LANES)).observe(seconds)
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format (CONTENT_TYPE)."""
-        return generate_latest(self.registry)
+    def figures_from(self, source: Callable[[], ClusterFigures]) -> None:
+        """From now on, take the figures of jobs and nodes from `source` at each rendering."""
+        self._figures = source
+
+    def render(self, format_: Format = Format.PLAIN) -> bytes:
+        """All metrics, in Prometheus' text format or in OpenMetrics."""
+        figures = self._figures()
+        if format_ is Format.PLAIN:
+            return plain.generate_latest(self.registry) + job_metrics.render(figures, openmetrics=False).encode()
+        ours: bytes = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+        return ours.removesuffix(_END) + job_metrics.render(figures, openmetrics=True).encode() + _END
 
 
 def _known_or_other(word: str, known: Collection[str]) -> str:

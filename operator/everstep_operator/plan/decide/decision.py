@@ -8,7 +8,7 @@ from datetime import timedelta
 from everstep_operator.api.conditions import FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.roster import Roster
 
@@ -49,6 +49,7 @@ class Publish:
     event: Event | None = None
     restarts: Restarts | None = None
     recovery: RecoveryStart | None = None
+    lost: LostWorker | None = None  # an incident begins with this loss
 
 
 @dataclass(frozen=True, slots=True)

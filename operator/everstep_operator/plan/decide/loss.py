@@ -15,7 +15,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.decide import rejections, restart_budget, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, RecoveryStart, Wait
-from everstep_operator.plan.outcome import Event
+from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
@@ -92,6 +92,7 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
         Event(EventReason.WORKER_LOST, f"{message}; {reaction}{start_failures.tried(facts.snapshot, restarts)}"),
         restarts,
         RecoveryStart(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
+        None if follows else LostWorker(root.cause, root.node),
     )
 
 

@@ -57,6 +57,7 @@ def _publish(facts: Facts, change: Publish) -> Plan:
         _stages(facts, convergence),
         events=(*own_events, *job_events.of_pass(facts, made)),
         requeue=convergence.requeue,
+        lost=change.lost,
         publish=True,
         reason=f"publish {published}: {change.message}" + (f"; {convergence.waits}" if convergence.waits else ""),
     )

@@ -12,7 +12,7 @@ from everstep_operator.api.types import PodCleanup
 from everstep_operator.plan import times
 from everstep_operator.plan.actions import Action, DeleteJob, DeletePod, DeleteService
 from everstep_operator.plan.decide.decision import Failed
-from everstep_operator.plan.outcome import Event, Plan, Requeue
+from everstep_operator.plan.outcome import Event, LostWorker, Plan, Requeue
 from everstep_operator.plan.render import disruption_budget, job_status, network_policy, pods
 from everstep_operator.plan.render.job_status import Verdict
 from everstep_operator.plan.snapshot import JobView, Snapshot, WorkerPod
@@ -64,7 +64,15 @@ def fail(snapshot: Snapshot, failed: Failed) -> Plan:
     )
     # An event shows its reason beside its message, so the message does not repeat it.
     event = Event(failed.event, failed.message if str(failed.reason) == str(failed.event) else message)
-    return Plan(ended, clean_up(snapshot), (event,), _side_cars_may_end(snapshot), publish=True, reason=message)
+    return Plan(
+        ended,
+        clean_up(snapshot),
+        (event,),
+        _side_cars_may_end(snapshot),
+        lost=None if loss is None else LostWorker(loss.cause, loss.node),
+        publish=True,
+        reason=message,
+    )
 
 
 def clean_up(snapshot: Snapshot) -> tuple[Stage, ...]:

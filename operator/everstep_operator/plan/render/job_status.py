@@ -127,6 +127,7 @@ def _progress(snapshot: Snapshot) -> Progress:
         straggler=seen.straggler and seen.straggler[:MAX_MESSAGE],
         rehearsed=seen.rehearsed and seen.rehearsed[:MAX_MESSAGE],
         memory=_memory(seen.memory) or old.memory,
+        stepped_at=seen.stepped_at or old.stepped_at,
         updated_at=seen.updated_at,
     )
 

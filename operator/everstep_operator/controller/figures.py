@@ -1,0 +1,117 @@
+"""What the leader's metrics say of one job, and the nodes on which workers were lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
+from everstep_operator.api.status import RecoveryRecord, Status
+from everstep_operator.plan.outcome import LostWorker
+from everstep_operator.plan.snapshot import ReportedProgress
+from everstep_operator.telemetry.job_metrics import JobFigures
+
+MAX_JOBS = 1000
+MAX_NODES = 1000
+
+# Losses that may come from the worker's node. Who deletes a pod, drains a node or stops a peer says nothing about it.
+_MAY_COME_FROM_NODE = frozenset(
+    {
+        Cause.ERROR,
+        Cause.OOM_KILLED,
+        Cause.SIGNALED,
+        Cause.EVICTED,
+        Cause.NODE_LOST,
+        Cause.START_FAILED,
+        Cause.START_TIMEOUT,
+        Cause.REJECTED,
+    }
+)
+
+
+def recoveries_by_cause(records: Iterable[RecoveryRecord]) -> Counter[str]:
+    """The recoveries that a status remembers. A world that is whole again has lost nobody, so it does not count."""
+    return Counter(str(record.cause) for record in records if record.rung != Rung.REGROW)
+
+
+def of_job(
+    namespace: str,
+    name: str,
+    status: Status,
+    progress: ReportedProgress,
+    recoveries: Mapping[str, int],
+    now: datetime,
+) -> JobFigures:
+    """The figures of a job from its last planned status and the reports since."""
+    world, checkpoint = status.world, status.checkpoint
+    quorum = status.condition(ConditionType.QUORUM_REACHED)
+    trains = quorum is not None and quorum.status is ConditionStatus.TRUE
+    commit_step = progress.committed_step
+    committed_at = progress.committed_at
+    if commit_step is None:
+        commit_step, committed_at = checkpoint.last_committed_step, checkpoint.committed_at
+    if commit_step is None and checkpoint.url is not None:
+        commit_step = 0
+    active = status.active_seconds(now)
+    productive = progress.productive_seconds
+    last = _last_completed(status.recoveries)
+    return JobFigures(
+        namespace,
+        name,
+        workers=world.size if trains else 0,
+        workers_wanted=world.size if status.roster is None else status.roster.wanted,
+        start=_seconds(status.start_time),
+        step=progress.step if progress.step is not None else status.progress.step,
+        last_step=_seconds(progress.stepped_at),
+        commit_step=commit_step,
+        last_commit=_seconds(committed_at),
+        goodput=min(1.0, productive / active) if productive > 0 and active > 0 else None,
+        recoveries=dict(recoveries),
+        recovery_seconds={} if last is None else _stages(last),
+        recovery_lost_steps=None if last is None else last.lost_steps,
+    )
+
+
+class NodeLosses:
+    """How often a node was the first to lose a worker, for the nodes that did so last."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, int] = {}
+
+    def add(self, lost: LostWorker) -> None:
+        if lost.node is None or lost.cause not in _MAY_COME_FROM_NODE:
+            return
+        self._losses[lost.node] = self._losses.pop(lost.node, 0) + 1
+        if len(self._losses) > MAX_NODES:
+            del self._losses[next(iter(self._losses))]
+
+    def by_node(self, in_use: Iterable[str]) -> dict[str, int]:
+        """The losses, and 0 for the other nodes that run workers: the first loss then is an increase."""
+        losses = dict(self._losses)
+        for node in in_use:
+            if len(losses) >= MAX_NODES:
+                break
+            losses.setdefault(node, 0)
+        return losses
+
+    def clear(self) -> None:
+        self._losses.clear()
+
+
+def _last_completed(records: tuple[RecoveryRecord, ...]) -> RecoveryRecord | None:
+    return next((r for r in records if r.rung != Rung.REGROW and r.first_step_ms is not None), None)
+
+
+def _stages(record: RecoveryRecord) -> dict[str, float]:
+    parts = {
+        "detect": record.detect_ms,
+        "rendezvous": record.rendezvous_ms,
+        "restore": record.restore_ms,
+        "first-step": record.first_step_ms,
+    }
+    return {stage: milliseconds / 1000 for stage, milliseconds in parts.items() if milliseconds is not None}
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()

@@ -1,0 +1,205 @@
+"""The metrics of single jobs and nodes: their values, and that nothing is left of a job that is gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from everstep.contract.messages import Phase, Report
+from everstep_local.nodes.scheduler import BINDINGS
+from everstep_operator.api.conditions import Cause
+from everstep_operator.api.status import Status
+from everstep_operator.controller.figures import MAX_JOBS, MAX_NODES, NodeLosses
+from everstep_operator.controller.progress import JobProgress
+from everstep_operator.kube.resources import LEASES, NODES
+from everstep_operator.main import JOBS, Operator
+from everstep_operator.plan.outcome import LostWorker
+from support.operator.operator_stage import ELASTIC, JOB, Stage, form, replaced, samples, send
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+OWN_ROUNDS = {**ELASTIC, "spec": {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}}}
+DIGITS = "digits default"  # the labels in the order of their names
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "everstep")
+
+
+def ours(operator: Operator) -> dict[str, float]:
+    """The samples of jobs and nodes, without those of `everstep_jobs`."""
+    return {
+        name: value
+        for name, value in samples(operator.metrics).items()
+        if name.startswith(("everstep_job_", "everstep_node_"))
+    }
+
+
+async def train(stage: Stage, operator: Operator, round_: int, step: int, *pods: str, **more: Any) -> None:
+    for rank, pod in enumerate(pods):
+        report = Report(Phase.TRAIN, rank, len(pods), at=1.0, round=round_, step=step, step_seconds=0.5, **more)
+        assert await send(stage, operator, pod, report) == 204
+
+
+async def four(stage: Stage) -> bool:
+    return len(await stage.pods()) == 4
+
+
+async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        job = await stage.client.create(JOBS, "default", OWN_ROUNDS)
+        await stage.until("the pods are there", lambda: four(stage))
+        for index in range(4):
+            pod, ready = f"digits-w{index}-0", [{"type": "Ready", "status": "True"}]
+            await stage.client.create(NODES, None, {"metadata": {"name": f"node-{index}"}})
+            await stage.client.patch_status(NODES, None, f"node-{index}", {"conditions": ready})
+            bound = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": f"node-{index}"}}
+            await stage.client.create(BINDINGS, "default", bound)
+        await stage.run_pods()
+        await form(stage, operator, job, dict.fromkeys(range(4), 0))
+        await train(stage, operator, 1, 10, *(f"digits-w{i}-0" for i in range(4)), committed_step=8, committed_at=1e9)
+        stepped = stage.clock.now().timestamp()
+        await stage.until("it trains", lambda: ours(operator).get(f"everstep_job_workers {DIGITS}") == 4)
+        seen = ours(operator)
+        assert seen[f"everstep_job_step {DIGITS}"] == 10
+        assert stepped - 1 <= seen[f"everstep_job_last_step_timestamp_seconds {DIGITS}"] <= stepped
+        assert START.timestamp() <= seen[f"everstep_job_start_timestamp_seconds {DIGITS}"] <= stepped
+        assert seen[f"everstep_job_last_commit_step {DIGITS}"] == 8
+        assert seen[f"everstep_job_last_commit_timestamp_seconds {DIGITS}"] == 1e9
+        assert seen[f"everstep_job_workers_wanted {DIGITS}"] == 4
+        assert 0 < seen[f"everstep_job_goodput_ratio {DIGITS}"] <= 1
+        assert {
+            f"everstep_node_losses_total node-{i}": seen[f"everstep_node_losses_total node-{i}"] for i in range(4)
+        } == {f"everstep_node_losses_total node-{i}": 0 for i in range(4)}
+
+        # Training stands still. The reports of a step that was there before move nothing.
+        await stage.clock.advance(30)
+        await train(stage, operator, 1, 10, "digits-w0-0")
+        frozen = f"everstep_job_last_step_timestamp_seconds {DIGITS}"
+        assert ours(operator)[frozen] == seen[frozen]
+
+        await stage.end("digits-w1-0", 137)
+        await stage.until("it is replaced", lambda: replaced(stage, "digits-w1-1"))
+        assert ours(operator)[f"everstep_job_workers {DIGITS}"] == 0
+        assert ours(operator)["everstep_job_recoveries_total Signaled digits default"] == 1
+        assert ours(operator)["everstep_node_losses_total node-1"] == 1
+        await form(stage, operator, job, {0: 0, 1: 1, 2: 0, 3: 0})
+        await train(stage, operator, 2, 9, "digits-w0-0", "digits-w1-1", "digits-w2-0", "digits-w3-0")
+        first_step = f"everstep_job_last_recovery_seconds {DIGITS} first-step"
+        await stage.until("it has recovered", lambda: first_step in ours(operator))
+        seen = ours(operator)
+        stages = [v for name, v in seen.items() if name.startswith("everstep_job_last_recovery_seconds")]
+        (record,) = (await stage.client.get(JOBS, "default", "digits")).status["recoveries"]
+        recorded = [record.get(f"{part}Ms") for part in ("detect", "rendezvous", "restore", "firstStep")]
+        assert sorted(stages) == sorted(value / 1000 for value in recorded if value is not None)
+        assert seen[frozen] < stage.clock.now().timestamp() - 30, "step 9 is no new step"
+        before = {name: value for name, value in seen.items() if "_node_" not in name and "goodput" not in name}
+
+    # The next leader knows it from the status.
+    async with stage.operating() as operator:
+        await stage.until("it has looked", lambda: f"everstep_job_step {DIGITS}" in ours(operator))
+        now = {name: value for name, value in ours(operator).items() if name in before}
+        assert now == pytest.approx(before, rel=0, abs=1)
+
+
+@pytest.mark.parametrize("end", ["complete", "deleted", "not leading", "replaced"])
+async def test_series_of_a_job_end_with_it(end: str) -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        assert ours(operator)[f"everstep_job_workers {DIGITS}"] == 3
+        if end == "complete":
+            for name in await stage.pods():
+                await stage.end(name, 0)
+        elif end == "deleted":
+            await stage.client.delete(JOBS, "default", "digits", propagation="Background")
+        elif end == "not leading":
+            await stage.client.merge_patch(
+                LEASES, "default", "everstep-operator", {"spec": {"holderIdentity": "somebody", "leaseTransitions": 9}}
+            )
+        else:
+            await stage.client.delete(JOBS, "default", "digits", propagation="Background")
+            await stage.client.create(JOBS, "default", {**JOB, "spec": {**JOB["spec"], "suspend": True}})  # type: ignore[dict-item]
+
+        def ended() -> bool:
+            now = ours(operator)
+            if end == "replaced":
+                return now.get(f"everstep_job_workers_wanted {DIGITS}") == 0
+            return not now
+
+        await stage.until("they are gone", ended)
+
+
+def test_last_step_is_the_last_new_one_also_for_the_next_leader() -> None:
+    def at(seconds: float) -> datetime:
+        return START + timedelta(seconds=seconds)
+
+    def trained(step: int, round_: int = 1) -> Report:
+        return Report(Phase.TRAIN, 0, 1, at=0.0, round=round_, step=step)
+
+    progress = JobProgress(Status(), START)
+    progress.accept(trained(5), at(1))
+    progress.accept(trained(5), at(2))
+    progress.accept(trained(3, round_=2), at(3))  # after a loss
+    assert progress.snapshot().stepped_at == at(1)
+    progress.accept(trained(6, round_=2), at(4))
+    assert progress.snapshot().stepped_at == at(4)
+    status = Status.model_validate({"progress": {"step": 6, "steppedAt": at(4), "updatedAt": at(9)}})
+    assert JobProgress(status, at(10)).snapshot().stepped_at == at(4)
+
+
+def test_nodes_that_lost_workers_last_are_counted_and_those_of_decisions_are_not() -> None:
+    losses = NodeLosses()
+    for number in range(MAX_NODES + 5):
+        losses.add(LostWorker(Cause.NODE_LOST, f"node-{number}"))
+        losses.add(LostWorker(Cause.SIGNALED, "bad"))
+    losses.add(LostWorker(Cause.DISRUPTION_TARGET, "drained"))
+    losses.add(LostWorker(Cause.POD_DELETED, "deleted"))
+    losses.add(LostWorker(Cause.NODE_LOST, None))
+    counted = losses.by_node(f"idle-{number}" for number in range(MAX_NODES))
+    assert len(counted) == MAX_NODES
+    assert counted["bad"] == MAX_NODES + 5
+    assert "node-0" not in counted
+    assert not counted.keys() & {"drained", "deleted"}
+    assert NodeLosses().by_node(["a"]) == {"a": 0}
+
+
+async def test_jobs_beyond_the_bound_are_counted_and_a_scrape_takes_less_than_100_ms() -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        (memory,) = operator.reconciler._memory.values()
+        # All are the one job, so that each is known to the cache of jobs.
+        operator.reconciler._memory = dict.fromkeys((_Name("default", n) for n in range(MAX_JOBS + 7)), memory)  # type: ignore[arg-type]
+        took = []
+        for _ in range(5):
+            began = time.process_time()
+            text = operator.metrics.render().decode()
+            took.append(time.process_time() - began)
+        assert text.count("\neverstep_job_workers{") == MAX_JOBS
+        assert "\neverstep_jobs_without_series 7\n" in text
+        assert min(took) < 0.1
+
+
+class _Name(tuple[str, str]):
+    """A key that is different from the others, and names the same job."""
+
+    def __new__(cls, namespace: str, number: int) -> _Name:
+        made = super().__new__(cls, (namespace, "digits"))
+        made.number = number
+        return made
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Name) and other.number == self.number
+
+    number: int
