@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from everstep.rehearse.findings import Finding, Kind, find
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import BUFFERS, DIGEST, Record
+from everstep.rehearse.record import BUFFERS, DIGEST, Record, began_again
 from everstep.train.guards import contents
 
 RANKS, STEPS = 2, 16
@@ -103,6 +104,32 @@ def test_restart_from_nothing_is_a_warning() -> None:
     assert find([CALM, replace(played(RANK), saved=False)]) == []
     finding = only([CALM, replace(played(ALL), saved=False)])
     assert (finding.kind, finding.certain) == (Kind.UNSAVED, False)
+
+
+def test_kill_of_some_ranks_is_not_called_one_of_all() -> None:
+    kills = Kill.parse("0+1@12:begin"), Kill.parse("2@3:tail"), Kill.parse("2+0+1@13:tail")
+    (some,) = (s for s in scenarios(3, STEPS, (), kills) if s.kills)
+    assert some.title == (
+        "ranks 0 and 1 killed in step 12 (begin), rank 2 killed in step 3 (tail), "
+        "ranks 0, 1 and 2 killed in step 13 (tail)"
+    )
+    alone = replace(some, kills=kills[:2])
+    assert "when ranks 0 and 1 were killed" in only([CALM, replace(played(alone), saved=False)]).text
+
+
+def test_rank_that_is_written_twice_is_killed_once() -> None:
+    kill = Kill.parse("1+1@12:begin")
+    assert (kill.ranks, str(kill)) == ((1,), "rank 1 killed in step 12 (begin)")
+
+
+def test_first_step_repeated_after_a_kill_within_it_is_no_new_beginning(tmp_path: Path) -> None:
+    """The survivor has the state of step 0, and nothing could have been saved before."""
+    (tmp_path / "killed-0+1@0:begin-0").touch()
+    with (tmp_path / "records-1.jsonl").open("w") as file:
+        file.write(replace(record(2, 1), at=time.time() + 1).line())
+    assert not began_again(tmp_path)
+    (tmp_path / "killed-0+1@12:begin-0").touch()
+    assert began_again(tmp_path)
 
 
 def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:

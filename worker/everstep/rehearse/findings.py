@@ -253,9 +253,11 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     samples = _samples(calm, run, held)
     if samples is not None:
         found.append(samples)
-    if not run.saved and any(len(kill.ranks) > 1 for kill in run.scenario.kills):
+    several = [kill for kill in run.scenario.kills if len(kill.ranks) > 1]
+    if not run.saved and several:
+        who = "all ranks" if len(several[0].ranks) == run.scenario.sizes[0] else several[0].who
         text = (
-            "nothing had been saved when all ranks were killed, so the next start began from nothing. Let the script "
+            f"nothing had been saved when {who} were killed, so the next start began from nothing. Let the script "
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))

@@ -44,11 +44,16 @@ class Kill:
         found = _KILL.fullmatch(text)
         if found is None or found[3] not in POINTS:
             raise PlanError(f"--at {text}: write RANK@STEP:POINT, as 1@12:backward; points are {', '.join(POINTS)}")
-        return cls(tuple(int(rank) for rank in found[1].split("+")), int(found[2]), found[3])
+        ranks = {int(rank) for rank in found[1].split("+")}
+        return cls(tuple(sorted(ranks)), int(found[2]), found[3])
+
+    @property
+    def who(self) -> str:
+        *others, last = map(str, self.ranks)
+        return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
     def __str__(self) -> str:
-        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else "all ranks"
-        return f"{who} killed in step {self.step} ({self.point})"
+        return f"{self.who} killed in step {self.step} ({self.point})"
 
 
 @dataclass(frozen=True)

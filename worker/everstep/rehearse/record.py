@@ -63,8 +63,9 @@ def read(folder: Path) -> Steps:
 
 
 def began_again(folder: Path) -> bool:
-    """Whether the first step was taken anew behind a kill of several ranks at once: nothing had been saved before."""
-    kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name]
+    """Whether the first step was taken anew after several ranks had been killed at once in a later one: then nothing
+    had been saved, and no rank that was left had the state."""
+    kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name and "@0:" not in path.name]
     return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in each(folder))
 
 

@@ -262,9 +262,10 @@ class Watch:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait_for_commit(self) -> None:
-        """Else all ranks begin from nothing, where nothing can be lost. What rank 0 notes of the step behind a commit
-        comes later than the commit, from a thread of its own. A loop of the script's own that has saved nothing is not
-        waited for."""
+        """Several ranks die at once. Where no rank that is left has the whole state, all begin from the newest commit;
+        without one they would begin from nothing, and nothing could be lost. What rank 0 notes of the step behind a
+        commit comes later than the commit, from a thread of its own. A loop of the script's own that has saved nothing
+        is not waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
         # Else the script decides what it saves, and when. A save that has begun may have written nothing yet.
