@@ -29,10 +29,10 @@ async def run_bounded(calls: Sequence[Callable[[], Awaitable[T]]], limit: int) -
     """The outcome of every call. Cancelling this cancels the running calls and starts no others."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
-    gate = asyncio.Semaphore(limit)
+    semaphore = asyncio.Semaphore(limit)
 
     async def run_call(call: Callable[[], Awaitable[T]]) -> CallOutcome[T]:
-        async with gate:
+        async with semaphore:
             try:
                 return Returned(await call())
             except Exception as error:

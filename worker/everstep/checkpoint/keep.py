@@ -25,10 +25,11 @@ class Keep:
     """Which commits stay. A commit stays if any of these says so.
 
     - `last`: so many of the newest usable commits.
-    - `every_steps`: for good, the first commit of each interval of so many steps, from the second interval on: where
-      saves come at multiples of it, those.
-    - `every_hours`: for good, the first commit, and each one that is so many hours after the one kept before it. One of
-      a later time than the commit, whose clock ran ahead, is no reason not to keep it.
+    - `every_steps`: for good, the first commit of each interval of so many steps. With 100 these are the first commit
+      of steps 100 to 199, the first of steps 200 to 299, and so on; none of steps 0 to 99.
+    - `every_hours`: for good, the first commit, and then each commit that is at least so many hours younger than the
+      last one that was kept for its hour. A kept commit may have a later time than this one, if its machine's clock was
+      ahead. Such a commit does not count here.
     - `best`: the so many best by `metric` of what `save(…, metrics={…})` or, after it, `add_metrics` was given; `mode`
       says whether "min" or "max" is better. Of equal ones the newer is. A commit without the metric, or with NaN or
       infinity, is not among them.
@@ -136,10 +137,11 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> tuple[Kept, ...]:
-    """The marks that must change, in order of the log, as they are to be written. A mark whose `why` is empty is to be
-    deleted.
+    """Which marks to write and which to delete, in the order of the log. A mark with a `why` is written, in place of
+    the commit's old mark if there is one. A mark with an empty `why` is deleted. Marks that stay as they are, are left
+    out.
 
-    `marked` are the marks that exist; `commits` the usable commits that are there, in any order.
+    `marked` are the marks in the store; `commits` are the usable commits in the store, in any order.
     """
     before = {m.save_id: m for m in marked}
     found = dict(before)
@@ -171,8 +173,8 @@ def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> t
 
 
 def _led_to(commit: Kept, known: Iterable[Kept]) -> list[Kept]:
-    """The earlier commits that led to this one, newest first. A commit is left out if the run went back to an earlier
-    step after it: nothing of it is in this commit."""
+    """The earlier commits that this one goes back to, newest first, as far as steps show it. Suppose a run commits
+    steps 100 and 200, loads step 100 again, and commits step 150. Step 150 goes back to 100, and not to 200."""
     least, found = commit.step, []
     for mark in sorted((m for m in known if m.n < commit.n), key=lambda m: -m.n):
         if mark.step < least:

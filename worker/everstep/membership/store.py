@@ -57,11 +57,12 @@ class RoundStore(Protocol):
         ...
 
     def ask(self, agent: str, value: bytes, ttl: float) -> float:
-        """`announce`, and let the store itself write this request into the document, if it can.
+        """Do what `announce` does, with a join request as the value, and ask the store to write the request into the
+        document. Only the operator's store does that.
 
-        Returns the seconds after which the agent writes by itself, if it has not seen the request in the document by
-        then. 0: this store does not write requests. After this call, a store that does has a view, and `watch` gives it
-        at once.
+        Returns how many seconds to wait for the request to be in the document; an agent that does not see it there by
+        then writes it by itself. 0: this store does not write requests. A store that does has read the document when
+        this call returns, so the next `watch` returns at once.
         """
         ...
 

@@ -190,15 +190,16 @@ MOST: Final = 2 * OF_A_WRITER  # while one abandoned writer still reads its own
 
 
 class Buffers:
-    """Those of one Checkpointer. A world that changes abandons the writer of the one before, whose saves may still be
-    written for as long as the store takes.
+    """The buffers of one Checkpointer. When the world changes, the writer of the last world is abandoned. It may still
+    read from its buffers, until the store has taken what it writes.
 
-    A handler of signals may save in the middle of a save. So a buffer is in one list or the other, and taking it out,
-    which is done at once, is what gives it to a save.
+    A signal handler may interrupt a save to begin another one. Both run in the same thread, so a lock cannot keep them
+    apart. Instead each buffer is in one of the two lists, and a save takes a buffer by removing it from its list. A
+    handler cannot interrupt the removal, so two saves never take the same buffer.
     """
 
     def __init__(self) -> None:
-        self._read: list[tuple[SaveHandle, Staging]] = []  # saves may be written from them
+        self._read: list[tuple[SaveHandle, Staging]] = []  # writers may still read from these
         self._free: list[Staging] = []
 
     @property
@@ -207,8 +208,8 @@ class Buffers:
         return sum(s.size for s in [*(staging for _, staging in list(self._read)), *list(self._free)])
 
     def take(self, size: int, handle: SaveHandle) -> Staging:
-        """Memory for `size` bytes of this save, from which no other save is written. A second one is there only while
-        saves come faster than the store is. Raises `SaveFailed` if saves that were abandoned hold too much."""
+        """A buffer for `size` bytes of this save, which no other save uses. There is more than one buffer only while
+        saves come faster than the store takes them. Raises `SaveFailed` if abandoned saves use too much memory."""
         for buffer in list(self._read):
             if buffer[0].done():
                 with contextlib.suppress(ValueError):  # a handler has done it

@@ -1,8 +1,9 @@
-"""Forms a round while members still train in the round before, so that training does not wait for a new member.
+"""Forms a round while the members of the last round still train, so that training does not wait for a new member.
 
-All members begin to form the round when they hear of it, each in a background thread. They change over at the end of a
-step, when it has formed. If the round before breaks meanwhile, the members wait for the forming that has begun.
-Invariant: a process forms a round once, because the members find each other by the entries in the round's store.
+When its agent announces a round, each member begins to form it in a background thread, and trains on. All change to it
+at the end of the same step, once it has formed. If a peer of the last round is lost before that, nobody can train on:
+each member waits for its background thread, and changes to the new round then. Invariant: a process forms a round only
+once. The members find each other by entries in the round's store, and a second attempt would find those of the first.
 """
 
 from __future__ import annotations

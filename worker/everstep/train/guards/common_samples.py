@@ -71,8 +71,8 @@ class CommonSamples:
         self._compared = False
 
     def completed(self, gather: Gather) -> None:
-        """A step is complete on all ranks. Compares after the first one of a world, and behind a restore. Collective.
-        Raises `LoopError` on all ranks."""
+        """All ranks call this after each step. They compare samples after the first step of a world, and after the
+        first one that follows a restore. Raises `LoopError` on all ranks if their samples differ. Collective."""
         if self._compared:
             return
         knew = self._read is not None

@@ -153,8 +153,9 @@ class ScriptCheck:
             )
             self.carried[one.name] = one.parts
             self._places.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
-        # What some steps bind is bound anew for those of their readers that the reader sees. A function that it did not
-        # follow, such as a hook, may read what an earlier step has bound.
+        # Every value of these names is of the present step. A name in `always` is bound in each step before it is read.
+        # A name that only some steps bind is among them if nothing else than the code that `reader` followed reads it.
+        # A function that `reader` did not follow, such as a hook, may read what an earlier step has bound.
         elsewhere = _read_elsewhere(place)
         anew = {name for name in reader.bound if name in reader.always or name not in elsewhere}
         self._bound_anew = (self._bound_anew | anew) - {one.name for one in carried}
@@ -178,7 +179,8 @@ class ScriptCheck:
 
 
 def _read_elsewhere(place: _Place) -> set[str]:
-    """The variables that functions read which do not contain the loop, and are not their own."""
+    """The variables that are read by functions other than those around the loop. A function's own variables do not
+    count."""
     found = set[str]()
     for n in ast.walk(place.tree):
         if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -190,8 +192,11 @@ def _read_elsewhere(place: _Place) -> set[str]:
 
 
 def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bool:
-    """Whether what stands under the name is saved with what is tracked. A name that gets another object is not, except
-    in what is tracked itself; a module saves its tensors, and none of its plain attributes."""
+    """Whether the value of this name is saved, because it belongs to a tracked object.
+
+    A variable to which the loop assigns another object is not saved, even if its object is tracked now. An attribute of
+    a tracked object is saved, whatever is assigned to it. A module is the exception: only its parameters and persistent
+    buffers are saved, unless its class has `get_extra_state`, which may save any attribute."""
     for i in range(1, len(one.parts)):
         owner = value_of(values, one.parts[:i])
         if isinstance(owner, torch.nn.Module):

@@ -74,7 +74,8 @@ class UntrackedStateCheck:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of good ones
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at the beginning
         self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # untracked optimizers that are older than the loop
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # when they stepped
+        # Of each untracked optimizer, the first step in which it stepped.
+        self._untracked_since: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # untracked modules, perhaps without a name
         self._behind: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()  # step 2: its state
         self._parameters: dict[str, _Seen] = {}  # as they were first seen
@@ -266,7 +267,7 @@ class UntrackedStateCheck:
                 _refuse(self._judge_parameters(optimizer, tracked))
                 self._check_groups(optimizer, tracked)
             elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
-                self._check_stranger(optimizer)
+                self._check_untracked(optimizer)
 
     def _check_offloaded(self, optimizer: Optimizer, behind: set[str]) -> None:
         """Check that its state is complete where commits are made. `behind`: what it had when the last step ended."""
@@ -305,7 +306,7 @@ class UntrackedStateCheck:
             f"'lr' in the step from which it is to be trained; or, if nothing is lost with it, run.untracked({name!r})"
         )
 
-    def _check_stranger(self, optimizer: Optimizer) -> None:
+    def _check_untracked(self, optimizer: Optimizer) -> None:
         """Check an untracked optimizer. One that was made in this step, of parameters made in this step, leaves nothing
         behind."""
         named = {id(h.value): h.name for h in walk(variables(sys._getframe(1))) if isinstance(h.value, Optimizer)}
@@ -314,7 +315,7 @@ class UntrackedStateCheck:
             self._sizes[optimizer] = _size(optimizer)
             return
         moves = any(self._covered.holds(p) for group in optimizer.param_groups for p in group["params"])
-        older = optimizer in self._early or self._strangers.setdefault(optimizer, self._steps) != self._steps
+        older = optimizer in self._early or self._untracked_since.setdefault(optimizer, self._steps) != self._steps
         if moves or older:
             what = f"is an optimizer ({type(optimizer).__name__}) that steps"
             found = [Finding(name, what, track(name, self._state))]
