@@ -25,7 +25,7 @@ GENERATED := '*.stamp' '*.log' '*.pyc'
 # Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup lock check test nightly durations unit lane-unit lint techniques e2e soak bench clean-root cluster-up \
+.PHONY: help demo setup lock generate check test nightly durations unit lane-unit lint techniques e2e soak bench clean-root cluster-up \
   cluster-down clean
 
 help:  ## this list
@@ -58,6 +58,12 @@ lock: setup  ## renew requirements/: exact versions and hashes of what the image
 	  -o requirements/worker.txt
 	$(LOCK) <($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("worker/pyproject.toml", "rb"))["build-system"]["requires"])') \
 	  -o requirements/build.txt
+
+# The page is made from the CRD, and both from the types.
+generate: setup  ## the CRD and its reference page, from the API types: when a field of TrainingJob has changed
+	$(BIN)/python -m everstep_operator.api.crd > manifests/crd.yaml
+	cp manifests/crd.yaml charts/everstep/files/crd.yaml
+	$(BIN)/python -m everstep_operator.api.reference > docs/reference/trainingjob.md
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
@@ -17,7 +18,7 @@ from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMED = re.compile(r"`((?:tests|worker|operator|horovod|sources|benchmarks)/[\w/.]+\.(?:py|txt))(?:::(\w+))?`")
+NAMED = re.compile(r"`((?:tests|worker|operator|local|horovod|sources|benchmarks|charts)/[\w/.-]+)(?:::([^`]*))?`")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 ANCHORED = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")
@@ -44,13 +45,47 @@ def _ways() -> Any:
         sys.path[:] = before
 
 
+def names_in(path: Path) -> set[str]:
+    """What a module defines: constants, functions, classes; and methods, with their class before them or without."""
+    module = ast.parse(path.read_text())
+    names = set[str]()
+    for statement in module.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names.add(statement.target.id)
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    names.add(f"{node.name}.{part.name}")
+                elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    names.add(f"{node.name}.{part.target.id}")
+    return names
+
+
+def test_names_of_a_module_are_those_that_it_defines(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    pod = "class Pod:\n    name: str\n    async def run(self): ...\n"
+    module.write_text(f"LIMIT: int = 3\nWAIT = 2\n{pod}def plan(): unused = 1\n")
+    assert names_in(module) == {"LIMIT", "WAIT", "Pod", "Pod.name", "Pod.run", "run", "plan"}
+
+
+def test_each_row_of_where_a_change_goes_names_a_file_to_begin_at() -> None:
+    _, _, section = (ROOT / "docs/architecture.md").read_text().partition("\n## Where a change goes\n")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 30
+    assert not [row[0] for row in rows if len(row) != 3 or not any("." in file for file, _ in NAMED.findall(row[1]))]
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_tests_files_and_links_that_a_document_names_exist(path: Path) -> None:
     text = path.read_text()
     missing = []
     for file, name in NAMED.findall(text):
-        found = ROOT / file
-        if not found.exists() or (name and f"def {name}(" not in found.read_text()):
+        if not (ROOT / file).exists() or (name and name not in names_in(ROOT / file)):
             missing.append(f"{file}::{name}" if name else file)
     missing += [link for link in LINK.findall(CODE.sub("", text)) if not (path.parent / link).exists()]
     assert not missing
