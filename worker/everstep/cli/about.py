@@ -41,4 +41,4 @@ def version(context: Context = None, kubeconfig: Kubeconfig = None) -> None:
 @app.command()
 def completion(shell: Shell) -> None:
     """A script for the shell that completes commands and options: `source <(everstep completion bash)`."""
-    print(get_completion_script(prog_name="everstep", complete_var="_EVERSTEP_COMPLETE", shell=shell))
+    say(get_completion_script(prog_name="everstep", complete_var="_EVERSTEP_COMPLETE", shell=shell))
