@@ -126,7 +126,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"everstep {__version__}")
+        sys.stdout.write(f"everstep {__version__}\n")  # without rich, whose import takes longer than all else
         raise typer.Exit
 
 
