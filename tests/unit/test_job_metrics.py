@@ -18,6 +18,7 @@ from everstep_operator.controller.progress import JobProgress
 from everstep_operator.kube.resources import LEASES, NODES
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.plan.outcome import LostWorker
+from support.clocks.manual import ManualClock
 from support.operator.operator_stage import ELASTIC, JOB, Stage, form, replaced, samples, send
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -105,6 +106,104 @@ async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
         await stage.until("it has looked", lambda: f"everstep_job_step {DIGITS}" in ours(operator))
         now = {name: value for name, value in ours(operator).items() if name in before}
         assert now == pytest.approx(before, rel=0, abs=1)
+
+
+class Trace:
+    """How long a job was in each state, by what the test itself does."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self._since, self._state = clock.now(), ""
+        self.seconds: dict[str, float] = {}
+
+    def enter(self, state: str) -> None:
+        now = self._clock.now()
+        if self._state:
+            spent = (now - self._since).total_seconds()
+            self.seconds[self._state] = self.seconds.get(self._state, 0.0) + spent
+        self._since, self._state = now, state
+
+
+async def test_seconds_of_a_life_with_a_loss_are_those_of_an_independent_trace() -> None:
+    stage = Stage()
+    spec = {name: value for name, value in OWN_ROUNDS["spec"].items() if name != "elastic"}
+    pods = [f"digits-w{i}-0" for i in range(4)]
+
+    def report(operator: Operator, phase: Phase, rank: int, round_: int, **fields: Any) -> None:
+        """Over HTTP virtual time passes until the answer, and the trace could not say when the report was taken."""
+        found = operator.caches.jobs.get("default", "digits")
+        assert found is not None
+        progress = operator.reconciler.progress_of(found)
+        at_once = progress.accept(Report(phase, rank, 4, at=1.0, round=round_, **fields), stage.clock.now())
+        operator.queue.add_after(("default", "digits"), 0.0 if at_once else 2.0)
+
+    async def live_until(operator: Operator, round_: int, state: str, steps: range) -> None:
+        trace.enter(state)
+        for step in steps:
+            await stage.clock.advance(0.8)
+            report(operator, Phase.TRAIN, 0, round_, step=step, step_seconds=0.8)
+
+    async def begin(operator: Operator, round_: int, step: int) -> None:
+        """The world has formed; each rank reads its state for five seconds."""
+        await stage.clock.advance(6)
+        trace.enter("restore")
+        await stage.clock.advance(5)
+        for rank in range(4):
+            report(operator, Phase.RESTORE, rank, round_, restored_step=step, restore_seconds=5.0)
+
+    def differs(seen: dict[str, float]) -> dict[str, tuple[float, float]]:
+        pairs = {s: (seen.get(s, 0.0), trace.seconds.get(s, 0.0)) for s in {*seen, *trace.seconds}}
+        return {state: pair for state, pair in pairs.items() if abs(pair[0] - pair[1]) > 1}
+
+    def seconds(operator: Operator) -> dict[str, float]:
+        prefix = f"everstep_job_seconds_total {DIGITS} "
+        return {name.removeprefix(prefix): v for name, v in ours(operator).items() if name.startswith(prefix)}
+
+    async with stage.operating() as operator:
+        await stage.until("it leads", operator.elector.is_leader)
+        trace = Trace(stage.clock)
+        trace.enter("wait")
+        job = await stage.client.create(JOBS, "default", {**OWN_ROUNDS, "spec": spec})
+        await stage.clock.advance(20)
+        await stage.run_pods()
+        trace.enter("form")
+        await stage.clock.advance(10)
+        await form(stage, operator, job, dict.fromkeys(range(4), 0))
+        await begin(operator, 1, 0)
+        await live_until(operator, 1, "productive", range(1, 101))
+        trace.enter("detect")
+        await stage.clock.advance(12)
+        await stage.end(pods[1], 137)
+        pods[1] = "digits-w1-1"
+        await stage.until("it is replaced", lambda: exists(stage, pods[1]))
+        trace.enter("wait")
+        await stage.clock.advance(30)
+        await stage.run_pods()
+        trace.enter("form")
+        await stage.clock.advance(8)
+        await form(stage, operator, job, {0: 0, 1: 1, 2: 0, 3: 0})
+        await begin(operator, 2, 60)
+        await live_until(operator, 2, "replay", range(61, 101))
+        await live_until(operator, 2, "productive", range(101, 201))
+        trace.enter("productive")
+        assert not differs(seconds(operator))
+        active = sum(trace.seconds.values())
+        assert sum(seconds(operator).values()) == pytest.approx(active, rel=0.01)
+        await stage.clock.advance(6)  # the status is written
+        written = (await stage.client.get(JOBS, "default", "digits")).status["stateSeconds"]
+        assert sum(written.values()) == pytest.approx(active, rel=0.02)
+
+    # Another leader goes on from the status, and what nobody saw was training.
+    async with stage.operating() as operator:
+        await stage.until("it leads", operator.elector.is_leader)
+        await live_until(operator, 2, "productive", range(201, 231))
+        trace.enter("end")
+        assert not differs(seconds(operator))
+        assert sum(seconds(operator).values()) == pytest.approx(sum(trace.seconds.values()), rel=0.01)
+
+
+async def exists(stage: Stage, pod: str) -> bool:
+    return pod in await stage.pods()
 
 
 @pytest.mark.parametrize("end", ["complete", "deleted", "not leading", "replaced"])

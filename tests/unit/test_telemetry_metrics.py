@@ -93,6 +93,7 @@ def full(number: int) -> JobFigures:
         commit_step=12000,
         last_commit=1.7e9,
         goodput=0.875,
+        seconds=dict.fromkeys(("productive", "replay", "detect", "form", "restore", "wait", "unknown"), 1234.5),
         recoveries={"NodeLost": 2, "OOMKilled": 1},
         recovery_seconds={"detect": 1.5, "rendezvous": 2.0, "restore": 0.5, "first-step": 3.25},
         recovery_lost_steps=40,

@@ -221,6 +221,18 @@ class RecoveryRecord(StatusModel):
     lost_steps: Count | None = Field(default=None, description="Optimizer steps that had to be taken again.")
 
 
+class StateSeconds(StatusModel):
+    """Seconds of the job's active life by what it did, for the metric `everstep_job_seconds_total`."""
+
+    productive: Count = Field(default=0, description="It took new steps.")
+    replay: Count = Field(default=0, description="It took steps again after a loss.")
+    detect: Count = Field(default=0, description="From a fault until it was noticed.")
+    form: Count = Field(default=0, description="Enough workers ran, and had no world that trained.")
+    restore: Count = Field(default=0, description="It read the training state.")
+    wait: Count = Field(default=0, description="Too few workers ran: capacity, images, start-up, back-off.")
+    unknown: Count = Field(default=0, description="It trained, and its script reported nothing.")
+
+
 class Failure(StatusModel):
     """The first root cause of a failed job. Later failures do not replace it."""
 
@@ -300,6 +312,10 @@ class Status(StatusModel):
     goodput: Annotated[str, StringConstraints(max_length=5)] | None = Field(
         default=None,
         description="goodputPercent with its sign, for the GOODPUT column, which can only print a field. Derived.",
+    )
+    state_seconds: StateSeconds | None = Field(
+        default=None,
+        description="Where the job's time went until this status was written. A new leader counts on from here.",
     )
     failure: Failure | None = Field(
         default=None,

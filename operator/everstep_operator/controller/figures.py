@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
-from everstep_operator.api.status import RecoveryRecord, Status
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung
+from everstep_operator.api.status import RecoveryRecord, StateSeconds, Status
+from everstep_operator.controller.job_seconds import Noticed, Standing, State
+from everstep_operator.controller.progress import JobProgress
+from everstep_operator.plan.decide.completion import is_finished
 from everstep_operator.plan.outcome import LostWorker
-from everstep_operator.plan.snapshot import ReportedProgress
+from everstep_operator.plan.render import recovery_record
+from everstep_operator.plan.snapshot import JobView, WorkerPod
 from everstep_operator.telemetry.job_metrics import JobFigures
 
 MAX_JOBS = 1000
@@ -28,6 +32,7 @@ _MAY_COME_FROM_NODE = frozenset(
         Cause.REJECTED,
     }
 )
+_CHANGES = (ReadyReason.RECOVERING, ReadyReason.RESIZING, ReadyReason.UPDATING)
 
 
 def recoveries_by_cause(records: Iterable[RecoveryRecord]) -> Counter[str]:
@@ -39,12 +44,12 @@ def of_job(
     namespace: str,
     name: str,
     status: Status,
-    progress: ReportedProgress,
+    reports: JobProgress,
     recoveries: Mapping[str, int],
     now: datetime,
 ) -> JobFigures:
     """The figures of a job from its last planned status and the reports since."""
-    world, checkpoint = status.world, status.checkpoint
+    world, checkpoint, progress = status.world, status.checkpoint, reports.snapshot()
     quorum = status.condition(ConditionType.QUORUM_REACHED)
     trains = quorum is not None and quorum.status is ConditionStatus.TRUE
     commit_step = progress.committed_step
@@ -67,10 +72,46 @@ def of_job(
         commit_step=commit_step,
         last_commit=_seconds(committed_at),
         goodput=min(1.0, productive / active) if productive > 0 and active > 0 else None,
+        seconds={str(state): value for state, value in reports.seconds.seconds(now).items()},
         recoveries=dict(recoveries),
         recovery_seconds={} if last is None else _stages(last),
         recovery_lost_steps=None if last is None else last.lost_steps,
     )
+
+
+def standing(job: JobView, status: Status, pods: Iterable[WorkerPod]) -> Standing:
+    """What a pass that made this status shows that the job does."""
+    wanted = status.world.size if status.roster is None else status.roster.wanted
+    if status.start_time is None or wanted == 0 or is_finished(status):
+        return Standing.IDLE
+    quorum = status.condition(ConditionType.QUORUM_REACHED)
+    if quorum is not None and quorum.status is ConditionStatus.TRUE:
+        ready = status.condition(ConditionType.READY)
+        changes = ready is not None and ready.reason in _CHANGES
+        trains = status.progress.updated_at is not None and not changes
+        return Standing.TRAIN if trains else Standing.START
+    running = sum(pod.running and _is_current(status, pod) for pod in pods)
+    elastic = job.spec.elastic
+    return Standing.FORM if running >= (wanted if elastic is None else elastic.min_replicas) else Standing.WAIT
+
+
+def noticed(old: Status, new: Status, now: datetime) -> Noticed | None:
+    """The loss for which `new` opens a recovery."""
+    if not recovery_record.is_open(new.recoveries) or new.recoveries == old.recoveries:
+        return None
+    detect_ms = new.recoveries[0].detect_ms
+    return Noticed(now, None if detect_ms is None else now - timedelta(milliseconds=detect_ms))
+
+
+def state_seconds(seconds: Mapping[State, float]) -> StateSeconds:
+    """For the status, in whole seconds: what is cut off is counted by the next leader."""
+    return StateSeconds(**{str(state): int(value) for state, value in seconds.items()})
+
+
+def _is_current(status: Status, pod: WorkerPod) -> bool:
+    if status.roster is None:
+        return pod.round == status.world.round
+    return any(w.first <= pod.index <= w.last and w.incarnation == pod.incarnation for w in status.roster.workers)
 
 
 class NodeLosses:

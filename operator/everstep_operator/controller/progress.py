@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.api.status import Status
+from everstep_operator.controller.job_seconds import JobSeconds, State
 from everstep_operator.plan.snapshot import ReportedPeak, ReportedProgress
 
 MAX_RANKS = 65_536
@@ -31,6 +32,9 @@ class JobProgress:
         self._productive = 0.0
         if status.goodput_percent:
             self._productive = status.goodput_percent / 100 * status.active_seconds(now)
+        stored = status.state_seconds
+        known = {} if stored is None else {state: float(getattr(stored, state)) for state in State}
+        self.seconds = JobSeconds(known, status.active_seconds(now), now)
         self._last: Report | None = None
         self._stepped_at = status.progress.stepped_at
         self._updated_at: datetime | None = None
@@ -55,6 +59,7 @@ class JobProgress:
         self._started_at: datetime | None = None
         self._restored_at: datetime | None = None
         self._restored_step: int | None = None
+        self._round_step: int | None = None  # the last one of rank 0
         self._resumed_step: int | None = None
         self._restore_seconds: float | None = None
         self._trained_at: datetime | None = None
@@ -85,6 +90,8 @@ class JobProgress:
             # Formed by the agents, or published by a leader whose status write has not reached this cache yet.
             followed = self._updated_at is not None
             self._open_round(report.round, None)
+            if followed:
+                self.seconds.new_round()
             self._seen_to_begin = followed
         if claimant is not None and len(self._claimed_by) < MAX_RANKS:
             self._claimed_at = self._claimed_at or now
@@ -141,6 +148,7 @@ class JobProgress:
         self._restore_seconds = max(self._restore_seconds or 0.0, report.restore_seconds or 0.0)
         if self._restored_at is None and len(self._restored) >= self._world_size:
             self._restored_at = now
+            self.seconds.restored(now, self._restore_seconds)
         if report.checkpoint_error is None or self._damaged is not None:
             return False
         self._damaged = report.checkpoint_error  # the newest commit was skipped
@@ -169,6 +177,11 @@ class JobProgress:
     def _progress(self, report: Report, now: datetime) -> None:
         # A job that goes on from the checkpoints of another one has not taken their steps.
         before = (self._restored_step or 0) if self._step is None else self._step
+        if report.step is not None:
+            since = self._round_step if self._round_step is not None else self._restored_step
+            since = report.step - 1 if since is None else since
+            self._round_step = report.step
+            self.seconds.trained(now, max(0, report.step - since), max(0, report.step - max(since, before)))
         if report.step is not None and report.step > before:
             # Steps that are repeated after a loss are not productive: only new ones count.
             self._productive += (report.step - before) * (report.step_seconds or 0.0)

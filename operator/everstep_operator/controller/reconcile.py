@@ -145,6 +145,13 @@ class Reconciler:
                     "plan": explain(snapshot, decided).splitlines()[:50],
                 },
             )
+        now = self._clock.now()
+        memory.progress.seconds.planned(
+            now,
+            figures.standing(job, decided.status, snapshot.pods),
+            figures.noticed(job.status, decided.status, now),
+            changed=decided.publish,
+        )
         held_back = written = False
         if decided.publish or not self._only_progress_changed(job.status, decided.status):
             written = await self._write(obj, memory, job, decided)
@@ -186,7 +193,11 @@ class Reconciler:
 
     async def _write(self, obj: Unstructured, memory: _JobMemory, job: JobView, decided: Plan) -> bool:
         """Write the status if it has changed; whether it had."""
-        version = await self._recorder.write_status(obj, decided.status)
+        status = decided.status
+        if status != job.status:  # that time passes is no reason to write
+            seconds = figures.state_seconds(memory.progress.seconds.seconds(self._clock.now()))
+            status = status.model_copy(update={"state_seconds": seconds})
+        version = await self._recorder.write_status(obj, status)
         if version is None:
             return False
         now = self._clock.now()
@@ -316,7 +327,7 @@ class Reconciler:
         nodes = sorted({pod.spec.node_name for pod in self._caches.pods.list() if pod.spec.node_name})
         return ClusterFigures(
             tuple(
-                figures.of_job(*key, status, memory.progress.snapshot(), memory.recoveries, now)
+                figures.of_job(*key, status, memory.progress, memory.recoveries, now)
                 for key, memory, status in living[: figures.MAX_JOBS]
             ),
             max(0, len(living) - figures.MAX_JOBS),

@@ -26,6 +26,7 @@ class JobFigures:
     commit_step: int | None = None
     last_commit: float | None = None
     goodput: float | None = None  # 0 to 1
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by what the job did
     recoveries: Mapping[str, int] = field(default_factory=dict)  # by cause
     recovery_seconds: Mapping[str, float] = field(default_factory=dict)  # of the last recovery, by stage
     recovery_lost_steps: int | None = None
@@ -118,6 +119,12 @@ _FAMILIES = (
         "gauge",
         "Productive step time as a share of the time that the job was not suspended.",
         _of_jobs(lambda j: j.goodput),
+    ),
+    _Family(
+        "everstep_job_seconds",
+        "counter",
+        "Where the job's time went, without the time for which it was suspended.",
+        _of_jobs_by("state", lambda j: j.seconds),
     ),
     _Family(
         "everstep_job_recoveries",

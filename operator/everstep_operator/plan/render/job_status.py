@@ -89,6 +89,7 @@ def render(
         restarts=restarts if restarts is not None else old.restarts,
         recoveries=recoveries if recoveries is not None else old.recoveries,
         goodput_percent=_goodput(snapshot, finished_at),
+        state_seconds=old.state_seconds,
         failure=old.failure or failure,
         conditions=_conditions(snapshot, verdict, world, ready),
     )
