@@ -75,6 +75,8 @@ def test_the_image_of_an_example_has_its_folder_and_what_it_imports(name: str) -
         re.split(r"[<>=~!]", wanted)[0]
         for wanted in [*worker["optional-dependencies"]["worker"], *re.findall(r"'([^']+)'", stage)]
     }
+    for installed in re.findall(r"pip install .*--no-deps.*", stage):
+        there |= set(re.findall(r"/wheels/(everstep_\w+)-", installed))
     own = {file.stem for file in folder.glob("*.py")} | {"everstep", "horovod"}  # a name of everstep_horovod
     known = own | set(sys.stdlib_module_names)
     missing = {module for module in imported(folder) - known if INSTALLED_AS.get(module, module) not in there}
