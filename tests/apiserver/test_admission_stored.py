@@ -242,6 +242,7 @@ FULL_STATUS: dict[str, Any] = {
         "epoch": 3,
         "etaSeconds": 5400,
         "metrics": {"loss": "0.12"},
+        "steppedAt": "2026-11-21T10:59:58Z",
         "updatedAt": "2026-11-21T11:00:00Z",
     },
     "checkpoint": {
@@ -266,6 +267,7 @@ FULL_STATUS: dict[str, Any] = {
         }
     ],
     "goodputPercent": 97,
+    "stateSeconds": {"productive": 3500, "replay": 5, "detect": 1, "form": 40, "restore": 3, "wait": 50, "unknown": 1},
     "failure": {
         "cause": "Error",
         "message": "worker 1 ended with exit code 3",
