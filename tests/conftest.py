@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from support import ROOT, TESTS
@@ -60,6 +61,11 @@ DECLARED = pytest.StashKey[Declared]()
 def programs_of(item: pytest.Item) -> set[str]:
     folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
     return packages.of(folder, (mark.name for mark in item.iter_markers()))
+
+
+# A busy machine is no finding of a property test. All else stays as in the present profile, in CI that of Hypothesis.
+hypothesis.settings.register_profile("without deadline", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("without deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
