@@ -106,6 +106,14 @@ def test_restart_from_nothing_is_a_warning() -> None:
     assert (finding.kind, finding.certain) == (Kind.UNSAVED, False)
 
 
+def test_run_that_lost_something_else_than_it_should_is_not_judged() -> None:
+    late = replace(played(ALL), late=True, saved=False)
+    finding = only([CALM, late])
+    assert (finding.kind, finding.certain) == (Kind.SLOW, False)
+    assert only([CALM, change(late, 9, tracked={"model": "x"})]).kind is Kind.TRACKED, "what differs is proved"
+    assert "nobody was killed at 1@9:tail" in only([CALM, replace(played(RANK), not_made=("1@9:tail",))]).text
+
+
 def test_kill_of_some_ranks_is_not_called_one_of_all() -> None:
     kills = Kill.parse("0+1@12:begin"), Kill.parse("2@3:tail"), Kill.parse("2+0+1@13:tail")
     (some,) = (s for s in scenarios(3, STEPS, (), kills) if s.kills)

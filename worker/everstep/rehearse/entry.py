@@ -19,6 +19,7 @@ from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.printed import Output
 from everstep.rehearse.record import GONE, KILLS, note_failure
+from everstep.rehearse.saves import Saves
 from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
 from everstep.storage import open_store
@@ -38,10 +39,12 @@ def main() -> None:
     if not settings["last"] and any(folder.glob(KILLS)):
         (folder / GONE).touch()
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
-    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"])
+    saves = Saves(folder, settings["wait"])
+    saves.install()
+    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"], saves)
     watch.install()
     if settings["away"] is not None:
-        loss = StoreLoss(folder, settings["away"])
+        loss = StoreLoss(folder, settings["away"], saves)
         watch.on_enter.append(loss.enters)
         replace_all((opening, "open_store", loss.wrap(open_store)))
     own = OwnLoop(watch, folder)

@@ -127,6 +127,9 @@ def find(runs: list[Played]) -> list[Finding]:
         if run.refused and not any(one.certain for one in mine):
             text = f"{run.refused}. A later start went on from the last commit, and came to the end"
             mine.append(Finding(Kind.REFUSED, (run.scenario.title,), text, run.last))
+        if run.otherwise:
+            mine = [one for one in mine if one.kind is not Kind.UNSAVED]  # it may be saved on a faster machine
+            mine += [_lost_otherwise(run)] if not any(one.certain for one in mine) else []
         if again is not None and not run.scenario.resized and not any(one.certain for one in mine):
             mine += _written(calm, again, run)
         found += mine
@@ -190,6 +193,14 @@ def _ended(run: Played) -> Finding | None:
         text = f"ended before its first step, so there is nothing to compare{complete}"
         return Finding(Kind.ENDED, title, text, 0)
     return None
+
+
+def _lost_otherwise(run: Played) -> Finding:
+    text = (
+        f"{run.otherwise}, twice: the script is not judged by it. Rehearse where less else runs, or with a longer "
+        "--limit"
+    )
+    return Finding(Kind.SLOW, (run.scenario.title,), text)
 
 
 def _anew(run: Played, advice: str = "") -> str:

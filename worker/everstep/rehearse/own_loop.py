@@ -71,6 +71,7 @@ class OwnLoop:
         def asked(checkpointer: Checkpointer, step: int) -> bool:
             if self._by_saves:
                 self._moved_by_hand()
+                self._watch.saves.wait()  # while a save is in flight the answer is no
             return should_save(checkpointer, step)
 
         def gives(iterator: Any) -> Any:
@@ -98,6 +99,7 @@ class OwnLoop:
     def went_back(self, commit: int, state: Mapping[str, Any]) -> None:
         """The state is that of this commit; 0: from which the script begins."""
         self._watch.step, self._passes = None, 0
+        self._watch.saves.forget()
         self._goes_on(commit or None, state)
         self._saved, self.is_due = self._done, False
 
@@ -121,7 +123,7 @@ class OwnLoop:
             self._watch.did_not_begin()
 
     def _mark(self, step: int) -> None:
-        (self._marks / f"{step}-{self._rank()}").write_text(str(self._done))
+        record.write_whole(self._marks / f"{step}-{self._rank()}", str(self._done))
 
     def _seen(self, step: int | None) -> int:
         """How many steps the commit of this step had seen."""

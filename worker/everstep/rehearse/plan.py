@@ -17,9 +17,7 @@ AUTO = ("begin", "backward", "optimizer", "between", "gradients")
 EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
 PERIODS = range(2, 7)  # in steps
-SETTINGS = (
-    "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of folder, kills, steps, every, last, begins and away
-)
+SETTINGS = "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of what `Player` plays
 _KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
 
 

@@ -32,6 +32,7 @@ COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 END_SECONDS = 10.0
 MAKES_STEPS = 0.25  # of the limit: since then a run that is slow and does not stand still has completed a step
+WAIT = 0.2  # of the limit: so long a process waits for a save at most
 LOOK_SECONDS, AWAY_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
 
 
@@ -61,11 +62,23 @@ class Played:
     repeated: str = ""  # the error that each further start ended with
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
     missed: bool = False  # a request has met a store that was away
+    late: bool = False  # a process has waited in vain, for a save or for the rehearsal itself
+    not_made: tuple[str, ...] = ()  # the kills of the plan that were not made
 
     @property
     def proves_nothing(self) -> bool:
         """It did not end in time, and the script is not the reason."""
         return self.hung and (self.slow or self.scenario.name == AGAIN)
+
+    @property
+    def otherwise(self) -> str:
+        """Why it lost something else than the plan says, or ""."""
+        if self.scenario.name in (CALM, AGAIN) or self.code or self.hung:
+            return ""
+        if self.late:
+            what = "the stores were away" if self.scenario.away else "a rank was killed"
+            return f"{what} when something that this had to wait for was not yet done, such as a save that had begun"
+        return f"nobody was killed at {', '.join(self.not_made)}" if self.killed and self.not_made else ""
 
     @property
     def last(self) -> int:
@@ -94,10 +107,11 @@ class Player:
 
     def play(self, scenario: Scenario, progress: Callable[[int], None]) -> Played:
         """Raises `OSError`, and `Stopped` behind `stop`. `progress` is told how many steps are complete, about four
-        times a second. A run that was too slow is repeated once, and so is a second calm run that fails."""
+        times a second. A run that was too slow is repeated once; so are one that lost something else than it
+        should, and a second calm run that fails."""
         run = self._play(scenario, scenario.name, progress)
         fails = scenario.name == AGAIN and run.code != 0 and not run.refused
-        if scenario.name != CALM and (run.slow or fails):
+        if scenario.name != CALM and (run.slow or run.otherwise or fails):
             run = replace(self._play(scenario, f"{scenario.name}-repeated", progress), first=run)
         return run
 
@@ -117,7 +131,7 @@ class Player:
                 settings = {
                     "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
                     "every": self._every, "last": last, "begins": begins,
-                    "away": scenario.away,
+                    "away": scenario.away, "wait": self._limit * WAIT,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
                 code, hung, slow = self._run(ranks, restarts, settings, where, out, place, progress)
@@ -132,7 +146,8 @@ class Player:
             (place / record.LIBRARY).exists(), any(place.glob(record.MARKS)), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
-            any(place.glob(f"{record.AWAY}*")),
+            any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
+            tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
         )  # fmt: skip
 
     def _run(
@@ -177,7 +192,7 @@ class Player:
                     progress(done)
                 if self._stopped.is_set():
                     raise Stopped
-                if not settings["last"] and ((place / record.GONE).exists() or _killed(place) >= ranks):
+                if not settings["last"] and ((place / record.GONE).exists() or _dead(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False, False
                 if record.repeated(place):
@@ -194,6 +209,11 @@ class Player:
 def _killed(place: Path) -> int:
     """How many processes were."""
     return len(list(place.glob(record.KILLS)))
+
+
+def _dead(place: Path) -> int:
+    """How many of these wait for nothing any more."""
+    return sum(path.stat().st_size > 0 for path in place.glob(record.KILLS))
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:

@@ -22,6 +22,8 @@ DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: bet
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together, and of one sample: they are read behind each step
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
+OVER = "over-"  # and the id of a save: it is a commit, or has failed
+LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
@@ -75,8 +77,15 @@ def note_failure(folder: Path, error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
     path = folder / f"failed-{os.environ.get('RANK', '0')}-{len(list(folder.glob(KILLS)))}"
     if path.exists() and path.read_text() == text:
-        (folder / REPEATED).write_text(text)
-    path.write_text(text)
+        write_whole(folder / REPEATED, text)
+    write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is there with all of the text, or not at all, wherever the process is killed."""
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def repeated(folder: Path) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from everstep.contract import redact
 from everstep.contract.stamp import BESIDE_SCRIPT, Program, Stamp, object_name
 from everstep.rehearse.plan import PlanError
+from everstep.rehearse.record import write_whole
 
 if TYPE_CHECKING:
     from everstep.storage import ObjectStore
@@ -28,7 +29,7 @@ PROVEN = frozenset({"rank", "all"})  # a stamp leaves out what would be compared
 def note(folder: Path, program: Program | None) -> None:
     """What this process has run."""
     if program is not None:
-        (folder / f"program-{os.getpid()}.json").write_text(json.dumps(asdict(program)))
+        write_whole(folder / f"program-{os.getpid()}.json", json.dumps(asdict(program)))
 
 
 def program_of(folder: Path) -> Program | None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everstep.rehearse.record import AWAY, ROUNDS_AWAY, ROUNDS_BACK, ROUNDS_WANTED
+from everstep.rehearse.record import AWAY, LATE, ROUNDS_AWAY, ROUNDS_BACK, ROUNDS_WANTED
+from everstep.rehearse.saves import Saves
 from everstep.storage.base import ObjectStore
 from everstep.storage.errors import RetryableError
 from everstep.storage.faults import FaultStore
@@ -28,8 +29,9 @@ WAIT_SECONDS = 20.0  # for the process of the rehearsal
 class StoreLoss:
     """In one training process. `steps`: the first without the stores, and the first that has them again."""
 
-    def __init__(self, folder: Path, steps: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, steps: tuple[int, int], saves: Saves) -> None:
         self._folder, self._steps = folder, range(*steps)
+        self._saves = saves
         self._step = -1
         self._asked: float | None = None  # when the first request came
         self._requests = 0
@@ -44,12 +46,22 @@ class StoreLoss:
 
     def enters(self, step: int, rank: int) -> None:
         """The step after so many begins."""
+        if step == self._steps.stop:
+            self._saves.wait()  # one that has begun may not have sent its requests yet
         self._step = step
         if rank == 0 and step == self._steps.start:
             (self._folder / ROUNDS_WANTED).touch()
-            _wait_for(self._folder / ROUNDS_AWAY)
+            self._wait_for(ROUNDS_AWAY)
         elif rank == 0 and step == self._steps.stop:
-            _wait_for(self._folder / ROUNDS_BACK)
+            self._wait_for(ROUNDS_BACK)
+
+    def _wait_for(self, marker: str) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (self._folder / marker).exists():
+            if time.monotonic() > deadline:
+                (self._folder / LATE).touch()
+                return
+            time.sleep(0.01)
 
     def request(self) -> None:
         """Raises `RetryableError` while the store is away."""
@@ -73,9 +85,3 @@ class _Store(FaultStore):
     def call(self, operation: str, name: str, act: Callable[[], T], tear: Callable[[], None] = lambda: None) -> T:
         self._loss.request()
         return act()
-
-
-def _wait_for(marker: Path) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not marker.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)

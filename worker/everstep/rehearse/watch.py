@@ -28,7 +28,8 @@ import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill
-from everstep.rehearse.record import BUFFERS, MARKS, MOST_BYTES, Record
+from everstep.rehearse.record import BUFFERS, MOST_BYTES, Record
+from everstep.rehearse.saves import Saves
 from everstep.storage import open_store
 from everstep.train import session
 from everstep.train import step as steps
@@ -45,8 +46,10 @@ class Watch:
     """Of one process. `every`: steps between two saves, where the script's own number is too large to be rehearsed.
     `begins`: the step of the commit from which the run begins; steps are counted from there."""
 
-    def __init__(self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None = None) -> None:
-        self.folder, self.limit, self.every = folder, limit, every
+    def __init__(
+        self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None, saves: Saves
+    ) -> None:
+        self.folder, self.limit, self.every, self.saves = folder, limit, every, saves
         self.begins, self.base = begins, begins or 0
         self._url: str | None = None  # the first that the script names
         # Of several ranks that die at once, a launcher may end some before they come to their own death.
@@ -257,8 +260,10 @@ class Watch:
         marker = self.folder / f"killed-{kill.name}-{rank}"
         with contextlib.suppress(FileExistsError):
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            self.saves.wait()
             if len(kill.ranks) > 1 and kill.step > self.every:
                 self._wait_for_commit()
+            marker.write_text("it dies")  # a run of several sizes is ended where all are about to die, and not before
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait_for_commit(self) -> None:
@@ -268,8 +273,8 @@ class Watch:
         is not waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
         compared = self.run is not None and self.run._comparable
-        # Else the script decides what it saves, and when. A save that has begun may have written nothing yet.
-        is_due = self.run is not None or self.in_library or self.by_commits or any(self.folder.glob(MARKS))
+        # Else the script decides what it saves, and when.
+        is_due = self.run is not None or self.in_library or self.by_commits
         while True:
             folders = [place for place in self.folder.glob("commits*") if any(place.glob("data/*"))]
             newest = [Catalog(open_store(str(place))).latest() for place in folders]
