@@ -61,9 +61,10 @@ lock: setup  ## renew requirements/: exact versions and hashes of what the image
 
 # The page is made from the CRD, and both from the types.
 generate: setup  ## the CRD and its reference page, from the API types: when a field of TrainingJob has changed
-	$(BIN)/python -m everstep_operator.api.crd > manifests/crd.yaml
-	cp manifests/crd.yaml charts/everstep/files/crd.yaml
-	$(BIN)/python -m everstep_operator.api.reference > docs/reference/trainingjob.md
+	crd="$$($(BIN)/python -m everstep_operator.api.crd && echo .)" && \
+	  page="$$($(BIN)/python -m everstep_operator.api.reference && echo .)" && \
+	  printf %s "$${crd%.}" | tee manifests/crd.yaml > charts/everstep/files/crd.yaml && \
+	  printf %s "$${page%.}" > docs/reference/trainingjob.md  # nothing is written where one of them fails
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \
