@@ -99,7 +99,7 @@ def test_kill_before_a_save_that_takes_too_long_is_not_judged(tmp_path: Path) ->
     """Each run is in a folder of its name, where the kills are noted."""
     late = '40 if Path.cwd().parent.name in ("at", "at-repeated") and not any(Path("..").glob("killed-*")) else 0'
     loop = OWN_LOOP.replace("FACTOR", "taken")
-    code, report = rehearse(tmp_path, loop, late, "--at", "0+1@8:backward", "--limit", "60")
+    code, report = rehearse(tmp_path, loop, late, "--at", "1@8:backward", "--limit", "60")
     (found,) = report["findings"]
     assert (found["kind"], found["certain"], code) == ("slow", False, 3)
     assert "such as a save that had begun" in found["text"]
