@@ -100,7 +100,10 @@ def train(folder: Path, until: int, change: Change, before: Change, *, at: int =
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(run.loader(dataset, global_batch=6), until=until):
             if step.number == at:
-                wait_for_commits(folder, at // every)  # the change is not to meet a save that is still under way
+                wait_for_commits(folder, at // every)
+                schedule = run._coordinator.schedule
+                assert schedule is not None
+                assert schedule.checkpointer.wait(60), "the next save would be left out"
                 change(model, optimizer)
             with step as batch:
                 data, target = batch.data
