@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from everstep.cli import main
 from everstep.cli.jobs import create
 from everstep.cli.jobs.source import JobError, Unreachable
+from everstep.cli.jobs.view import View
 from everstep.contract import labels
 from support.apiserver.jobs import Jobs
 from support.commands import Call, caller
@@ -134,6 +135,50 @@ def test_commands_that_change_a_job_change_that_job_alone(jobs: Jobs, call: Call
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert jobs.exists("yours")
+
+
+def test_nothing_but_the_named_job_and_its_own_pods_can_be_changed(
+    jobs: Jobs, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.create("kept", {})
+    for command in ("delete", "suspend", "status"):
+        for name in ("", "kept/", "../pods"):
+            with pytest.raises(JobError, match="is no job's name"):
+                call(command, name)
+    assert jobs.exists("kept")
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kept-w0-0"}}
+    body |= {"spec": {"containers": [{"name": "x", "image": "x"}]}}
+    assert jobs.kubectl("create", "-f", "-", input=json.dumps(body)).returncode == 0
+    with pytest.raises(JobError, match=r"kept has no pod kept-w0-0; it has none yet"):
+        call("kill", "kept-w0-0")  # another's, without the labels of a worker
+    assert jobs.kubectl("get", "pod/kept-w0-0").returncode == 0
+
+    # A local run of the name has just ended: its commands are not to go to the cluster's job.
+    (tmp_path / ".everstep" / "kept-1").mkdir(parents=True)
+    (tmp_path / ".everstep" / "kept-1" / "status.json").write_text(json.dumps(View.unknown("kept").to_json()))
+    settings = yaml.safe_load(Path(jobs.control_plane.kubeconfig).read_text())
+    for context in settings["contexts"]:
+        context["context"]["namespace"] = jobs.namespace
+    (tmp_path / "own").write_text(yaml.safe_dump(settings))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "own"))
+    with pytest.raises(JobError, match=r"kept is a local run \(ended, in .everstep/kept-1\) and a job in namespace"):
+        caller()("delete", "kept")
+    assert jobs.exists("kept")
+
+    # Of several files the first one's current context counts, as for kubectl.
+    (tmp_path / "first").write_text(yaml.safe_dump(settings))
+    other: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "other",
+        "users": [],
+        "clusters": [],
+    }
+    (used,) = (each for each in settings["contexts"] if each["name"] == settings["current-context"])
+    other["contexts"] = [{**used, "name": "other"}]
+    (tmp_path / "second").write_text(yaml.safe_dump(other))
+    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
+    assert call("scale", "kept", "2").endswith(f"of context {settings['current-context']})\n")
 
 
 def test_what_is_wrong_is_one_line_that_says_what_to_do(

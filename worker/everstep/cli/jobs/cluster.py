@@ -18,6 +18,7 @@ from everstep.contract import labels
 
 try:
     import urllib3
+    import yaml
     from kubernetes import client, config
     from kubernetes.client.exceptions import ApiException
 except ModuleNotFoundError as e:
@@ -50,6 +51,9 @@ def connect(where: Where) -> Cluster:
         contexts, active = [], None
     except Exception as e:  # its parsers raise errors of YAML, KeyError and TypeError
         raise JobError(f"the kubeconfig {file} cannot be read: {e}") from e
+    first = _first_current(file)
+    if where.context is None and first is not None:
+        active = next((each for each in contexts if each["name"] == first), active)
     if where.context is not None:
         active = next((each for each in contexts if each["name"] == where.context), None)
         if active is None:
@@ -75,6 +79,19 @@ def connect(where: Where) -> Cluster:
     except Exception as e:
         raise JobError(f"the kubeconfig {file} cannot be used: {type(e).__name__}: {e}") from e
     return Cluster(api, where.namespace or namespace, title, where.every)
+
+
+def _first_current(files: str) -> str | None:
+    """Of several kubeconfigs the first that names a current context counts, as for kubectl; the client takes the last
+    one's."""
+    for path in files.split(os.pathsep):
+        try:
+            content = yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # the client says what is wrong with it
+        if isinstance(content, dict) and content.get("current-context"):
+            return str(content["current-context"])
+    return None
 
 
 def operators(where: Where) -> list[str]:

@@ -287,5 +287,10 @@ def kill(
     elif operator:
         say(source.disturb(name, "kill-operator"))
     else:
-        chosen = pod if pod is not None else _pods(source.view(name), worker, failed=False, every=False)[0]
+        view = source.view(name)
+        if pod is not None and pod not in {row.pod for row in view.workers}:
+            raise JobError(
+                f"{name} has no pod {pod}; it has {', '.join(row.pod for row in view.workers) or 'none yet'}"
+            )
+        chosen = pod if pod is not None else _pods(view, worker, failed=False, every=False)[0]
         say(f"{source.kill(name, chosen, delete=graceful)} ({source.title})")

@@ -52,6 +52,8 @@ def report(
     texts = dict(_texts(source, name))
     try:
         _write(path, texts)
+    except FileExistsError as e:  # by another command, since we looked
+        raise JobError(f"{path} is there already: --file names another") from e
     except OSError as e:
         path.unlink(missing_ok=True)
         raise JobError(f"{path} cannot be written: {e}") from e

@@ -6,6 +6,7 @@ ambiguous is refused with the names that there are; nothing is ever changed by a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,9 @@ from typing import Any, ClassVar, Protocol
 from everstep.cli.jobs.view import EventRow, View
 
 GROUP = "everstep.sources"  # entry points: modules with `alive() -> list[Source]` and `ended(out) -> list[Source]`
+
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
 
 class JobError(Exception):
@@ -114,6 +118,9 @@ def cluster(where: Where) -> Source:
 def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Source, str]:
     """The source and the job's name. With `changes`, a run that has ended is not meant. Raises `JobError`, and
     `Unreachable` where the cluster that may have the job does not answer."""
+    if job is not None and not _NAME.fullmatch(job):
+        # An empty one, of a shell's variable that is not set, would mean all jobs of a namespace to the API server.
+        raise JobError(f"{job!r} is no job's name: lower-case letters, digits and dashes")
     if where.names_a_cluster:
         if job is None:
             raise JobError("name the job: a namespace may have many (`everstep list` shows them)")
@@ -130,6 +137,9 @@ def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Sourc
         try:
             source = cluster(where)
             if any(view.job == job for view in source.jobs()):
+                over = next((run for run in local_ended(None) if changes and name_of(run) == job), None)
+                if over is not None:
+                    raise JobError(f"{job} is a local run ({over.title}) and a job in {source.title}: give -n for that")
                 return source, job
             others = f"; {source.title} has no such job"
         except Unreachable as e:
