@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from everstep.cli.jobs.view import EVENTS, EventRow, View, WorkerRow, condition
+from everstep.cli.jobs.view import EVENTS, EventRow, View, WorkerRow, of_status
 from everstep_local.run.history import StepSeen
 from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured
@@ -22,30 +23,13 @@ def view(
     notice: str = "",
 ) -> View:
     """`steps` has each pod's newest report, `pids` its main process, `memory` its greatest peaks."""
-    status = job.status
-    ready = condition(status, "Ready")
-    world, progress = status.get("world") or {}, status.get("progress") or {}
     rows = [row for pod in pods if (row := _row(pod, steps, pids, memory)) is not None]
+    seen = of_status(job.metadata.name, job.status, rows, tuple(events)[-EVENTS:])
     # The operator writes progress into the status every few seconds; the workers' own reports are newer.
-    reached = [step for step in (progress.get("step"), *(row.step for row in rows)) if step is not None]
-    return View(
-        job=job.metadata.name,
-        status=str(ready.get("reason", "Pending")),
-        message=str(ready.get("message", "")),
-        round=int(world.get("round", 0)),
-        size=int(world.get("size", 0)),
-        step=max(reached, default=None),
-        total_steps=progress.get("totalSteps"),
-        committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
-        restarts=int((status.get("restarts") or {}).get("total", 0)),
-        goodput=str(status.get("goodput", "")),
-        workers=tuple(sorted(rows, key=lambda r: (r.worker, r.restarts))),
-        events=tuple(events)[-EVENTS:],
-        raw_status=dict(status),
-        rehearsed=str(progress.get("rehearsed") or ""),
-        notice=notice,
-        began=created.isoformat() if (created := job.metadata.creation_timestamp) is not None else "",
-    )
+    reached = [step for step in (seen.step, *(row.step for row in rows)) if step is not None]
+    created = job.metadata.creation_timestamp
+    began = created.isoformat() if created is not None else ""
+    return replace(seen, step=max(reached, default=None), notice=notice, began=began)
 
 
 def _row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -85,14 +85,12 @@ def ended(status: Object) -> bool:
     return any(condition(status, end).get("status") == "True" for end in ("Complete", "Failed"))
 
 
-def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object] = ()) -> View:
-    """A view of a cluster's objects: the TrainingJob, its pods, its events (events.k8s.io/v1), oldest first."""
-    meta, status = job["metadata"], job.get("status") or {}
+def of_status(job: str, status: Object, workers: Iterable[WorkerRow], events: Iterable[EventRow]) -> View:
+    """What a TrainingJob's status says, with its workers in any order, and its events, oldest first."""
     ready = condition(status, "Ready")
     world, progress = status.get("world") or {}, status.get("progress") or {}
-    rows = [row for pod in pods if (row := _worker(pod)) is not None]
     return View(
-        job=meta["name"],
+        job=job,
         status=str(ready.get("reason", "Pending")),
         message=str(ready.get("message", "")),
         round=int(world.get("round", 0)),
@@ -102,10 +100,19 @@ def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object
         committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
         restarts=int((status.get("restarts") or {}).get("total", 0)),
         goodput=str(status.get("goodput") or ""),
-        workers=tuple(sorted(rows, key=lambda row: (row.worker, row.restarts))),
-        events=tuple(event_row(event) for event in events),
+        workers=tuple(sorted(workers, key=lambda row: (row.worker, row.restarts))),
+        events=tuple(events),
         raw_status=dict(status),
         rehearsed=str(progress.get("rehearsed") or ""),
+    )
+
+
+def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object] = ()) -> View:
+    """A view of a cluster's objects: the TrainingJob, its pods, its events (events.k8s.io/v1), oldest first."""
+    meta = job["metadata"]
+    workers = [row for pod in pods if (row := _worker(pod)) is not None]
+    return replace(
+        of_status(meta["name"], job.get("status") or {}, workers, map(event_row, events)),
         namespace=meta.get("namespace", ""),
         began=str(meta.get("creationTimestamp", "")),
     )
