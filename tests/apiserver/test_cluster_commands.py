@@ -229,11 +229,15 @@ def test_report_has_the_objects_and_no_secret(jobs: Jobs, call: Call, tmp_path: 
     body = jobs.body("told", {})
     container = body["spec"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "HF_HUB", "value": "swordfish-1"}, {"name": "PLAIN", "value": "swordfish-2"}]
-    container["command"] = ["python", "t.py", "--api-key=swordfish-3", "ghp_" + "a1B2" * 9]
+    container["command"] = ["python", "t.py", "--api-key=swordfish-3", "ghp_" + "a1B2" * 9, "--hf-token", "swordfish-4"]
+    settings = yaml.safe_load(Path(jobs.control_plane.kubeconfig).read_text())
+    for each in settings["contexts"]:
+        each["name"] = settings["current-context"] = "https://me:swordfish-5@host"
+    (tmp_path / "named").write_text(yaml.safe_dump(settings))
     done = jobs.kubectl("apply", "-f", "-", input=json.dumps(body))  # which repeats it in an annotation
     assert done.returncode == 0, done.stderr
     name = pod(jobs, "told", 0)
-    printed = call("report", "told", "--file", "r.tar.gz")
+    printed = call("report", "told", "--file", "r.tar.gz", "--kubeconfig", str(tmp_path / "named"))
     assert printed.startswith("wrote r.tar.gz: versions.json, status.json, events.json, trainingjob.json, pods.json, ")
     with tarfile.open(tmp_path / "r.tar.gz") as archive:
         files = {each.name: archive.extractfile(each).read().decode() for each in archive.getmembers()}  # type: ignore[union-attr]

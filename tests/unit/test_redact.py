@@ -75,6 +75,7 @@ NAMED = [
     "https://b.s3.amazonaws.com/o?X-Amz-Security-Token={}&X-Amz-Signature=ab", "https://b.s3/o?X-Amz-Signature={}",
     "https://x/?next=https%3A%2F%2Fb.s3%2Fo%3FX-Amz-Signature%3D{}", "postgres://user:{}@host/db", "redis://:{}@host:1",
     "--password {} --verbose", "--token {}", "--hf-token={}", "HF_TOKEN={}", "WANDB_API_KEY={}", "private_key={}",
+    "--hf_token {}", "--s3_api_key2 {}",
     "Set-Cookie: {}", '{{\\"password\\": \\"{}\\"}}', "MYSQL_PASSWORD='{}'", "credentials={}", "passphrase: {}",
 ]  # fmt: skip
 

@@ -81,9 +81,9 @@ _SHAPES = tuple(
         + _VALUE,
         r"(credentials?[a-z0-9]{0,8}(?:[-_][a-z0-9]{1,12}){0,2}" + _NO_CLASS + _QUOTE + _OF_WORDS + r")(?!//)" + _VALUE,
         r"(token(?:[-_][a-z0-9]{1,12}){0,2}" + _QUOTE + _OF_WORDS + ")" + _NUMBER + _VALUE,
-        r"((?<![a-z-])--?[a-z-]{0,30}(?:token|credentials?|"
+        r"((?<![a-z-])--?[a-z0-9_-]{0,30}(?:token|credentials?|"
         + _NAMES
-        + r")\s{1,3}(?!\s))(?!-)"
+        + r")[0-9]{0,3}\s{1,3}(?!\s))(?!-)"
         + _PROSE
         + _NUMBER
         + r"[^\s\"']{4,}",

@@ -1,7 +1,7 @@
 """`everstep report`: what one needs to help with a job, in one file that may be sent to others.
 
-Invariant: every text goes through `contract.redact` first, and the values of environment variables are left out,
-whatever they look like. What cannot be read is named in the file, and ends nothing.
+Invariant: every text goes through `contract.redact` or `object_redaction` first, and the values of environment
+variables are left out, whatever they look like. What cannot be read is named in the file, and ends nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from everstep.cli.jobs.commands import Context, Job, Kubeconfig, Namespace, Out
+from everstep.cli.jobs.object_redaction import without_values
 from everstep.cli.jobs.source import JobError, Source, Unreachable, Where, pick
 from everstep.cli.printing import say
 from everstep.contract import redact
@@ -28,8 +29,6 @@ from everstep.version import __version__
 app = typer.Typer(add_completion=False)
 EXPECTED = (JobError, Unreachable)
 
-# What an object repeats of itself, with all values.
-LEFT_OUT = ("managedFields", "kubectl.kubernetes.io/last-applied-configuration")
 LOG_LINES = 2000  # of each worker, from the end
 PIECE = redact.MAX_TEXT - 1  # characters; of a longer line the rest is left out
 PACKAGES = ("everstep", "torch", "numpy", "kubernetes", "transformers", "accelerate", "lightning")
@@ -58,13 +57,16 @@ def report(
         path.unlink(missing_ok=True)
         raise JobError(f"{path} cannot be written: {e}") from e
     say(f"wrote {path}: {', '.join(texts)}")
-    say("Secrets of known shapes and all values of environment variables are hidden; read it before you send it.")
+    say(
+        "Secrets that their shapes or names give away and all values of environment variables are hidden; "
+        "read it before you send it."
+    )
 
 
 def _texts(source: Source, job: str) -> Iterator[tuple[str, str]]:
     """The files by name. Whatever cannot be had is a line of `problems.txt`."""
     problems: list[str] = []
-    yield "versions.json", json.dumps(_versions(source.title), indent=2)
+    yield "versions.json", json.dumps(without_values(_versions(source.title)), indent=2)
     view = source.view(job)
     yield "status.json", json.dumps(without_values(view.to_json()), indent=2)
     try:
@@ -90,21 +92,6 @@ def _texts(source: Source, job: str) -> Iterator[tuple[str, str]]:
 def _versions(title: str) -> dict[str, Any]:
     installed = {each.metadata["Name"]: each.version for each in distributions() if each.metadata["Name"] in PACKAGES}
     return {"everstep": __version__, "source": title, "python": platform.python_version(), "packages": installed}
-
-
-def without_values(data: Any) -> Any:
-    """The object without secrets, and without the values of environment variables (`env: [{name, value}]`)."""
-    match data:
-        case str():
-            return redact.text(data)
-        case {"name": name, "value": _}:
-            return {"name": name, "value": redact.HIDDEN}
-        case dict():
-            return {key: without_values(value) for key, value in data.items() if key not in LEFT_OUT}
-        case list():
-            return [without_values(each) for each in data]
-        case _:
-            return data
 
 
 def _hidden(lines: Iterable[str]) -> str:
