@@ -6,13 +6,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A folder of wheels beside the checkout (the CPU build of torch), used when it exists.
 WHEELS ?= $(wildcard ../shared/wheels)
+# On a terminal uv shows what it downloads.
+QUIET := $(shell [ -t 2 ] || echo -q)
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
+INSTALL := $(BIN)/uv pip install $(QUIET) --python $(BIN)/python
 ifneq ($(WHEELS),)
 TORCH := --find-links $(WHEELS) 'torch==2.13.0+cpu'
+INSTALL_TORCH := $(INSTALL) $(TORCH)
 else
 TORCH := 'torch>=2.13,<2.14'
+# The build for the GPU that is here, or that for processors, which has a tenth of the size. Its index may be out of
+# reach: then the usual one.
+INSTALL_TORCH := { $(INSTALL) --torch-backend=auto $(TORCH) || $(INSTALL) $(TORCH); }
 endif
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
-INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 # The distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
@@ -35,16 +41,19 @@ demo: setup  ## train here with three workers, kill one, scale to four; no clust
 	@rm -rf $(DEMO)
 	@$(BIN)/everstep run examples/digits/elastic.py --workers 3 --elastic 2:4 --out $(DEMO) \
 	  --at 100:kill=1 --at 250:scale=4 -- --steps $(DEMO_STEPS) --every-steps 200 --step-seconds 0.03
+	@echo 'now break it yourself: README.md, below this demo; or see how a script changes: docs/how-to-convert.md'
 
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
 # uv installs in a fifth of the time; where it cannot reach the packages, pip may.
+INSTALL_ALL = $(INSTALL_TORCH) && $(INSTALL) $(OURS) --group dev || \
+  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
 $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml \
   horovod/pyproject.toml sources/pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check uv
-	$(INSTALL) $(TORCH) && $(INSTALL) $(OURS) --group dev || \
-	  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
+	@echo 'installing PyTorch and all else into $(VENV): minutes the first time, seconds later'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	@$(INSTALL_ALL)
 	@printf '%s\n' '$(CURDIR)/tests' '$(CURDIR)/tests/cluster' > "$$($(BIN)/python -c '$(SITE)')/everstep_tests.pth"
 	@touch $@
 

@@ -14,7 +14,7 @@ from support.scenarios.document import CLUSTER
 from testcluster.handle import Cluster
 
 LIMIT = 1500  # seconds; a job trains for five minutes, and is broken several times
-PREFIX = "digits/"  # of the example's checkpoint URL
+JOBS = ("digits", "digits-elastic")  # also the prefix of each one's commits
 
 
 @pytest.mark.long
@@ -48,10 +48,11 @@ def test_cluster_commands_of_a_document_end_well_as_they_stand_there(page: str, 
 
 
 def _forget(cluster: Cluster) -> None:
-    """The job, and its commits: another job with their URL would go on from them, and be over at once."""
-    cluster.kubectl("delete", "tjob", "digits", "--ignore-not-found", "--timeout=60s")
+    """The jobs, and their commits: another job with their URL would go on from them, and be over at once."""
+    cluster.kubectl("delete", "tjob", *JOBS, "--ignore-not-found", "--timeout=60s")
     cluster.s3.bucket(BUCKET)
     client = cluster.s3.client()
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=PREFIX):
-        for item in page.get("Contents", ()):
-            client.delete_object(Bucket=BUCKET, Key=item["Key"])
+    for job in JOBS:
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{job}/"):
+            for item in page.get("Contents", ()):
+                client.delete_object(Bucket=BUCKET, Key=item["Key"])

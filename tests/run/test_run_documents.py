@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from everstep_local.run.control import ControlError, RunAddress, ask
 from support import ROOT
@@ -22,7 +23,7 @@ from support.scenarios import document
 from support.scenarios.document import ENDED, FIRST, LOCAL, PLAYED
 
 PROVEN = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted((ROOT / "docs").glob("how-to-*.md"))]
-PROSE = 900  # words of README.md
+PROSE = 800  # words of README.md
 CHANGES = ("kill", "scale", "suspend", "resume")  # commands after which the job has another round
 HOLDS = 150.0  # seconds until a run trains with all workers
 
@@ -136,6 +137,21 @@ def test_every_command_of_a_document_is_run_by_a_test_or_said_to_be_unproven(pat
         else:
             assert block.how.startswith("no, "), block
             assert "unproven" in text, "the reader is to be told, too"
+
+
+def test_job_that_the_readme_shows_is_that_of_the_example() -> None:
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    example = yaml.safe_load((ROOT / "examples/digits/elastic.yaml").read_text())
+    assert _is_part(yaml.safe_load(shown), example)
+
+
+def _is_part(part: Any, whole: Any) -> bool:
+    match part:
+        case dict():
+            return all(key in whole and _is_part(value, whole[key]) for key, value in part.items())
+        case list():
+            return len(part) == len(whole) and all(map(_is_part, part, whole))
+    return bool(part == whole)
 
 
 def test_readme_can_be_read_in_minutes() -> None:
