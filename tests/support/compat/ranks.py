@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ SECONDS = 90.0  # on a machine with other work
 
 
 class RankFailed(AssertionError):
-    """A rank raised, or has not ended in time. What it raised is printed."""
+    """A rank raised, or has not ended in time. What it raised is printed, or where its threads stand."""
 
 
 def on_ranks(size: int, folder: Path, body: Callable[[], Any]) -> list[Any]:
@@ -39,6 +40,7 @@ def _run(rank: int, size: int, port: int, folder: Path, body: Callable[[], Any])
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
         (folder / str(rank)).write_bytes(pickle.dumps(body()))
 
+    faulthandler.register(signal.SIGUSR1, file=2)  # of the parent: a timer would wait for the thread that a fork lost
     end_with(work)
 
 
@@ -52,6 +54,8 @@ def _wait(children: list[int]) -> None:
                 failed |= bool(status)
         time.sleep(0.005)
     for child in left:
+        os.kill(child, signal.SIGUSR1)
+        time.sleep(0.2)  # for what it prints
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if left or failed:
