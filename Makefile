@@ -38,10 +38,7 @@ help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
 
 demo: setup  ## train here with three workers, kill one, scale to four; no cluster, no GPU, no Docker
-	@rm -rf $(DEMO)
-	@$(BIN)/everstep run examples/digits/elastic.py --workers 3 --elastic 2:4 --out $(DEMO) \
-	  --at 100:kill=1 --at 250:scale=4 -- --steps $(DEMO_STEPS) --every-steps 200 --step-seconds 0.03
-	@echo 'now break it yourself: README.md, below this demo; or see how a script changes: docs/how-to-convert.md'
+	@$(BIN)/everstep demo --out $(DEMO) --steps $(DEMO_STEPS)
 
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 

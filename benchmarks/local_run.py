@@ -34,7 +34,7 @@ ACCURACY = re.compile(r"test_accuracy=([\d.]+)")
 def command() -> list[str]:
     """The demo's own command line, as the Makefile has it."""
     shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    line = next(line for line in shown.replace("\\\n", " ").splitlines() if "bin/everstep run" in line)
+    line = next(line for line in shown.replace("\\\n", " ").splitlines() if "bin/everstep demo" in line)
     words = line.split()[1:]
     return [sys.executable, "-m", "everstep.cli.main", *words]
 

@@ -43,7 +43,7 @@ def test_make_demo_kills_and_adds_workers_while_the_others_train_on_and_draws_wh
     assert "RestoredFromCheckpoint" not in reasons, "the state came from a living peer"
 
     logs = worker_logs(out)
-    assert set(logs) == {f"elastic-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
+    assert set(logs) == {f"spirals-w{i}-{n}" for i, n in ((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))}
     rows = taken(logs)
     assert sorted(step for step, _, _ in rows) == list(range(10, steps + 1, 10)), (
         "no step was taken twice, none left out"
@@ -56,6 +56,19 @@ def test_make_demo_kills_and_adds_workers_while_the_others_train_on_and_draws_wh
     for lane in range(4):
         assert f"worker {lane}" in words, words
     assert "kill" in words
+
+
+def test_demo_takes_away_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
+    theirs = tmp_path / "thesis"
+    theirs.mkdir()
+    (theirs / "chapter").write_text("1")
+    done = subprocess.run(
+        [sys.executable, "-m", "everstep.cli.main", "demo", "--out", str(theirs)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"{theirs} is not an earlier demo's folder: name another with --out" in " ".join(done.stderr.split())
+    assert (theirs / "chapter").read_text() == "1"
 
 
 def test_run_on_a_terminal_shows_a_live_table_with_every_worker(tmp_path: Path) -> None:

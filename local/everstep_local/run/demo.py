@@ -1,0 +1,57 @@
+"""`everstep demo`: a run of the script that comes with this distribution, with a loss and a resize in it."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from everstep.cli.jobs.source import JobError
+from everstep.cli.printing import say
+from everstep_local.run import commands, running
+from everstep_local.run.faults import parse
+from everstep_local.run.job_file import Overrides
+
+SCRIPT: Final = Path(__file__).parents[1] / "demo" / "spirals.py"
+STORY: Final = ("100:kill=1", "250:scale=4")
+SIZES: Final = (2, 4)  # the fewest and the most workers
+
+app = typer.Typer(add_completion=False)
+EXPECTED = commands.EXPECTED
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the script, the timeline and the logs; what an earlier demo left in it goes."),
+    ] = Path(".everstep/demo"),
+    steps: Annotated[int, typer.Option(min=300, max=1_000_000, help="Steps; with 700 it takes half a minute.")] = 700,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+) -> None:
+    """Train with three workers, kill one, grow to four: half a minute, no cluster, no GPU."""
+    if find_spec("torch") is None:
+        raise JobError("the demo trains with PyTorch, which is not installed: pip install torch")
+    if out.exists():
+        if out.is_file() or not (out / SCRIPT.name).is_file() and any(out.iterdir()):
+            raise JobError(f"{out} is not an earlier demo's folder: name another with --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    script = out / SCRIPT.name
+    shutil.copyfile(SCRIPT, script)
+    overrides = Overrides(workers=3, elastic=SIZES)
+    story = tuple(parse(text) for text in STORY)
+    code = running.run(script, ["--steps", str(steps)], overrides, nodes=1, out=out, plain=plain, story=story)
+    if code == 0:
+        say(
+            f"\nNow break it yourself. In one terminal:\n"
+            f"  everstep run {script} --workers 3 --elastic 2:4 -- --steps 3000\n"
+            "and in another:\n"
+            "  everstep status -w\n"
+            "  everstep kill spirals-w0-0\n"
+            f"How a script of your own becomes elastic: compare {script} with a DDP script; docs/how-to-convert.md"
+        )
+    raise typer.Exit(code)
