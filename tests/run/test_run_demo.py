@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from everstep.cli.jobs.source import JobError
+from everstep_local.run.demo import SCRIPT, demo
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 from support import ROOT
 from support.local.elastic_rows import taken, worker_logs
@@ -69,6 +71,15 @@ def test_demo_takes_away_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert f"{theirs} is not an earlier demo's folder: name another with --out" in " ".join(done.stderr.split())
     assert (theirs / "chapter").read_text() == "1"
+
+
+def test_demo_keeps_a_script_that_was_changed(tmp_path: Path) -> None:
+    script = tmp_path / SCRIPT.name
+    script.write_text(SCRIPT.read_text() + "# mine\n")
+    (tmp_path / "history.jsonl").touch()
+    with pytest.raises(JobError, match="has been changed: move it"):
+        demo(tmp_path)
+    assert script.read_text().endswith("# mine\n")
 
 
 def test_run_on_a_terminal_shows_a_live_table_with_every_worker(tmp_path: Path) -> None:

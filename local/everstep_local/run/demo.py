@@ -14,6 +14,7 @@ from everstep.cli.printing import say
 from everstep_local.run import commands, running
 from everstep_local.run.faults import parse
 from everstep_local.run.job_file import Overrides
+from everstep_local.run.sources import HISTORY
 
 SCRIPT: Final = Path(__file__).parents[1] / "demo" / "spirals.py"
 STORY: Final = ("100:kill=1", "250:scale=4")
@@ -35,12 +36,8 @@ def demo(
     """Train with three workers, kill one, grow to four: half a minute, no cluster, no GPU."""
     if find_spec("torch") is None:
         raise JobError("the demo trains with PyTorch, which is not installed: pip install torch")
-    if out.exists():
-        if out.is_file() or not (out / SCRIPT.name).is_file() and any(out.iterdir()):
-            raise JobError(f"{out} is not an earlier demo's folder: name another with --out")
-        shutil.rmtree(out)
-    out.mkdir(parents=True)
     script = out / SCRIPT.name
+    _clear(out, script)
     shutil.copyfile(SCRIPT, script)
     overrides = Overrides(workers=3, elastic=SIZES)
     story = tuple(parse(text) for text in STORY)
@@ -55,3 +52,17 @@ def demo(
             f"How a script of your own becomes elastic: compare {script} with a DDP script; docs/how-to-convert.md"
         )
     raise typer.Exit(code)
+
+
+def _clear(out: Path, script: Path) -> None:
+    """Make the folder, empty. What an earlier demo left goes, or its commits would be gone on from. Raises `JobError`
+    if anything of somebody else is in it."""
+    if out.is_dir() and any(out.iterdir()):
+        if not (script.is_file() and (out / HISTORY).is_file()):
+            raise JobError(f"{out} is not an earlier demo's folder: name another with --out")
+        if script.read_bytes() != SCRIPT.read_bytes():
+            raise JobError(f"{script} has been changed: move it, or name another folder with --out")
+        shutil.rmtree(out)
+    elif out.exists() and not out.is_dir():
+        raise JobError(f"{out} is a file: name a folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
