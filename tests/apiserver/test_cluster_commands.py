@@ -6,6 +6,7 @@ No node runs here: the tests write what an operator and kubelets would. Logs and
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ import yaml
 from typer.testing import CliRunner
 
 from everstep.cli import main
-from everstep.cli.jobs import create
-from everstep.cli.jobs.source import JobError, Unreachable
+from everstep.cli.jobs import commands, create
+from everstep.cli.jobs.cluster import connect
+from everstep.cli.jobs.source import JobError, Unreachable, Where
 from everstep.cli.jobs.view import View
 from everstep.contract import labels
 from support.apiserver.jobs import Jobs
@@ -50,9 +52,12 @@ def training(jobs: Jobs, name: str, **status: Any) -> dict[str, Any]:
     return job
 
 
-def pod(jobs: Jobs, job: str, worker: int, incarnation: int = 0, **status: Any) -> str:
+def pod(jobs: Jobs, job: str, worker: int, incarnation: int = 0, *, uid: str = "", **status: Any) -> str:
+    """A worker's pod of this job, or of an earlier one of its name, which had this UID."""
     name = f"{job}-w{worker}-{incarnation}"
-    marks = {labels.JOB: job, labels.WORKER_INDEX: str(worker), labels.INCARNATION: str(incarnation)}
+    uid = uid or jobs.get(job)["metadata"]["uid"]
+    marks = {labels.JOB: job, labels.JOB_UID: uid, labels.WORKER_INDEX: str(worker)}
+    marks[labels.INCARNATION] = str(incarnation)
     body = {
         "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": marks},
         "spec": {"containers": [{"name": "worker", "image": "x"}, {"name": "mesh", "image": "x"}]},
@@ -82,7 +87,7 @@ def test_list_and_status_say_of_a_job_what_its_objects_say(jobs: Jobs, call: Cal
     pod(jobs, "seen", 1, 4, phase="Running", conditions=ready, containerStatuses=both)
     unplaced = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"}]
     pod(jobs, "seen", 2, phase="Pending", conditions=unplaced)
-    pod(jobs, "other", 0)
+    pod(jobs, "seen", 3, uid="of-an-earlier-job")
     regarding = {"kind": "TrainingJob", "name": "seen", "namespace": jobs.namespace, "uid": job["metadata"]["uid"]}
     for number, reason in enumerate(("WorldFormed", "WorkerLost")):
         event = {
@@ -179,6 +184,113 @@ def test_nothing_but_the_named_job_and_its_own_pods_can_be_changed(
     (tmp_path / "second").write_text(yaml.safe_dump(other))
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
     assert call("scale", "kept", "2").endswith(f"of context {settings['current-context']})\n")
+
+
+def test_pods_of_an_earlier_job_of_the_name_are_not_this_jobs(jobs: Jobs, call: Call, tmp_path: Path) -> None:
+    jobs.create("again", {})
+    old = pod(jobs, "again", 1, 3, uid="of-the-deleted-one")
+    with pytest.raises(JobError, match="again has no worker 1; it has none yet"):
+        call("kill", "again", "1")
+    with pytest.raises(JobError, match=f"again has no pod {old}; it has none yet"):
+        call("kill", old)
+    with pytest.raises(JobError, match=f"again has no pod {old} any more"):  # behind a look at another one
+        connect(Where(jobs.namespace)).kill("again", old, delete=False)
+    own = pod(jobs, "again", 1)
+    assert call("kill", "again", "1").startswith(f"pod {own} deleted by force")
+    assert jobs.kubectl("get", f"pod/{old}").returncode == 0
+    call("report", "again", "--file", "r.tar.gz")
+    with tarfile.open(tmp_path / "r.tar.gz") as archive:
+        assert json.loads(archive.extractfile("r/pods.json").read()) == []  # type: ignore[union-attr]
+    # It waits for this job's workers alone.
+    ready = {"type": "Ready", "status": "False", "reason": "Suspended", "message": "suspended"}
+    ready |= {"lastTransitionTime": "2026-01-01T00:00:00Z"}
+    write(jobs, "tjob", "again", {"conditions": [ready], "observedGeneration": 2})
+    assert call("suspend", "again").startswith("again: suspended (")
+
+
+def test_status_of_an_older_spec_ends_no_wait(jobs: Jobs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "WAIT_SECONDS", 0.5)
+    training(jobs, "late", observedGeneration=1)
+    call("suspend", "late", "--no-wait")
+    with pytest.raises(JobError, match=r"its workers train: not within 0 s: Running"):
+        call("resume", "late")  # no operator has seen either of the two
+    write(jobs, "tjob", "late", {"observedGeneration": jobs.get("late")["metadata"]["generation"]})
+    assert call("resume", "late").startswith("late: trains again (")
+
+
+def test_name_that_looks_like_a_pod_is_a_job_if_there_is_one(jobs: Jobs, call: Call) -> None:
+    for name in ("x-w1-2", "w1"):
+        jobs.create(name, {})
+        with pytest.raises(JobError, match=f"^{name} has no worker 0; it has none yet"):
+            call("logs", name)
+        with pytest.raises(JobError, match="give one of: a pod, a job and its worker"):
+            call("kill", name)
+    assert call("kill", pod(jobs, "x-w1-2", 0)).startswith("pod x-w1-2-w0-0 deleted by force")
+
+
+def test_watched_job_that_is_deleted_ends_the_command(jobs: Jobs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    training(jobs, "watched")
+    # The command sleeps between two looks.
+    monkeypatch.setattr("everstep.cli.jobs.commands.time.sleep", lambda _: jobs.kubectl("delete", "tjob/watched"))
+    assert call("status", "watched", "-w").startswith("watched  Running")
+
+
+def test_rights_for_one_job_are_enough_for_its_status(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(jobs, "mine-alone")
+    made = [
+        ("serviceaccount", "reader"),
+        ("role", "reader", "--verb=get", "--resource=trainingjobs.everstep.dev"),
+        ("role", "looker", "--verb=list", "--resource=pods,events.events.k8s.io"),
+        *(
+            ("rolebinding", role, f"--role={role}", f"--serviceaccount={jobs.namespace}:reader")
+            for role in ("reader", "looker")
+        ),
+    ]
+    for each in made:
+        done = jobs.kubectl("create", *each)
+        assert done.returncode == 0, done.stderr
+    settings = yaml.safe_load(Path(jobs.control_plane.kubeconfig).read_text())
+    token = jobs.kubectl("create", "token", "reader").stdout.strip()
+    # As most people have them: from a program, with the namespace in the context.
+    answer = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": token}}
+    plugin = {
+        "apiVersion": answer["apiVersion"],
+        "command": sys.executable,
+        "args": ["-c", f"print({json.dumps(answer)!r})"],
+    }
+    settings["users"] = [{"name": user["name"], "user": {"exec": plugin}} for user in settings["users"]]
+    for context in settings["contexts"]:
+        context["context"]["namespace"] = jobs.namespace
+    (tmp_path / "reader").write_text(yaml.safe_dump(settings))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "reader"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert caller()("status", "mine-alone").startswith("mine-alone  Running")
+    with pytest.raises(
+        JobError, match=rf"no local run named 'absent'; namespace {jobs.namespace} of context .* has no"
+    ):
+        caller()("status", "absent")
+    with pytest.raises(JobError, match=rf"^no job 'absent' in namespace {jobs.namespace} of context [^;]*$"):
+        caller("-n", jobs.namespace)("status", "absent")
+    settings["users"] = [
+        {"name": user["name"], "user": {"exec": {**plugin, "command": "bin/none"}}} for user in settings["users"]
+    ]
+    (tmp_path / "reader").write_text(yaml.safe_dump(settings))
+    with pytest.raises(Unreachable, match=r"the credentials plug-in '.*/bin/none' is not installed"):
+        caller()("status", "mine-alone")
+
+
+def test_log_that_cannot_be_had_yet_is_no_fault_of_the_cluster(jobs: Jobs, call: Call) -> None:
+    jobs.create("silent", {})
+    body = {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": "silent-w0-0"},
+        "spec": {"containers": [{"name": "other", "image": "x"}]},
+    }  # fmt: skip
+    assert jobs.kubectl("create", "-f", "-", input=json.dumps(body)).returncode == 0
+    with pytest.raises(JobError, match="container worker is not valid for pod silent-w0-0"):
+        call("logs", "silent-w0-0")
 
 
 def test_what_is_wrong_is_one_line_that_says_what_to_do(
@@ -309,6 +421,6 @@ def test_doctor_says_what_a_cluster_lacks(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "weak").write_text(yaml.safe_dump(settings))
     _, seen = look(tmp_path / "weak")
     assert seen["operator"][0] is None, "what one may not see is not said to be missing"
-    lacking = "create trainingjobs, list trainingjobs, patch trainingjobs, patch trainingjobs/scale"
+    lacking = "create trainingjobs, get trainingjobs, list trainingjobs, patch trainingjobs, patch trainingjobs/scale"
     assert seen["your rights"][0] is False
     assert seen["your rights"][1].startswith(f"you may not {lacking}")

@@ -27,6 +27,7 @@ MAX_LINE = 64 * 1024
 REQUEST_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+STATUS_SECONDS = 10.0  # for what a run knows without any work
 MAX_SOCKET_PATH = 100  # bytes: sockaddr_un has 108 on Linux and 104 on macOS
 
 Answer = dict[str, Any]
@@ -36,6 +37,10 @@ _NAME = re.compile(r"(\d+)-([a-z0-9.-]+)\.sock")
 
 class ControlError(Exception):
     """The run cannot be reached, or refused the request. The text says which."""
+
+
+class RunGoneError(ControlError):
+    """The run has ended, or its socket broke off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
             connection.connect(str(address.path))
             connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
             # A followed log may be silent for any time.
-            connection.settimeout(None if arguments.get("follow") else ANSWER_SECONDS)
+            seconds = STATUS_SECONDS if verb == "status" else ANSWER_SECONDS
+            connection.settimeout(None if arguments.get("follow") else seconds)
             with connection.makefile("rb") as lines:
                 for line in lines:
                     answer = json.loads(line)
@@ -101,7 +107,7 @@ def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
         except TimeoutError as e:
             raise ControlError(f"run {address.name} does not answer; is it stopped?") from e
         except (OSError, ValueError) as e:
-            raise ControlError(f"run {address.name} went away: {e}") from e
+            raise RunGoneError(f"run {address.name} went away: {e}") from e
 
 
 class ControlServer:

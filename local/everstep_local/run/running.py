@@ -114,14 +114,15 @@ async def _play(
             return 2
         finally:
             await cancel(shown, faults)
-    for fault in waiting:
-        console.print(f"note: --at {fault} never came due", highlight=False, markup=False)
-    try:
-        _report(local, options.out, console, outcome)
-    except Exception as e:
-        # The run's outcome counts, even if its report cannot be written.
-        log.exception("the report failed")
-        say_error(f"everstep: the report could not be written: {e}")
+        # Whoever watches finds the report as soon as the socket is gone.
+        for fault in waiting:
+            console.print(f"note: --at {fault} never came due", highlight=False, markup=False)
+        try:
+            _report(local, options.out, console, outcome)
+        except Exception as e:
+            # The run's outcome counts, even if its report cannot be written.
+            log.exception("the report failed")
+            say_error(f"everstep: the report could not be written: {e}")
     return int(outcome)
 
 
@@ -256,7 +257,8 @@ class Handlers:
 
     async def status(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         view = self._local.view()
-        yield {"view": (view or View.unknown(self._local.job.name)).to_json()}
+        out = str(self._local.options.out.resolve())
+        yield {"view": (view or View.unknown(self._local.job.name)).to_json(), "out": out}
 
     async def events(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         view = self._local.view()

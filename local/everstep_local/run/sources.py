@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep.cli.jobs.source import JobError, Source, Unreachable
+from everstep.cli.jobs.source import JobError, NoSuchJob, Run, RunEnded
 from everstep.cli.jobs.view import EventRow, View, clock_time, moment
+from everstep.cli.printing import say_error
 from everstep_local.run import control
 from everstep_local.run.history import Entry, EventSeen, History, HistoryError
 
@@ -22,7 +23,7 @@ RUNS = Path(".everstep")
 STATUS, HISTORY, LOGS = "status.json", "history.jsonl", "logs"
 
 
-def alive() -> list[Source]:
+def alive() -> list[Run]:
     """The runs of this user that are alive, the oldest first."""
     try:
         return [LiveRun(address) for address in control.alive()]
@@ -30,30 +31,61 @@ def alive() -> list[Source]:
         raise JobError(str(e)) from e
 
 
-def ended(out: str | None) -> list[Source]:
-    """The run that left this folder, or all that left one under `.everstep`, newest first. Raises `JobError`."""
-    if out is not None and not (Path(out) / STATUS).is_file():
-        raise JobError(f"{out} has no {STATUS}: it is no folder of a run that has ended")
-    files = [Path(out) / STATUS] if out is not None else list(RUNS.glob(f"*/{STATUS}"))
-    return [EndedRun(file.parent) for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
+def ended(out: str | None) -> list[Run]:
+    """The run that left this folder, or all that left one under `.everstep`, newest first. One of these whose status
+    cannot be read is named, and left out. Raises `JobError`."""
+    if out is not None:
+        if not (Path(out) / STATUS).is_file():
+            raise JobError(f"{out} has no {STATUS}: it is no folder of a run that has ended")
+        return [EndedRun(Path(out), _load(Path(out)).job)]
+    runs: list[tuple[float, Run]] = []
+    for file in RUNS.glob(f"*/{STATUS}"):
+        try:
+            runs.append((file.stat().st_mtime, EndedRun(file.parent, _load(file.parent).job)))
+        except (JobError, OSError) as e:
+            say_error(f"note: {e}")
+    return [run for _, run in sorted(runs, key=lambda each: -each[0])]
 
 
-@dataclass(frozen=True, slots=True)
+def _load(folder: Path) -> View:
+    """What a run has written of itself at its end. Raises `JobError`."""
+    try:
+        return View.from_json(json.loads((folder / STATUS).read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        problem = f"{type(e).__name__}: {e}" if isinstance(e, KeyError | TypeError) else e
+        raise JobError(f"{folder / STATUS} cannot be read: {problem}") from e
+
+
+@dataclass(slots=True)
 class LiveRun:
-    """A run that answers on its socket."""
+    """A run that answers on its socket. `folder`: where it leaves its files, as soon as it has said so."""
 
     address: control.RunAddress
+    folder: Path | None = None
+    began: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.address.name
 
     @property
     def title(self) -> str:
-        return f"local run {self.address.name}"
+        return f"local run {self.name}"
 
     def jobs(self) -> list[View]:
-        return [replace(self.view(self.address.name), workers=(), events=())]
+        return [self.summary(self.name)]
+
+    def summary(self, job: str) -> View:
+        if job != self.name:
+            raise NoSuchJob(f"{self.title} is no {job!r}")
+        return replace(self.view(job), workers=(), events=())
 
     def view(self, job: str) -> View:
         del job  # a run has one
-        return replace(View.from_json(self._ask("status")["view"]), job=self.address.name)
+        answer = self._ask("status")
+        view = replace(View.from_json(answer["view"]), job=self.name)
+        self.folder, self.began = Path(answer["out"]) if answer.get("out") else None, view.began
+        return view
 
     def events(self, job: str) -> list[EventRow]:
         del job
@@ -90,11 +122,25 @@ class LiveRun:
     def _ask(self, verb: str, **arguments: Any) -> Any:
         try:
             answers = list(control.ask(self.address, verb, **arguments))
+        except control.RunGoneError as e:
+            raise self._ended() from e
         except control.ControlError as e:
             raise JobError(str(e)) from e
         if not answers:
-            raise Unreachable(f"run {self.address.name} has just ended")
+            raise self._ended()
         return answers[0]
+
+    def _ended(self) -> RunEnded:
+        """What became of it, as far as it was heard of before."""
+        if self.folder is None:
+            return RunEnded(f"run {self.name} has just ended")
+        try:
+            view = _load(self.folder)
+        except JobError:
+            view = None
+        if view is None or (self.began and view.began != self.began):  # that of another run, which had the same folder
+            return RunEnded(f"run {self.name} has ended, and left no {STATUS} in {self.folder}: it was killed")
+        return RunEnded(f"run {self.name} has ended; what it left is in {self.folder}", replace(view, job=self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +148,23 @@ class EndedRun:
     """What a run left in its folder."""
 
     folder: Path
+    name: str
 
     @property
     def title(self) -> str:
         return f"ended, in {self.folder}"
 
     def jobs(self) -> list[View]:
-        return [replace(self.view(""), workers=(), events=())]
+        return [self.summary(self.name)]
+
+    def summary(self, job: str) -> View:
+        if job != self.name:
+            raise NoSuchJob(f"the run that left {self.folder} is no {job!r}")
+        return replace(self.view(job), workers=(), events=())
 
     def view(self, job: str) -> View:
         del job
-        try:
-            return View.from_json(json.loads((self.folder / STATUS).read_text("utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise JobError(f"{self.folder / STATUS} cannot be read: {e}") from e
+        return _load(self.folder)
 
     def events(self, job: str) -> list[EventRow]:
         try:

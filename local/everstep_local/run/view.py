@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from everstep.cli.jobs.view import EVENTS, EventRow, View, WorkerRow, of_status
+from everstep.cli.jobs.view import EVENTS, EventRow, View, WorkerRow, observed, of_status
 from everstep_local.run.history import StepSeen
 from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured
@@ -29,7 +29,13 @@ def view(
     reached = [step for step in (seen.step, *(row.step for row in rows)) if step is not None]
     created = job.metadata.creation_timestamp
     began = created.isoformat() if created is not None else ""
-    return replace(seen, step=max(reached, default=None), notice=notice, began=began)
+    return replace(
+        seen,
+        step=max(reached, default=None),
+        notice=notice,
+        began=began,
+        observed=observed(job.metadata.generation, job.status),
+    )
 
 
 def _row(

@@ -1,4 +1,4 @@
-"""A cluster's jobs, through the official client: it knows kubeconfigs, their exec plug-ins, and a pod's own account.
+"""A cluster's jobs, through the official client: it knows TLS, proxies, kinds of credentials, and a pod's own account.
 
 Requests are JSON in and out. Every wait has a bound, and every failure is one line that says what to do.
 """
@@ -6,30 +6,30 @@ Requests are JSON in and out. Every wait has a bound, and every failure is one l
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep.cli.jobs.source import JobError, NoCluster, Unreachable, Where
+from everstep.cli.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where
 from everstep.cli.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
 from everstep.contract import labels
 
 try:
     import urllib3
-    import yaml
     from kubernetes import client, config
     from kubernetes.client.exceptions import ApiException
+
+    from everstep.cli.jobs import kubeconfig
 except ModuleNotFoundError as e:
     raise NoCluster(f"the package {e.name} is missing: pip install 'everstep[cluster]'") from e
 
 # The package calls itself typed, but these carry no annotations.
-_contexts: Any = config.list_kube_config_contexts
-_new_client: Any = config.new_client_from_config
+_new_client: Any = config.new_client_from_config_dict
 _load_incluster: Any = config.load_incluster_config
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
+MAX_LINE = 1024 * 1024  # bytes of a log's line; a longer one is printed in pieces
 PAGE = 500  # objects of a list in one answer
 EVENTS_API = "/apis/events.k8s.io/v1"
 JOBS_API = f"/apis/{labels.GROUP}/{labels.VERSION}"
@@ -39,59 +39,45 @@ MERGE = {"Content-Type": "application/merge-patch+json"}
 
 def connect(where: Where) -> Cluster:
     """The cluster of this kubeconfig and context; in a pod where neither is there, its own. Raises `NoCluster` where
-    there is none, `JobError` for a file or context that is not there."""
-    # The client would keep $KUBECONFIG as it was when it was loaded.
-    file = where.kubeconfig or os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
-    api: Any = None
+    there is none, `Misconfigured` for a file or context that cannot be used, and `Unreachable` if its credentials
+    plug-in fails."""
+    chosen = kubeconfig.choose(where.kubeconfig, where.context)
+    settings: Any = client.Configuration()
+    settings.keep_alive = True  # a log may be silent for hours, and who forwards it forgets such connections
+    if chosen is not None:
+        return Cluster(
+            _client(chosen, settings), where.namespace or chosen.namespace, f"context {chosen.name}", where.every
+        )
     try:
-        contexts, active = _contexts(config_file=file)
-    except config.ConfigException as e:
-        if where.kubeconfig is not None or where.context is not None:
-            raise JobError(f"the kubeconfig {file} cannot be used: {e}") from e
-        contexts, active = [], None
-    except Exception as e:  # its parsers raise errors of YAML, KeyError and TypeError
-        raise JobError(f"the kubeconfig {file} cannot be read: {e}") from e
-    first = _first_current(file)
-    if where.context is None and first is not None:
-        active = next((each for each in contexts if each["name"] == first), active)
-    if where.context is not None:
-        active = next((each for each in contexts if each["name"] == where.context), None)
-        if active is None:
-            names = ", ".join(str(each["name"]) for each in contexts)
-            raise JobError(f"no context {where.context!r} in the kubeconfig {file}; it has {names or 'none'}")
-    try:
-        if active is not None:
-            api = _new_client(file, active["name"], persist_config=False)
-            namespace = str((active.get("context") or {}).get("namespace") or "default")
-            title = f"context {active['name']}"
-        else:
-            settings = client.Configuration()
-            _load_incluster(settings)
-            api = client.ApiClient(settings)
-            namespace = (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
-            title = "this pod's cluster"
+        _load_incluster(settings)
+        namespace = where.namespace or (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
     except (config.ConfigException, OSError) as e:
-        raise NoCluster(
-            f"no cluster is configured ({e}): give --kubeconfig FILE, or set KUBECONFIG"
-            if active is None
-            else f"context {active['name']} cannot be used: {e}"
-        ) from e
-    except Exception as e:
-        raise JobError(f"the kubeconfig {file} cannot be used: {type(e).__name__}: {e}") from e
-    return Cluster(api, where.namespace or namespace, title, where.every)
+        raise NoCluster(f"no cluster is configured ({e}): give --kubeconfig FILE, or set KUBECONFIG") from e
+    return Cluster(client.ApiClient(settings), namespace, "this pod's cluster", where.every)
 
 
-def _first_current(files: str) -> str | None:
-    """Of several kubeconfigs the first that names a current context counts, as for kubectl; the client takes the last
-    one's."""
-    for path in files.split(os.pathsep):
-        try:
-            content = yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            continue  # the client says what is wrong with it
-        if isinstance(content, dict) and content.get("current-context"):
-            return str(content["current-context"])
-    return None
+def _client(chosen: kubeconfig.Chosen, settings: Any) -> Any:
+    """The official client for this context. A plug-in's token is made anew when it has expired."""
+    user, expires = chosen.user, ""
+    if chosen.credentials is not None:
+        own, expires = chosen.credentials()
+        user = {**user, **own}
+    try:
+        api = _new_client(chosen.config(user), chosen.name, persist_config=False, client_configuration=settings)
+    except Exception as e:  # its parsers raise errors of YAML, KeyError and TypeError
+        problem = " ".join(str(e).split()) or type(e).__name__
+        raise Misconfigured(f"context {chosen.name} of the kubeconfig cannot be used: {problem}") from e
+
+    def renew(configuration: Any) -> None:
+        nonlocal expires
+        if chosen.credentials is not None and kubeconfig.expired(expires):
+            fields, expires = chosen.credentials()
+            if "token" in fields:
+                configuration.api_key["BearerToken"] = f"Bearer {fields['token']}"
+
+    if chosen.credentials is not None:
+        settings.refresh_api_key_hook = renew
+    return api
 
 
 def operators(where: Where) -> list[str]:
@@ -120,17 +106,19 @@ class Cluster:
     def jobs(self) -> list[View]:
         return [of_objects(job) for job in self._list(JOBS_API, labels.PLURAL, every=self.every)]
 
+    def summary(self, job: str) -> View:
+        return of_objects(self._job(job))
+
     def view(self, job: str) -> View:
         stored = self._job(job)
-        pods = self._list("/api/v1", "pods", labelSelector=f"{labels.JOB}={job}")
-        return of_objects(stored, pods, self._events(stored))
+        return of_objects(stored, self._pods(stored), self._events(stored))
 
     def events(self, job: str) -> list[EventRow]:
         return [event_row(event) for event in self._events(self._job(job))]
 
     def objects(self, job: str) -> dict[str, Any]:
-        pods = self._list("/api/v1", "pods", labelSelector=f"{labels.JOB}={job}")
-        return {"trainingjob": self._job(job), "pods": pods}
+        stored = self._job(job)
+        return {"trainingjob": stored, "pods": self._pods(stored)}
 
     def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
         del job  # a pod's name is enough
@@ -138,15 +126,10 @@ class Cluster:
         if tail is not None:
             query["tailLines"] = tail
         response = self._send("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query, quiet=follow)
-        rest = b""
         try:
-            for part in response.response.stream(decode_content=True):
-                *lines, rest = (rest + part).split(b"\n")
-                yield from (line.decode("utf-8", "replace") for line in lines)
+            yield from lines(response.response.stream(decode_content=True))
         except urllib3.exceptions.HTTPError as e:
             raise Unreachable(f"the log of {pod} broke off: {e}") from e
-        if rest:
-            yield rest.decode("utf-8", "replace")
 
     def scale(self, job: str, replicas: int) -> None:
         self._patch(job, {"spec": {"replicas": replicas}}, "scale")
@@ -158,9 +141,13 @@ class Cluster:
         self._call("DELETE", self._path(job), job=job, body={"propagationPolicy": "Background"})
 
     def kill(self, job: str, pod: str, *, delete: bool) -> str:
-        del job
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}"
-        self._call("DELETE", path, body={} if delete else {"gracePeriodSeconds": 0})
+        stored = self._job(job)
+        uid = next((each["metadata"]["uid"] for each in self._pods(stored) if each["metadata"]["name"] == pod), None)
+        if uid is None:
+            raise JobError(f"{job} has no pod {pod} any more")
+        # Another job of this name may have a pod of this name by now.
+        body = {"preconditions": {"uid": uid}, **({} if delete else {"gracePeriodSeconds": 0})}
+        self._call("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}", body=body)
         return f"pod {pod} deleted" if delete else f"pod {pod} deleted by force"
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
@@ -199,6 +186,10 @@ class Cluster:
     def _patch(self, job: str, body: dict[str, Any], subresource: str = "") -> None:
         path = "/".join(part for part in (self._path(job), subresource) if part)
         self._call("PATCH", path, job=job, body=body)
+
+    def _pods(self, job: Object) -> list[Object]:
+        """Those of this very job: an earlier one of its name may still have pods that end."""
+        return self._list("/api/v1", "pods", labelSelector=f"{labels.JOB_UID}={job['metadata']['uid']}")
 
     def _events(self, job: Object) -> list[Object]:
         selector = f"regarding.uid={job['metadata']['uid']}"
@@ -265,18 +256,42 @@ class Cluster:
             message = ""
         match response.status:
             case 404 if job and f'"{job}"' in message:
-                names = ", ".join(sorted(view.job for view in self.jobs())) or "none"
-                raise JobError(f"no job {job!r} in {self.title}; it has {names}")
+                try:
+                    names = ", ".join(sorted(view.job for view in self.jobs())) or "none"
+                except Unreachable:  # who may look at one job may not be allowed to list all
+                    raise NoSuchJob(f"no job {job!r} in {self.title}") from None
+                raise NoSuchJob(f"no job {job!r} in {self.title}; it has {names}")
             case 404 if path.startswith(JOBS_API):
                 raise Unreachable(f"{self.cluster} knows no {labels.KIND}: install the operator's chart there")
             case 401:
                 raise Unreachable(f"{self.cluster} does not accept your credentials: log in to it again")
             case 403:
                 raise Unreachable(f"you may not do that in {self.title}: {message}")
-            case 404 | 409 | 422:
-                raise JobError(message)
+            case 400 | 404 | 409 | 422:  # 400: the log of a container that has not started
+                raise JobError(message or f"{self.cluster} refuses it: {response.reason}")
             case code:
                 raise Unreachable(f"{self.cluster} answers {code}: {message or response.reason}")
+
+
+def lines(parts: Iterable[bytes]) -> Iterator[str]:
+    """The lines of a log that comes in parts. A carriage return ends one, too: a progress bar prints no other end."""
+    rest: list[bytes] = []  # of a line whose end has not come
+    size = 0
+    returned = False  # the part before ended with a carriage return
+    for part in parts:
+        new = part.removeprefix(b"\n") if returned else part
+        returned = new.endswith(b"\r") if new else returned and not part
+        *whole, last = new.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        for line in whole:
+            yield b"".join([*rest, line]).decode("utf-8", "replace")
+            rest, size = [], 0
+        rest.append(last)
+        size += len(last)
+        if size > MAX_LINE:
+            yield b"".join(rest).decode("utf-8", "replace")
+            rest, size = [], 0
+    if size:
+        yield b"".join(rest).decode("utf-8", "replace")
 
 
 def _cause(error: BaseException) -> str:

@@ -20,11 +20,13 @@ OPERATOR = "app.kubernetes.io/name=everstep,app.kubernetes.io/component=operator
 # What the commands do: verb, group, resource, subresource.
 RIGHTS = (
     ("create", labels.GROUP, labels.PLURAL, ""),
+    ("get", labels.GROUP, labels.PLURAL, ""),
     ("list", labels.GROUP, labels.PLURAL, ""),
     ("patch", labels.GROUP, labels.PLURAL, ""),
     ("patch", labels.GROUP, labels.PLURAL, "scale"),
     ("delete", labels.GROUP, labels.PLURAL, ""),
     ("list", "", "pods", ""),
+    ("delete", "", "pods", ""),
     ("get", "", "pods", "log"),
     ("list", "events.k8s.io", "events", ""),
 )

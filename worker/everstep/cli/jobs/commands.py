@@ -5,7 +5,6 @@ This module parses, asks a `source.Source`, and prints.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +15,12 @@ import typer
 
 from everstep.cli.jobs import tables
 from everstep.cli.jobs.source import (
+    WORKER,
     JobError,
+    Misconfigured,
     NoCluster,
+    NoSuchJob,
+    RunEnded,
     Source,
     Unreachable,
     Where,
@@ -25,6 +28,7 @@ from everstep.cli.jobs.source import (
     local_alive,
     local_ended,
     pick,
+    pick_worker,
 )
 from everstep.cli.jobs.tables import Output
 from everstep.cli.jobs.view import View, ended
@@ -36,8 +40,6 @@ EXPECTED = (JobError, Unreachable)
 POLL_SECONDS = 1.0
 WAIT_SECONDS = 600.0  # for workers to leave or to train again
 SHOWN_EVENTS = 12
-POD = re.compile(r"(?P<job>.+)-w(?P<worker>\d+)-\d+")
-WORKER = re.compile(r"w?(\d+)")
 
 Job = Annotated[str | None, typer.Argument(help="The job's name; without it the only local run.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="A job on a cluster, in this namespace.")]
@@ -59,24 +61,31 @@ def list_jobs(
 ) -> None:
     """The jobs: local runs, and those in the namespace of the cluster's context."""
     where = Where(namespace, context, kubeconfig, every=every)
-    sources: list[Source] = [] if where.names_a_cluster else local_alive()
-    if over and not where.names_a_cluster:
-        sources += local_ended(None)
+    runs = [] if where.names_a_cluster else [*local_alive(), *(local_ended(None) if over else [])]
+    views: list[tuple[str, View]] = []
+    problem: JobError | Unreachable | None = None
+    title = ""
+    for run in runs:
+        try:
+            views.append((run.title, run.summary(run.name)))
+        except (JobError, Unreachable) as e:
+            say_error(f"note: {e}")
+            problem = e
     try:
-        sources.append(cluster(where))
-        views = [(source.title, view) for source in sources for view in source.jobs()]
+        source = cluster(where)
+        title = source.title
+        views += [(title, view) for view in source.jobs()]
     except NoCluster:
         if where.names_a_cluster:
             raise
-        views = [(source.title, view) for source in sources for view in source.jobs()]
-    except Unreachable as e:
-        if where.names_a_cluster or len(sources) < 2:
+    except (Unreachable, Misconfigured) as e:
+        if not views:
             raise
         say_error(f"note: {e}")
-        views = [(source.title, view) for source in sources[:-1] for view in source.jobs()]
+    if not views and problem is not None:
+        raise problem
     if not views and output in (Output.TABLE, Output.WIDE):
-        titles = ", ".join(source.title for source in sources)
-        say_error(f"no job{f' in {titles}' if titles else ''}; start one with `everstep run`, or kubectl apply")
+        say_error(f"no job{f' in {title}' if title else ''}; start one with `everstep run`, or kubectl apply")
         return
     data = [{"where": title, **view.to_json()} for title, view in views]
     tables.put(output, data, [view.job for _, view in views], lambda wide: tables.jobs(views, wide))
@@ -98,7 +107,16 @@ def status(
     _show(view, output)
     while watch and not ended(view.raw_status):
         time.sleep(POLL_SECONDS)
-        new = source.view(name)
+        try:
+            new = source.view(name)
+        except NoSuchJob:
+            say_error(f"{name} has been deleted")
+            return
+        except RunEnded as e:
+            if e.view is None:
+                raise
+            _show(e.view, output)
+            return
         if new != view:
             view = new
             _show(view, output)
@@ -141,12 +159,7 @@ def logs(
     """What a worker has printed: worker 0's, if none is named."""
     if every and follow:
         raise JobError("--all prints one log after the other, so it cannot follow: name a worker")
-    if job is not None and worker is None and WORKER.fullmatch(job):
-        job, worker = None, job  # `everstep logs 0`
-    pod = None
-    if job is not None and worker is None and (parts := POD.fullmatch(job)):
-        job, pod = parts["job"], job
-    source, name = pick(job, Where(namespace, context, kubeconfig, out))
+    source, name, worker, pod = pick_worker(job, worker, Where(namespace, context, kubeconfig, out))
     pods = [pod] if pod is not None else _pods(source.view(name), worker, failed=failed, every=every)
     for each in pods:
         if len(pods) > 1:
@@ -211,7 +224,7 @@ def suspend(
     source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
     source.suspend(name, True)
     if wait:
-        _wait(source, name, "its workers leave", lambda view: view.status == "Suspended" and not view.workers)
+        _wait(source, name, "its workers leave", lambda view: view.status == "Suspended", no_workers=True)
     say(f"{name}: {'suspended' if wait else 'to be suspended'} ({source.title})")
 
 
@@ -231,13 +244,14 @@ def resume(
     say(f"{name}: {'trains again' if wait else 'to be resumed'} ({source.title})")
 
 
-def _wait(source: Source, job: str, what: str, done: Callable[[View], bool]) -> None:
-    """Wait until `done`, and say what for. Raises `JobError` when the job has ended, or after `WAIT_SECONDS`."""
+def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, no_workers: bool = False) -> None:
+    """Wait until `done` of a status that is about the spec as it is now, with `no_workers` also until they are gone;
+    and say what for. Raises `JobError` when the job has ended, or after `WAIT_SECONDS`."""
     began = time.monotonic()
     message = ""
     while True:
-        view = source.view(job)
-        if done(view):
+        view = source.summary(job)
+        if view.observed and done(view) and not (no_workers and source.view(job).workers):
             return
         if ended(view.raw_status):
             raise JobError(f"{job} has ended: {view.status}: {view.message}")
@@ -246,7 +260,7 @@ def _wait(source: Source, job: str, what: str, done: Callable[[View], bool]) -> 
         if view.message != message and sys.stderr.isatty():
             message = view.message
             say_error(f"{job}: waiting until {what}: {message}")
-        time.sleep(POLL_SECONDS / 4)
+        time.sleep(POLL_SECONDS)
 
 
 @app.command()
@@ -274,14 +288,10 @@ def kill(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Kill a worker, to see that the training goes on: its processes here, its pod by force on a cluster."""
-    if job is not None and worker is None and WORKER.fullmatch(job):
-        job, worker = None, job
-    pod = None
-    if job is not None and worker is None and (parts := POD.fullmatch(job)):
-        job, pod = parts["job"], job
+    where = Where(namespace, context, kubeconfig)
+    source, name, worker, pod = pick_worker(job, worker, where, changes=True)
     if sum((pod is not None or worker is not None, node is not None, operator)) != 1:
         raise JobError("give one of: a pod, a job and its worker (everstep kill JOB 1), --node NAME, --operator")
-    source, name = pick(job, Where(namespace, context, kubeconfig), changes=True)
     if node is not None:
         say(source.disturb(name, "kill-node", node=node))
     elif operator:

@@ -15,14 +15,31 @@ from typing import Any, ClassVar, Protocol
 
 from everstep.cli.jobs.view import EventRow, View
 
-GROUP = "everstep.sources"  # entry points: modules with `alive() -> list[Source]` and `ended(out) -> list[Source]`
-
+GROUP = "everstep.sources"  # entry points: modules with `alive() -> list[Run]` and `ended(out) -> list[Run]`
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+POD = re.compile(r"(?P<job>.+)-w(?P<worker>\d+)-\d+")
+WORKER = re.compile(r"w?(\d+)")
 
 
 class JobError(Exception):
     """The command cannot be carried out as it was given, and its text says what to do."""
+
+
+class NoSuchJob(JobError):
+    """The source has no job of that name."""
+
+
+class RunEnded(JobError):
+    """The run that was asked has just ended. `view`: what it was at its end; None if that is not known."""
+
+    def __init__(self, text: str, view: View | None = None) -> None:
+        super().__init__(text)
+        self.view = view
+
+
+class Misconfigured(JobError):
+    """A kubeconfig is there, and names no cluster that can be asked."""
 
 
 class Unreachable(Exception):
@@ -45,6 +62,10 @@ class Source(Protocol):
 
     def jobs(self) -> list[View]:
         """All jobs, without workers and events."""
+        ...
+
+    def summary(self, job: str) -> View:
+        """Without workers and events, which costs less. Raises `NoSuchJob`."""
         ...
 
     def view(self, job: str) -> View: ...
@@ -76,6 +97,15 @@ class Source(Protocol):
         ...
 
 
+class Run(Source, Protocol):
+    """A source with one job: a run of this machine, alive or ended."""
+
+    @property
+    def name(self) -> str:
+        """By which the commands know it. It is known without asking the run."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Where:
     """What a person gave to say where the job is."""
@@ -91,13 +121,13 @@ class Where:
         return self.every or any(part is not None for part in (self.namespace, self.context, self.kubeconfig))
 
 
-def local_alive() -> list[Source]:
+def local_alive() -> list[Run]:
     """The runs of this machine that are alive; none without everstep-local."""
     return [source for module in _local() for source in module.alive()]
 
 
-def local_ended(out: str | None) -> list[Source]:
-    """What runs left under this folder, newest first."""
+def local_ended(out: str | None) -> list[Run]:
+    """The run that left this folder, or what all left under `.everstep`, newest first."""
     return [source for module in _local() for source in module.ended(out)]
 
 
@@ -126,39 +156,95 @@ def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Sourc
             raise JobError("name the job: a namespace may have many (`everstep list` shows them)")
         return cluster(where), job
     alive = [] if where.out is not None else local_alive()
-    meant = [source for source in alive if job is None or name_of(source) == job]
+    meant = [run for run in alive if job is None or run.name == job]
     if len(meant) == 1:
-        return meant[0], name_of(meant[0])
+        return meant[0], meant[0].name
     if meant:
-        names = ", ".join(sorted(name_of(source) for source in meant))
+        names = ", ".join(sorted(run.name for run in meant))
         raise JobError(f"several local runs are alive: {names}. Name the one that is meant")
-    problem: Unreachable | None = None
+    problem: Unreachable | Misconfigured | None = None
+    others = ""
     if job is not None and where.out is None:
         try:
             source = cluster(where)
-            if any(view.job == job for view in source.jobs()):
-                over = next((run for run in local_ended(None) if changes and name_of(run) == job), None)
+            if has(source, job):
+                over = next((run for run in local_ended(None) if run.name == job), None) if changes else None
                 if over is not None:
                     raise JobError(f"{job} is a local run ({over.title}) and a job in {source.title}: give -n for that")
                 return source, job
             others = f"; {source.title} has no such job"
-        except Unreachable as e:
-            problem, others = e, ""
-    else:
-        others = ""
+        except NoCluster as e:
+            others = f"; {e}"
+        except (Unreachable, Misconfigured) as e:
+            problem = e
     left = [] if changes else local_ended(where.out)
-    kept = [source for source in left if job is None or name_of(source) == job]
-    if kept:
-        return kept[0], name_of(kept[0])
-    if problem is not None and not isinstance(problem, NoCluster):
+    kept = next((run for run in left if job is None or run.name == job), None)
+    if kept is not None:
+        return kept, kept.name
+    if problem is not None:
         raise problem
     what = "no local run" if job is None else f"no local run named {job!r}"
     folder = f" in {where.out}" if where.out is not None else ""
-    names = f"; alive: {', '.join(sorted(name_of(source) for source in alive))}" if alive else ""
+    names = f"; alive: {', '.join(sorted(run.name for run in alive))}" if alive else ""
     hint = " For a job on a cluster: its name, with -n or --context where they are not your own" if job is None else ""
     raise JobError(f"{what}{folder}{names}{others}. Start one with `everstep run`.{hint}")
 
 
-def name_of(source: Source) -> str:
-    """The name of a source's only job."""
-    return source.jobs()[0].job
+def pick_worker(
+    word: str | None, worker: str | None, where: Where, *, changes: bool = False
+) -> tuple[Source, str, str | None, str | None]:
+    """The source, the job's name, and the worker or the pod that is meant. A single word is a job, a worker of the only
+    local run, or a pod. A name that is a job's is read as that. Raises as `pick`."""
+    alive = [] if where.names_a_cluster or where.out is not None else local_alive()
+    if word is None or worker is not None or any(run.name == word for run in alive):
+        return *pick(word, where, changes=changes), worker, None
+    if WORKER.fullmatch(word) and not where.names_a_cluster:
+        return *pick(None, where, changes=changes), word, None
+    parts = POD.fullmatch(word)
+    if parts is None:
+        return *pick(word, where, changes=changes), None, None
+    job = parts["job"]
+    run = _run_with(word, job, parts["worker"], alive, "kill" if changes else "logs")
+    if run is not None:
+        return run, run.name, None, word
+    try:
+        source, name = pick(job, where, changes=changes)
+    except JobError as e:
+        try:
+            return *pick(word, where, changes=changes), None, None
+        except JobError:
+            raise e from None
+    return (source, word, None, None) if has(source, word) else (source, name, None, word)
+
+
+def _run_with(pod: str, job: str, worker: str, alive: list[Run], command: str) -> Run | None:
+    """The run among these that has the pod. A second run of a job has another name than the job, and the same pods."""
+    named = [run for run in alive if re.fullmatch(rf"{re.escape(job)}(-\d+)?", run.name)]
+    if [run.name for run in named] == [job]:
+        return named[0]
+    having = [run for run in named if _may_have(run, pod)]
+    if len(having) > 1:
+        names = ", ".join(run.name for run in having)
+        raise JobError(
+            f"pod {pod} is one of several local runs: {names}. Name the run and its worker: "
+            f"everstep {command} {having[0].name} {worker}"
+        )
+    return having[0] if having else next((run for run in named if run.name == job), None)
+
+
+def _may_have(run: Run, pod: str) -> bool:
+    try:
+        return any(row.pod == pod for row in run.view(run.name).workers)
+    except RunEnded:
+        return False
+    except (JobError, Unreachable):  # it does not answer
+        return True
+
+
+def has(source: Source, job: str) -> bool:
+    """Whether the source has a job of this name."""
+    try:
+        source.summary(job)
+    except NoSuchJob:
+        return False
+    return True

@@ -58,6 +58,7 @@ class View:
     notice: str = ""  # why nothing happens to the job at the moment
     namespace: str = ""  # empty for a run of this machine
     began: str = ""  # RFC 3339
+    observed: bool = True  # the status is about the spec as it is now
 
     @classmethod
     def unknown(cls, job: str) -> View:
@@ -107,6 +108,11 @@ def of_status(job: str, status: Object, workers: Iterable[WorkerRow], events: It
     )
 
 
+def observed(generation: int | None, status: Object) -> bool:
+    """Whether the operator has written this status with the spec of that generation in view."""
+    return generation is None or int(status.get("observedGeneration") or 0) >= generation
+
+
 def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object] = ()) -> View:
     """A view of a cluster's objects: the TrainingJob, its pods, its events (events.k8s.io/v1), oldest first."""
     meta = job["metadata"]
@@ -115,6 +121,7 @@ def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object
         of_status(meta["name"], job.get("status") or {}, workers, map(event_row, events)),
         namespace=meta.get("namespace", ""),
         began=str(meta.get("creationTimestamp", "")),
+        observed=observed(meta.get("generation"), job.get("status") or {}),
     )
 
 

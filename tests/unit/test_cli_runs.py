@@ -1,0 +1,196 @@
+"""Which local run the commands mean, and what they do with one that is stopped, ends, or left damaged files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from everstep.cli.jobs import commands
+from everstep.cli.jobs.source import JobError
+from everstep.cli.jobs.view import View, WorkerRow
+from everstep_local.run import control
+
+COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The commands' own folder; the path of a socket is bounded, and pytest's own may be longer."""
+    with tempfile.TemporaryDirectory(prefix="runs-", ignore_cleanup_errors=True) as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setenv("KUBECONFIG", f"{name}/none")
+        monkeypatch.chdir(name)
+        yield Path(name)
+
+
+class Run:
+    """What answers for a live run: it notes what it was told to kill."""
+
+    def __init__(self, job: str, *workers: int, out: Path | None = None) -> None:
+        rows = tuple(WorkerRow(n, f"{job}-w{n}-0", "node-1", "training", n, 1, 0, 1) for n in workers)
+        self.view = replace(View.unknown(job), workers=rows)
+        self.out = out
+        self.killed: list[str] = []
+
+    def handlers(self) -> dict[str, control.Handler]:
+        async def status(_: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            yield {"view": self.view.to_json(), "out": str(self.out) if self.out else None}
+
+        async def kill(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            self.killed.append(request["pod"])
+            yield {"done": f"kill {request['pod']}"}
+
+        async def logs(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+            yield {"line": f"log of {request['pod']}"}
+
+        return {"status": status, "kill": kill, "logs": logs}
+
+
+async def call(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, commands.app, arguments)
+
+
+@contextmanager
+def stopped_run(folder: Path, name: str) -> Iterator[None]:
+    """A run whose process is stopped: its socket takes connections, and nobody answers."""
+    control.folder()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / f"everstep-{os.getuid()}" / f"1-{name}.sock"))
+        listener.listen(16)
+        yield
+
+
+def leave(folder: Path, name: str, view: View | str) -> None:
+    """What a run leaves below `.everstep`."""
+    left = folder / ".everstep" / name
+    left.mkdir(parents=True)
+    (left / "status.json").write_text(view if isinstance(view, str) else json.dumps(view.to_json()))
+
+
+async def test_pod_that_several_runs_have_is_refused_and_killed_in_none() -> None:
+    first, second = Run("digits", 0, 1), Run("digits", 0, 1, 2)
+    async with control.ControlServer("digits", first.handlers()):
+        async with control.ControlServer("digits", second.handlers()):
+            for command in ("kill", "logs"):
+                refused = await call(command, "digits-w1-0")
+                assert str(refused.exception) == (
+                    "pod digits-w1-0 is one of several local runs: digits, digits-2. Name the run and its worker: "
+                    f"everstep {command} digits 1"
+                )
+            assert first.killed == second.killed == []
+            assert (await call("kill", "digits-w2-0")).output == "kill digits-w2-0 (local run digits-2)\n"
+            assert (await call("kill", "digits-2", "1")).output == "kill digits-w1-0 (local run digits-2)\n"
+            assert (first.killed, second.killed) == ([], ["digits-w2-0", "digits-w1-0"])
+        assert (await call("kill", "digits-w1-0")).output == "kill digits-w1-0 (local run digits)\n"
+
+
+async def test_pod_of_the_second_run_is_found_when_the_first_has_ended() -> None:
+    first, second = Run("digits", 1), Run("digits", 1)
+    async with control.ControlServer("digits", first.handlers()):
+        server = control.ControlServer("digits", second.handlers())
+        await server.__aenter__()
+    try:
+        assert (await call("kill", "digits-w1-0")).output == "kill digits-w1-0 (local run digits-2)\n"
+    finally:
+        await server.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["w1", "7", "x-w1-2"])
+async def test_run_whose_name_looks_like_a_worker_or_a_pod_is_meant_by_its_name(name: str) -> None:
+    run = Run(name, 0, 1)
+    async with control.ControlServer(name, run.handlers()):
+        assert (await call("logs", name)).output == f"log of {name}-w0-0\n"
+        refused = await call("kill", name)
+        assert str(refused.exception).startswith("give one of: ")
+        assert (await call("kill", name, "1")).exit_code == 0
+        assert (await call("kill", f"{name}-w0-0")).exit_code == 0
+    assert run.killed == [f"{name}-w1-0", f"{name}-w0-0"]
+
+
+async def test_stopped_run_delays_no_command_about_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "STATUS_SECONDS", 600.0)  # whoever asks the stopped run never ends
+    run = Run("digits", 0)
+    with stopped_run(folder, "stuck"):
+        async with control.ControlServer("digits", run.handlers()):
+            assert (await call("kill", "digits", "0")).exit_code == 0
+            assert (await call("kill", "digits-w0-0")).exit_code == 0
+            several = await call("status")
+            assert str(several.exception).startswith("several local runs are alive: digits, stuck.")
+            monkeypatch.setattr(control, "STATUS_SECONDS", 3.0)
+            listed = await call("list", "-o", "name")
+            assert (listed.exit_code, listed.stdout) == (0, "digits\n")
+            assert listed.stderr == "note: run stuck does not answer; is it stopped?\n"
+        alone = await call("list")
+        assert str(alone.exception) == "run stuck does not answer; is it stopped?"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"job": "digits"}', "null", '{"a": 1}'])
+async def test_damaged_status_of_one_ended_run_hides_no_other(folder: Path, damage: str) -> None:
+    leave(folder, "good", View.unknown("digits"))
+    leave(folder, "bad", damage)
+    shown = await call("status", "digits", "-o", "name")
+    assert (shown.exit_code, shown.stdout) == (0, "digits\n")
+    assert shown.stderr.startswith("note: .everstep/bad/status.json cannot be read: ")
+    listed = await call("list", "--ended", "-o", "name")
+    assert (listed.exit_code, listed.stdout) == (0, "digits\n")
+    named = await call("status", "--out", ".everstep/bad")
+    assert str(named.exception).startswith(".everstep/bad/status.json cannot be read: ")
+
+
+async def test_status_that_is_watched_shows_the_end_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "POLL_SECONDS", 0.05)
+    left = folder / "elsewhere"
+    left.mkdir()
+    run = Run("digits", 0, out=left)
+    asked = asyncio.Event()
+    status = run.handlers()["status"]
+
+    async def seen(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for answer in status(request):
+            yield answer
+        asked.set()
+
+    async with control.ControlServer("digits", {"status": seen}):
+        watching = asyncio.create_task(call("status", "digits", "-w"))
+        await asyncio.wait_for(asked.wait(), 10)
+        end = replace(run.view, status="Complete", raw_status=COMPLETE, workers=())
+        (left / "status.json").write_text(json.dumps(end.to_json()))
+    done = await asyncio.wait_for(watching, 10)
+    assert (done.exit_code, done.exception) == (0, None)
+    assert done.output.splitlines()[0].startswith("digits  Pending")
+    assert any(line.startswith("digits  Complete") for line in done.output.splitlines())
+
+
+async def test_run_that_ends_without_a_word_is_named_and_an_older_one_of_its_folder_is_not_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "POLL_SECONDS", 0.05)
+    run = Run("digits", 0, out=folder)
+    run.view = replace(run.view, began="2026-01-02T00:00:00+00:00")
+    older = replace(run.view, began="2026-01-01T00:00:00+00:00", status="Complete", raw_status=COMPLETE)
+    (folder / "status.json").write_text(json.dumps(older.to_json()))
+    asked = asyncio.Event()
+    status = run.handlers()["status"]
+
+    async def seen(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for answer in status(request):
+            yield answer
+        asked.set()
+
+    async with control.ControlServer("digits", {"status": seen}):
+        watching = asyncio.create_task(call("status", "digits", "-w"))
+        await asyncio.wait_for(asked.wait(), 10)
+    done = await asyncio.wait_for(watching, 10)
+    assert isinstance(done.exception, JobError)
+    assert str(done.exception) == f"run digits has ended, and left no status.json in {folder}: it was killed"
