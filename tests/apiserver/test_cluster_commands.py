@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from everstep.cli import main
 from everstep.cli.jobs import commands, create
-from everstep.cli.jobs.cluster import connect
-from everstep.cli.jobs.source import JobError, Unreachable, Where
-from everstep.cli.jobs.view import View
 from everstep.contract import labels
+from everstep.jobs.cluster import connect
+from everstep.jobs.source import JobError, Unreachable, Where
+from everstep.jobs.view import View
 from support.apiserver.jobs import Jobs
 from support.commands import Call, caller
 from testcluster.daemon import free_ports

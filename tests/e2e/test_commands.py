@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from everstep.cli.jobs.source import JobError
+from everstep.jobs.source import JobError
 from support.commands import caller
 from support.e2e.driver import Job
 

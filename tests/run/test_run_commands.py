@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.jobs.source import JobError
+from everstep.jobs.source import JobError
 from support.commands import caller
 from support.local.local_job import LocalJob
 from support.scenarios.player import wait_for

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.cli.jobs.source import JobError
+from everstep.jobs.source import JobError
 from everstep_local.run.demo import SCRIPT, demo
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 from support import ROOT

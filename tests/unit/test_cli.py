@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import profile
 from everstep.cli.jobs import commands, tables
-from everstep.cli.jobs.source import JobError
-from everstep.cli.jobs.view import EventRow, View, WorkerRow
+from everstep.jobs.source import JobError
+from everstep.jobs.view import EventRow, View, WorkerRow
 from everstep_local.run import control
 from everstep_local.run.console import Plain
 from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen

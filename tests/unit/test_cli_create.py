@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from everstep.cli.jobs import create
-from everstep.cli.jobs.source import JobError
+from everstep.jobs.source import JobError
 from everstep_operator.api.parse import parse_spec
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from everstep.cli.jobs import commands, kubeconfig
-from everstep.cli.jobs.cluster import connect
-from everstep.cli.jobs.source import JobError, Misconfigured, NoCluster, Unreachable, Where
+from everstep.cli.jobs import commands
+from everstep.jobs import kubeconfig
+from everstep.jobs.cluster import connect
+from everstep.jobs.source import JobError, Misconfigured, NoCluster, Unreachable, Where
 
 SECRET = "swordfish"
 

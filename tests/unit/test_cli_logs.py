@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.cli.jobs.cluster import MAX_LINE, lines
+from everstep.jobs.cluster import MAX_LINE, lines
 
 
 @given(st.lists(st.text("a\u00e4 ", max_size=8), max_size=20), st.lists(st.integers(0, 200), max_size=20))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from everstep.cli.jobs.object_redaction import without_values
-from everstep.cli.jobs.view import View, WorkerRow
+from everstep.jobs.view import View, WorkerRow
 from support.commands import caller
 
 

@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everstep.cli.jobs import commands
-from everstep.cli.jobs.source import JobError
-from everstep.cli.jobs.view import View, WorkerRow
+from everstep.jobs.source import JobError
+from everstep.jobs.view import View, WorkerRow
 from everstep_local.run import control
 
 COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}

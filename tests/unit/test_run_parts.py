@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import yaml
 
-from everstep.cli.jobs.view import View, WorkerRow
 from everstep.contract import labels
+from everstep.jobs.view import View, WorkerRow
 from everstep.storage import open_store
 from everstep_local.run import control
 from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target

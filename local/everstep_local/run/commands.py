@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.jobs.source import JobError, Unreachable, Where, pick
 from everstep.cli.printing import say
+from everstep.jobs.source import JobError, Unreachable, Where, pick
 from everstep_local.run import control, running
 from everstep_local.run.faults import ACTIONS, FaultError, parse
 from everstep_local.run.job_file import Overrides, parse_elastic, read_secret

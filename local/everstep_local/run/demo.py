@@ -9,8 +9,8 @@ from typing import Annotated, Final
 
 import typer
 
-from everstep.cli.jobs.source import JobError
 from everstep.cli.printing import say
+from everstep.jobs.source import JobError
 from everstep_local.run import commands, running
 from everstep_local.run.faults import parse
 from everstep_local.run.job_file import Overrides

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from everstep.cli.jobs.view import View
+from everstep.jobs.view import View
 
 ACTIONS = "kill=WORKER, kill=all, delete=WORKER, kill-node=NODE, kill-operator, scale=N, suspend or resume"
 ALL = "all"  # for `kill`: the processes of all workers, at once

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from everstep.cli.jobs.view import EVENTS as EVENTS_SHOWN
-from everstep.cli.jobs.view import EventRow, View, clock_time, condition
-from everstep.cli.jobs.view import ended as has_ended
 from everstep.contract import labels
 from everstep.contract.messages import Phase, Report
+from everstep.jobs.view import EVENTS as EVENTS_SHOWN
+from everstep.jobs.view import EventRow, View, clock_time, condition
+from everstep.jobs.view import ended as has_ended
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.nodes.pool import LocalNodes
 from everstep_local.run.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen

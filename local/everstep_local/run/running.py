@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.live import Live
 
 from everstep.cli.jobs import tables
-from everstep.cli.jobs.source import JobError
-from everstep.cli.jobs.view import View
 from everstep.cli.printing import SafeConsole, say_error
+from everstep.jobs.source import JobError
+from everstep.jobs.view import View
 from everstep_local.run.console import Plain
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
 from everstep_local.run.drawing import draw, text

@@ -1,4 +1,4 @@
-"""Local runs as `everstep.cli.jobs` asks them: those that are alive over their sockets, and what others have left.
+"""Local runs as `everstep.jobs` asks them: those that are alive over their sockets, and what others have left.
 
 Invariant: a run that has ended is read from its folder alone, and refuses to be changed.
 """
@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep.cli.jobs.source import JobError, NoSuchJob, Run, RunEnded
-from everstep.cli.jobs.view import EventRow, View, clock_time, moment
 from everstep.cli.printing import say_error
+from everstep.jobs.source import JobError, NoSuchJob, Run, RunEnded
+from everstep.jobs.view import EventRow, View, clock_time, moment
 from everstep_local.run import control
 from everstep_local.run.history import Entry, EventSeen, History, HistoryError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from everstep.cli.jobs.view import EVENTS, EventRow, View, WorkerRow, observed, of_status
+from everstep.jobs.view import EVENTS, EventRow, View, WorkerRow, observed, of_status
 from everstep_local.run.history import StepSeen
 from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured

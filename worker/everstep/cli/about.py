@@ -9,8 +9,8 @@ import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from everstep.cli.jobs.commands import Context, Kubeconfig
-from everstep.cli.jobs.source import JobError, NoCluster, Unreachable, Where
 from everstep.cli.printing import say
+from everstep.jobs.source import JobError, NoCluster, Unreachable, Where
 from everstep.version import __version__
 
 app = typer.Typer(add_completion=False)
@@ -28,7 +28,7 @@ def version(context: Context = None, kubeconfig: Kubeconfig = None) -> None:
     """The version of this program, and the images of the operator on the cluster."""
     say(f"everstep {__version__}")
     try:
-        images = import_module("everstep.cli.jobs.cluster").operators(Where(context=context, kubeconfig=kubeconfig))
+        images = import_module("everstep.jobs.cluster").operators(Where(context=context, kubeconfig=kubeconfig))
     except NoCluster:
         return
     except Unreachable as e:

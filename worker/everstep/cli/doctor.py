@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from everstep.cli.jobs.commands import Context, Kubeconfig, Namespace
-from everstep.cli.jobs.source import JobError, Unreachable, Where
 from everstep.cli.printing import SafeConsole, cell, say
+from everstep.jobs.source import JobError, Unreachable, Where
 from everstep.torch_private import names
 from everstep.torch_private.table import TABLE, TESTED
 from everstep.version import __version__
@@ -69,7 +69,7 @@ def doctor(
 
 
 def _look_at_cluster(where: Where, json_: bool) -> None:
-    connected = import_module("everstep.cli.jobs.cluster").connect(where)
+    connected = import_module("everstep.jobs.cluster").connect(where)
     findings = list(import_module("everstep.cli.jobs.cluster_check").look(connected))
     if json_:
         say(json.dumps([asdict(finding) for finding in findings], indent=1))

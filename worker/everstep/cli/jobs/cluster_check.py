@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from everstep.cli.jobs.cluster import JOBS_API, Cluster
-from everstep.cli.jobs.source import JobError, Unreachable
-from everstep.cli.jobs.view import condition, moment
 from everstep.contract import labels
+from everstep.jobs.cluster import JOBS_API, Cluster
+from everstep.jobs.source import JobError, Unreachable
+from everstep.jobs.view import condition, moment
 
 OLDEST = (1, 30)  # of Kubernetes
 CLOCK_SECONDS = 5.0  # between this machine and the API server: times in answers have whole seconds

@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 from everstep.cli.jobs import tables
-from everstep.cli.jobs.source import (
+from everstep.cli.jobs.tables import Output
+from everstep.cli.printing import safe_line, say, say_error
+from everstep.jobs.source import (
     WORKER,
     JobError,
     Misconfigured,
@@ -30,9 +32,7 @@ from everstep.cli.jobs.source import (
     pick,
     pick_worker,
 )
-from everstep.cli.jobs.tables import Output
-from everstep.cli.jobs.view import View, ended
-from everstep.cli.printing import safe_line, say, say_error
+from everstep.jobs.view import View, ended
 
 app = typer.Typer(add_completion=False)
 EXPECTED = (JobError, Unreachable)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.jobs.source import JobError
 from everstep.cli.printing import say
 from everstep.contract import labels
+from everstep.jobs.source import JobError
 from everstep.version import __version__
 
 app = typer.Typer(add_completion=False)

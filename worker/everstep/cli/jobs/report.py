@@ -21,9 +21,9 @@ import typer
 
 from everstep.cli.jobs.commands import Context, Job, Kubeconfig, Namespace, Out
 from everstep.cli.jobs.object_redaction import without_values
-from everstep.cli.jobs.source import JobError, Source, Unreachable, Where, pick
 from everstep.cli.printing import say
 from everstep.contract import redact
+from everstep.jobs.source import JobError, Source, Unreachable, Where, pick
 from everstep.version import __version__
 
 app = typer.Typer(add_completion=False)

@@ -14,9 +14,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.jobs.source import JobError
-from everstep.cli.jobs.view import EventRow, View, age
 from everstep.cli.printing import SafeConsole, cell, say
+from everstep.jobs.source import JobError
+from everstep.jobs.view import EventRow, View, age
 
 PIPE_WIDTH = 4096  # characters of a line
 STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from everstep.cli.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where
-from everstep.cli.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
 from everstep.contract import labels
+from everstep.jobs.source import JobError, Misconfigured, NoCluster, NoSuchJob, Unreachable, Where
+from everstep.jobs.view import EventRow, Object, View, event_row, event_time, of_objects
 
 try:
     import urllib3
     from kubernetes import client, config
     from kubernetes.client.exceptions import ApiException
 
-    from everstep.cli.jobs import kubeconfig
+    from everstep.jobs import kubeconfig
 except ModuleNotFoundError as e:
     raise NoCluster(f"the package {e.name} is missing: pip install 'everstep[cluster]'") from e
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
 
-from everstep.cli.jobs.view import EventRow, View
+from everstep.jobs.view import EventRow, View
 
 GROUP = "everstep.sources"  # entry points: modules with `alive() -> list[Run]` and `ended(out) -> list[Run]`
 
@@ -141,7 +141,7 @@ def _local() -> list[Any]:
 
 def cluster(where: Where) -> Source:
     """Raises `Unreachable` where no cluster is named anywhere."""
-    source: Source = import_module("everstep.cli.jobs.cluster").connect(where)  # it loads the official client
+    source: Source = import_module("everstep.jobs.cluster").connect(where)  # it loads the official client
     return source
 
 

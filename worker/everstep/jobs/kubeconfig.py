@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from everstep.cli.jobs.source import Misconfigured, NoCluster, Unreachable
-from everstep.cli.jobs.view import moment
+from everstep.jobs.source import Misconfigured, NoCluster, Unreachable
+from everstep.jobs.view import moment
 
 PLUGIN_SECONDS = 60.0  # where nobody can answer it
 SIGN_IN_SECONDS = 600.0  # where a person can

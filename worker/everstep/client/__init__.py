@@ -1,0 +1,1 @@
+"""A Python client for jobs on clusters and local runs."""
