@@ -153,6 +153,12 @@ def etcd_program() -> Path:
 
 
 @pytest.fixture(scope="session")
+def prometheus_programs() -> Path:
+    """Folder of `prometheus` and `promtool`. Whoever starts one asks for it: it is built before the first test."""
+    return programs.prometheus()
+
+
+@pytest.fixture(scope="session")
 def slurm_programs() -> None:
     """Whoever starts Slurm's daemons asks for it, so that they are installed before the first test."""
 

@@ -40,7 +40,7 @@ Helm = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def helm(control_plane: ControlPlane) -> Helm:
+def helm() -> Helm:
     """`helm <verb> <release> <the chart> ...`; fails the test unless told `expect_failure=True`."""
 
     def call(verb: str, release: str, *flags: str, expect_failure: bool = False) -> subprocess.CompletedProcess[str]:

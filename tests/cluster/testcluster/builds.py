@@ -18,12 +18,14 @@ from testcluster import kindcluster, programs, stores
 TRIES = 2
 BUILDS: dict[str, Callable[[], object]] = {  # those that take longest come first
     "control plane": programs.control_plane,
+    "prometheus": programs.prometheus,
     "helm": programs.helm,
     "versitygw": programs.versitygw,
     "fake-gcs-server": programs.fake_gcs_server,
     "etcd": lambda: programs.server("etcd"),
     "azurite": stores.azurite,
     "s3rver": stores.s3rver,
+    "monitoring kinds": programs.monitoring_kinds,
     "node programs": kindcluster.compile_all,
     "node file systems": kindcluster.bootstrap_all,
 }
@@ -35,6 +37,9 @@ OF_FIXTURE = {
     "gcs_server": ("fake-gcs-server",),
     "azure_server": ("azurite",),
     "etcd_program": ("etcd",),
+    "helm": ("helm",),
+    "prometheus_programs": ("prometheus",),
+    "monitoring_kinds": ("monitoring kinds",),
 }
 
 

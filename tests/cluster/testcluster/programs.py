@@ -1,11 +1,13 @@
-"""The Go programs: Kubernetes, etcd, CoreDNS, kind, helm, versitygw and the small ones in `go/`.
+"""The Go programs: Kubernetes, etcd, CoreDNS, kind, helm, versitygw, Prometheus and the small ones in `go/`.
 
 All are static builds of tagged modules, verified against go.sum or Go's checksum database. They need Go
 (`toolchains.py`) and its module proxy, no compiler for C, no root and no docker: the control plane without nodes is
 made of nothing else.
 """
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 from testcluster import cache, toolchains, versions
@@ -43,8 +45,8 @@ def _stamp() -> str:
     return " ".join([SMALL, *(f"-X {name}={value}" for name, value in settings.items())])
 
 
-def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-    run(
+def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    return run(
         str(toolchains.go()),
         *arguments,
         env={**ENVIRONMENT, **(env or {})},
@@ -54,23 +56,26 @@ def _go(name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str]
     )
 
 
-def _from_source(name: str, folder: str, flags: str, packages: tuple[str, ...], own: tuple[str, ...] = (".",)) -> Path:
+def _from_source(
+    name: str, folder: str, flags: str, packages: tuple[str, ...], own: tuple[str, ...] = (".",), tags: str = ""
+) -> Path:
     """Programs built inside one of our own modules, whose go.mod and go.sum pin every dependency.
 
     One alone is called `name`: Go would call it as its folder is, which for etcd is `server`. `own` are the files of
-    that module that the programs are made of.
+    that module that the programs are made of, `tags` build tags.
     """
     source = SOURCES / folder
     called = name if len(packages) == 1 else ""
     parts: tuple[cache.Part, ...] = (
         flags,
-        *filter(None, [called]),
+        *filter(None, [called, tags]),
         " ".join(packages),
         *(source / file for file in own),
     )
 
     def make(out: Path) -> None:
-        _go(name, "build", "-trimpath", "-ldflags", flags, "-o", f"{out}/{called}", *packages, cwd=source)
+        how = ("-trimpath", "-tags", tags, "-ldflags", flags)
+        _go(name, "build", *how, "-o", f"{out}/{called}", *packages, cwd=source)
 
     return cache.artifact(name, parts, make)
 
@@ -155,6 +160,30 @@ def fake_gcs_server() -> Path:
 def kube_router() -> Path:
     """The firewall that enforces NetworkPolicies, where a test starts it: ten minutes' build on a busy machine."""
     return _installed("kube-router", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router", versions.KUBE_ROUTER)
+
+
+def prometheus() -> Path:
+    """The folder with `prometheus` and `promtool`: without service discovery, and without the pages of its interface,
+    which are no part of the module."""
+    packages = tuple(f"github.com/prometheus/prometheus/cmd/{program}" for program in ("prometheus", "promtool"))
+    return _from_source("prometheus", "prometheus", SMALL, packages, tags="remove_all_sd")
+
+
+def monitoring_kinds() -> Path:
+    """The folder with the CRDs of the Prometheus operator's kinds that the chart has. They are files of its module."""
+    module, kinds = (
+        "github.com/prometheus-operator/prometheus-operator",
+        ("podmonitors", "prometheusrules", "servicemonitors"),
+    )
+
+    def make(out: Path) -> None:
+        version = f"v{versions.PROMETHEUS_OPERATOR}"
+        found = json.loads(_go("monitoring-kinds", "mod", "download", "-json", f"{module}@{version}", cwd=out))
+        for kind in kinds:
+            name = f"monitoring.coreos.com_{kind}.yaml"
+            shutil.copyfile(Path(found["Dir"]) / "example/prometheus-operator-crd" / name, out / name)
+
+    return cache.artifact("monitoring-kinds", (module, versions.PROMETHEUS_OPERATOR, *kinds), make)
 
 
 def link_all() -> Path:
