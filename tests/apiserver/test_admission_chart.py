@@ -265,6 +265,53 @@ def _pod_of(objects: list[dict[str, Any]]) -> tuple[dict[str, str], set[str]]:
     return template["metadata"]["labels"], {port["name"] for port in container["ports"]}
 
 
+def test_values_for_names_images_and_pods_are_used(helm: Any) -> None:
+    digest = f"sha256:{'0a' * 32}"
+    values = [
+        f"image.digest={digest}", "podLabels.team=ml", "extraEnv[0].name=HTTPS_PROXY", "extraEnv[0].value=http://proxy",
+        "topologySpreadConstraints[0].maxSkew=2", "topologySpreadConstraints[0].topologyKey=zone",
+        "topologySpreadConstraints[0].whenUnsatisfiable=ScheduleAnyway", "extraObjects[0].apiVersion=v1",
+        "extraObjects[0].kind=ConfigMap", "extraObjects[0].metadata.name=more",
+    ]  # fmt: skip
+    template = ("--set-literal", "extraObjects[0].data.where={{ .Release.Namespace }}")
+    objects = _objects(helm, *(part for value in values for part in ("--set", value)), *template)
+    deployment = _only(objects, "Deployment")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert container["image"] == f"everstep/operator@{digest}"
+    assert container["env"][-1] == {"name": "HTTPS_PROXY", "value": "http://proxy"}
+    assert pod["metadata"]["labels"].items() >= {"team": "ml", **deployment["spec"]["selector"]["matchLabels"]}.items()
+    assert pod["spec"]["topologySpreadConstraints"] == [
+        {"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ]
+    assert _only(objects, "ConfigMap")["data"] == {"where": NAMESPACE}
+
+
+@pytest.mark.parametrize(
+    ("value", "begins"),
+    [("nameOverride=trainer", "everstep-trainer"), ("fullnameOverride=mine", "mine"), ("nameOverride=", "everstep")],
+)
+def test_names_of_all_objects_follow_the_values_and_the_label_of_the_operator_does_not(
+    helm: Any, value: str, begins: str
+) -> None:
+    metrics = ("prometheusRule", "podMonitor", "dashboard")
+    objects = _objects(helm, "--set", value, *(p for m in metrics for p in ("--set", f"metrics.{m}.enabled=true")))
+    named = {o["metadata"]["name"] for o in objects if o["kind"] != "CustomResourceDefinition"}
+    assert {name for name in named if name != begins and not name.startswith(f"{begins}-")} == set()
+    for one in objects:
+        labels_ = one["metadata"].get("labels", {})
+        if one["kind"] != "CustomResourceDefinition":
+            assert labels_["app.kubernetes.io/name"] == "everstep", "`everstep doctor --cluster` looks for it"
+            assert {"instance", "version", "component", "part-of", "managed-by"} <= {
+                name.partition("/")[2] for name in labels_
+            }
+    env = {
+        v["name"]: v.get("value")
+        for v in _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert env["EVERSTEP_REPORT_URL"] == f"http://{_only(objects, 'Service')['metadata']['name']}.{NAMESPACE}.svc"
+
+
 def test_one_replica_has_no_disruption_budget_that_blocks_drains(helm: Any) -> None:
     assert "PodDisruptionBudget" not in {o["kind"] for o in _objects(helm, "--set", "replicas=1")}
 
@@ -295,6 +342,16 @@ def test_uninstall_keeps_the_crd_and_its_jobs(helm: Any) -> None:
         ("tolerations[0].opertor=Exists", "'opertor' not allowed"),
         ("affinity.nodeAfinity.x=1", "'nodeAfinity' not allowed"),
         ("affinity.podAffinity.requiredDuringScheduling=1", "'requiredDuringScheduling' not allowed"),
+        ("fullnameOverride=Mine", "/fullnameOverride"),
+        ("image.digest=latest", "/image/digest"),
+        ("podLabels.app\\.kubernetes\\.io/name=x", "/podLabels"),
+        ("extraEnv[0].nam=x", "/extraEnv/0"),
+        ("extraObjects[0].kind=ConfigMap", "/extraObjects/0"),
+        ("topologySpreadConstraints[0].maxSkew=1", "/topologySpreadConstraints/0"),
+        ("metrics.podmonitor.enabled=true", "'podmonitor' not allowed"),
+        ("metrics.podMonitor.interval=often", "/metrics/podMonitor/interval"),
+        ("metrics.prometheusRule.jobStuckSeconds=0", "/metrics/prometheusRule/jobStuckSeconds"),
+        ("metrics.prometheusRule.runbookUrl=https://wiki/", "/metrics/prometheusRule/runbookUrl"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(helm: Any, value: str, named: str) -> None:

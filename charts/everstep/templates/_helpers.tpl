@@ -1,12 +1,16 @@
 {{- /* The release's name where it says what it is, else with the chart's name; room is left for suffixes. */ -}}
 {{- define "everstep.fullname" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride -}}
+{{- else if contains $name .Release.Name -}}
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
+{{- /* The name is not that of nameOverride: `everstep doctor --cluster` finds the operator by it. */ -}}
 {{- define "everstep.selectorLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -16,12 +20,22 @@ app.kubernetes.io/component: operator
 {{- define "everstep.labels" -}}
 {{ include "everstep.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: {{ .Chart.Name }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{- define "everstep.serviceAccountName" -}}
 {{- .Values.serviceAccount.name | default (ternary (include "everstep.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end -}}
+
+{{- /* A digest names one image for ever, so the tag beside it would say nothing. */ -}}
+{{- define "everstep.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /*
