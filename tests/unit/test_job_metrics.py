@@ -101,6 +101,10 @@ async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
         assert seen[frozen] < stage.clock.now().timestamp() - 30, "step 9 is no new step"
         before = {name: value for name, value in seen.items() if "_node_" not in name and "goodput" not in name}
 
+        # Autoscalers delete nodes, and new ones have new names.
+        await stage.client.delete(NODES, None, "node-1")
+        await stage.until("its series has gone", lambda: "everstep_node_losses_total node-1" not in ours(operator))
+
     # The next leader knows it from the status.
     async with stage.operating() as operator:
         await stage.until("it has looked", lambda: f"everstep_job_step {DIGITS}" in ours(operator))
@@ -315,6 +319,8 @@ def test_nodes_that_lost_workers_last_are_counted_and_those_of_decisions_are_not
     assert "node-0" not in counted
     assert not counted.keys() & {"drained", "deleted"}
     assert NodeLosses().by_node(["a"]) == {"a": 0}
+    losses.keep({"bad", "node-4"})
+    assert losses.by_node([]) == {"bad": MAX_NODES + 5}, "a node that is gone has no series"
 
 
 async def test_jobs_beyond_the_bound_are_counted_and_a_scrape_takes_less_than_100_ms() -> None:

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep_operator.api.status import Status
+from everstep_operator.controller.figures import state_seconds
 from everstep_operator.controller.job_seconds import JobSeconds, Noticed, Standing, State
+from everstep_operator.controller.progress import JobProgress
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -93,6 +96,38 @@ def test_script_that_reports_nothing_is_unknown_and_not_productive() -> None:
     assert nonzero(seconds, 112) == {"wait": 12, "unknown": 100}
 
 
+def test_process_that_has_reported_its_start_is_not_silent_while_it_reads_a_large_state() -> None:
+    seconds = JobSeconds({}, 0.0, START)
+    seconds.planned(at(0), Standing.WAIT)
+    seconds.planned(at(10), Standing.START)
+    seconds.started()
+    assert nonzero(seconds, 300) == {"wait": 10}
+    seconds.restored(at(310), 280.0)
+    assert nonzero(seconds, 310) == {"wait": 10, "form": 20, "restore": 280}
+
+
+def test_start_that_is_reported_late_ends_the_silence() -> None:
+    seconds = JobSeconds({}, 0.0, START)
+    seconds.planned(at(0), Standing.START)
+    assert nonzero(seconds, 100) == {"unknown": 100}
+    seconds.started()  # importing took long
+    seconds.restored(at(160), 20.0)
+    assert nonzero(seconds, 160) == {"unknown": 100, "form": 40, "restore": 20}
+
+
+@pytest.mark.parametrize("leaders", [1, 2])
+def test_life_before_the_seconds_were_kept_is_in_no_state_that_a_leader_happens_to_find(leaders: int) -> None:
+    older = Status(start_time=at(-1000), earlier_active_seconds=500)  # as the operator before this one wrote it
+    seconds = JobProgress(older, START).seconds
+    seconds.planned(at(0), Standing.WAIT)
+    assert nonzero(seconds, 10) == {"unknown": 1500, "wait": 10}
+    for _ in range(leaders):
+        stored = older.model_copy(update={"state_seconds": state_seconds(seconds.seconds(at(10)))})
+        seconds = JobProgress(stored, at(20)).seconds
+        seconds.planned(at(20), Standing.FORM)
+    assert nonzero(seconds, 20)["unknown"] == 1500
+
+
 @pytest.mark.parametrize(
     ("found", "state"),
     [(Standing.WAIT, State.WAIT), (Standing.FORM, State.FORM), (Standing.TRAIN, State.PRODUCTIVE)],
@@ -113,6 +148,7 @@ _MOVES = st.one_of(
     st.tuples(st.just("loss"), st.sampled_from([Standing.WAIT, Standing.FORM, Standing.START]), st.floats(-5, 500)),
     st.tuples(st.just("restored"), st.floats(0, 100), st.none()),
     st.tuples(st.just("trained"), st.integers(0, 9), st.integers(0, 9)),
+    st.tuples(st.just("started"), st.none(), st.none()),
     st.tuples(st.just("round"), st.none(), st.none()),
     st.tuples(st.just("scrape"), st.none(), st.none()),
     st.tuples(st.just("leader"), _STANDINGS, st.none()),
@@ -140,6 +176,8 @@ def test_in_any_history_no_counter_falls_and_all_add_up_to_the_active_time(histo
                 seconds.restored(at(now), first)
             case "trained":
                 seconds.trained(at(now), first, min(first, second))
+            case "started":
+                seconds.started()
             case "round":
                 seconds.new_round()
             case "leader":

@@ -230,7 +230,7 @@ class StateSeconds(StatusModel):
     form: Count = Field(default=0, description="Enough workers ran, and had no world that trained.")
     restore: Count = Field(default=0, description="It read the training state.")
     wait: Count = Field(default=0, description="Too few workers ran: capacity, images, start-up, back-off.")
-    unknown: Count = Field(default=0, description="It trained, and its script reported nothing.")
+    unknown: Count = Field(default=0, description="Its script reported nothing, or an older operator saw to it.")
 
 
 class Failure(StatusModel):

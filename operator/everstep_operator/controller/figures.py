@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung
@@ -135,6 +135,11 @@ class NodeLosses:
                 break
             losses.setdefault(node, 0)
         return losses
+
+    def keep(self, nodes: Collection[str]) -> None:
+        """Forget all others: a node that is gone has no series."""
+        for name in self._losses.keys() - set(nodes):
+            del self._losses[name]
 
     def clear(self) -> None:
         self._losses.clear()

@@ -25,7 +25,7 @@ class State(StrEnum):
     FORM = "form"  # enough workers run, and do not train
     RESTORE = "restore"  # the training state is read
     WAIT = "wait"  # too few workers run
-    UNKNOWN = "unknown"  # the script reports nothing
+    UNKNOWN = "unknown"  # the script reports nothing; or an operator that kept no seconds saw to the job
 
 
 class Standing(StrEnum):
@@ -89,6 +89,12 @@ class JobSeconds:
             self._left_training = now
         if before is not standing:
             self._standing, self._since = standing, now
+
+    def started(self) -> None:
+        """A process of the round has begun, and will report what it does."""
+        self._reported = True
+        if self._standing is Standing.SILENT:
+            self._standing = Standing.START
 
     def restored(self, at: datetime, seconds: float) -> None:
         """All ranks of the round have read their state by `at`; the slowest needed `seconds`."""

@@ -32,9 +32,10 @@ class JobProgress:
         self._productive = 0.0
         if status.goodput_percent:
             self._productive = status.goodput_percent / 100 * status.active_seconds(now)
-        stored = status.state_seconds
-        known = {} if stored is None else {state: float(getattr(stored, state)) for state in State}
-        self.seconds = JobSeconds(known, status.active_seconds(now), now)
+        stored, active = status.state_seconds, status.active_seconds(now)
+        # An older operator kept no seconds: nobody knows what the job did under it.
+        known = {State.UNKNOWN: active} if stored is None else {state: float(getattr(stored, state)) for state in State}
+        self.seconds = JobSeconds(known, active, now)
         self._last: Report | None = None
         self._stepped_at = status.progress.stepped_at
         self._updated_at: datetime | None = None
@@ -137,6 +138,7 @@ class JobProgress:
 
     def _start(self, report: Report, now: datetime) -> bool:
         self._seen_to_begin = True
+        self.seconds.started()
         self._started.add(report.rank)
         if self._started_at is None and len(self._started) >= self._world_size:
             self._started_at = now

@@ -325,6 +325,7 @@ class Reconciler:
             if memory.status is not None and not is_finished(memory.status) and self._is_present(key, memory.uid)
         ]
         nodes = sorted({pod.spec.node_name for pod in self._caches.pods.list() if pod.spec.node_name})
+        self._node_losses.keep({*nodes, *(node.metadata.name for node in self._caches.nodes.list())})
         return ClusterFigures(
             tuple(
                 figures.of_job(*key, status, memory.progress, memory.recoveries, now)
