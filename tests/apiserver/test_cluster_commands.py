@@ -122,6 +122,44 @@ def test_list_and_status_say_of_a_job_what_its_objects_say(jobs: Jobs, call: Cal
     assert any(entry["job"] == "seen" for entry in json.loads(caller()("list", "-A", "-o", "json")))
 
 
+def test_where_the_time_of_a_job_went_and_which_nodes_cost_it(jobs: Jobs, call: Call) -> None:
+    ended = {"type": "Complete", "status": "True", "reason": "Succeeded", "lastTransitionTime": "2026-01-01T01:00:00Z"}
+    times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T01:00:00Z"}
+    seconds = {"productive": 3000, "detect": 60, "wait": 40}
+    parts = {"detectMs": 1000, "rendezvousMs": 2000, "restoreMs": 3000, "firstStepMs": 4000}
+    lost = {"at": "2026-01-01T00:10:00Z", "cause": "OOMKilled", "rung": "recreate", "node": "n1", **parts}
+    open_ = {"at": "2026-01-01T00:50:00Z", "cause": "Signaled", "rung": "shrink", "node": "n1", "detectMs": 500}
+    regrow = {**lost, "rung": "regrow", "node": "n2"}
+    unplaced = {key: value for key, value in lost.items() if key != "node"}
+    jobs.create("timed", {})
+    written = {**times, "earlierActiveSeconds": 100, "stateSeconds": seconds, "recoveries": [open_, regrow, lost]}
+    write(jobs, "tjob", "timed", {**written, "conditions": [ended]})
+    training(jobs, "beside", recoveries=[{**lost, "node": "n3", "lostSteps": 7, "cause": "NodeLost"}, unplaced])
+
+    shown = json.loads(call("goodput", "timed", "-o", "json"))
+    assert shown["seconds"] == {
+        "productive": 3000, "replay": 0, "detect": 60, "form": 0, "restore": 0, "wait": 40, "unknown": 0, "pending": 600
+    }  # fmt: skip
+    assert shown["total"] == sum(shown["seconds"].values()) == 3700
+    table = {line.split()[0]: line.split()[1:3] for line in call("goodput", "timed").splitlines()}
+    assert (table["productive"], table["pending"], table["total"]) == (
+        ["3000", "81.1%"],
+        ["600", "16.2%"],
+        ["3700", "100%"],
+    )
+    assert yaml.safe_load(call("goodput", "timed", "-o", "yaml")) == shown
+
+    rows = {row["node"]: row for row in json.loads(call("nodes", "-o", "json"))}
+    assert rows.keys() == {"n1", "n3", None}, "a world that is whole again has lost nobody"
+    assert (rows["n1"]["recoveries"], rows["n1"]["seconds"]) == (2, 10.5)
+    assert rows["n1"]["causes"] == {"OOMKilled": 1, "Signaled": 1}
+    assert rows["n1"]["last"] == "2026-01-01T00:50:00Z"
+    assert (rows["n3"]["jobs"], rows["n3"]["lost_steps"]) == ([f"{jobs.namespace}/beside"], 7)
+    assert call("nodes").splitlines()[1].split()[:3] == ["n1", "2", "10.5"]
+    assert call("nodes", "-o", "name").split() == ["n1", "n3"]
+    assert {row["node"] for row in json.loads(caller()("nodes", "-A", "-o", "json"))} >= {"n1", "n3"}
+
+
 def test_commands_that_change_a_job_change_that_job_alone(jobs: Jobs, call: Call) -> None:
     for name in ("mine", "yours"):
         jobs.create(name, {"elastic.minReplicas": 1, "elastic.maxReplicas": 4})

@@ -50,6 +50,12 @@ def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(
         assert job.view()["status"].startswith("Running")
         reasons = [row["reason"] for row in json.loads(call("events", "-o", "json"))]
         assert {"WorkerLost", "WorldResized"} <= set(reasons)
+        # If the others go on before the operator notices the loss, there is no record of it.
+        records = json.loads(call("status", "-o", "json"))["raw_status"].get("recoveries", [])
+        costs = json.loads(call("nodes", "-o", "json"))
+        assert sum(row["recoveries"] for row in costs) == sum(record["rung"] != "regrow" for record in records)
+        assert {row["where"] for row in costs} <= {"local run elastic"}
+        assert json.loads(call("goodput", "elastic", "-o", "json"))["seconds"]["productive"] > 0
         with pytest.raises(JobError, match="no worker 9; it has 0, 1"):
             call("logs", "elastic", "9")
         assert call("delete", "elastic") == "elastic: deleted; its commits stay (local run elastic)\n"
@@ -58,6 +64,9 @@ def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(
         assert call("status").startswith("elastic  ")
         assert call("list", "--ended", "-o", "name") == "elastic\n"
         assert call("logs", "elastic", "--tail", "1")
+        spent = json.loads(call("goodput", "elastic", "-o", "json"))
+        assert spent["total"] == sum(spent["seconds"].values())
+        assert spent == json.loads(call("goodput", "elastic", "-o", "json")), "the life of a run that has ended is over"
         assert [row["reason"] for row in json.loads(call("events", "elastic", "-o", "json"))][: len(reasons)] == reasons
         assert call("status", "--out", str(out)) == call("status")
         with pytest.raises(JobError, match="no local run named 'elastic'"):

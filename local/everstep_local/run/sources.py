@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +50,9 @@ def ended(out: str | None) -> list[Run]:
 def _load(folder: Path) -> View:
     """What a run has written of itself at its end. Raises `JobError`."""
     try:
-        return View.from_json(json.loads((folder / STATUS).read_text("utf-8")))
+        view = View.from_json(json.loads((folder / STATUS).read_text("utf-8")))
+        written = datetime.fromtimestamp((folder / STATUS).stat().st_mtime, UTC)
+        return replace(view, as_of=view.as_of or written.isoformat())
     except (OSError, ValueError, KeyError, TypeError) as e:
         problem = f"{type(e).__name__}: {e}" if isinstance(e, KeyError | TypeError) else e
         raise JobError(f"{folder / STATUS} cannot be read: {problem}") from e

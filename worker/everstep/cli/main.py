@@ -30,6 +30,7 @@ LOCAL = ("run", "start", "plan", "bench")
 _OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "delete", "kill")
 OWN = {
     **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),
+    **dict.fromkeys(("goodput", "nodes"), "everstep.cli.jobs.costs"),
     "init": "everstep.cli.jobs.create",
     "report": "everstep.cli.jobs.report",
     "version": "everstep.cli.about",

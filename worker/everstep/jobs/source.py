@@ -222,7 +222,7 @@ def _run_with(pod: str, job: str, worker: str, alive: list[Run], command: str) -
     named = [run for run in alive if re.fullmatch(rf"{re.escape(job)}(-\d+)?", run.name)]
     if [run.name for run in named] == [job]:
         return named[0]
-    having = [run for run in named if _may_have(run, pod)]
+    having = sorted((run for run in named if _may_have(run, pod)), key=lambda run: run.name)
     if len(having) > 1:
         names = ", ".join(run.name for run in having)
         raise JobError(

@@ -58,6 +58,7 @@ class View:
     notice: str = ""  # why nothing happens to the job at the moment
     namespace: str = ""  # empty for a run of this machine
     began: str = ""  # RFC 3339
+    as_of: str = ""  # RFC 3339: when it was so; empty: now
     observed: bool = True  # the status is about the spec as it is now
 
     @classmethod

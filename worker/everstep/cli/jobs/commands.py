@@ -50,17 +50,9 @@ Format = Annotated[Output, typer.Option("--output", "-o", help="How it is printe
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it has happened.")]
 
 
-@app.command("list")
-def list_jobs(
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    every: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
-    over: Annotated[bool, typer.Option("--ended", help="Also what ended runs left under .everstep.")] = False,
-    output: Format = Output.TABLE,
-) -> None:
-    """The jobs: local runs, and those in the namespace of the cluster's context."""
-    where = Where(namespace, context, kubeconfig, every=every)
+def gather(where: Where, *, over: bool) -> tuple[list[tuple[str, View]], str]:
+    """All jobs without workers and events, each with the title of its source, and the title of the cluster that was
+    asked. A run that does not answer is named, and left out. `over`: also runs that have ended."""
     runs = [] if where.names_a_cluster else [*local_alive(), *(local_ended(None) if over else [])]
     views: list[tuple[str, View]] = []
     problem: JobError | Unreachable | None = None
@@ -84,6 +76,21 @@ def list_jobs(
         say_error(f"note: {e}")
     if not views and problem is not None:
         raise problem
+    return views, title
+
+
+@app.command("list")
+def list_jobs(
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    every: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of all namespaces.")] = False,
+    over: Annotated[bool, typer.Option("--ended", help="Also what ended runs left under .everstep.")] = False,
+    output: Format = Output.TABLE,
+) -> None:
+    """The jobs: local runs, and those in the namespace of the cluster's context."""
+    where = Where(namespace, context, kubeconfig, every=every)
+    views, title = gather(where, over=over)
     if not views and output in (Output.TABLE, Output.WIDE):
         say_error(f"no job{f' in {title}' if title else ''}; start one with `everstep run`, or kubectl apply")
         return

@@ -1,0 +1,84 @@
+"""What the time of a job went into, and which nodes cost recoveries: from the statuses of jobs alone. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.jobs.view import View, ended, moment
+
+# The states of `status.stateSeconds` (ADR 0056), and what is in none of them yet.
+STATES = {
+    "productive": "new steps, with all that the script does between them",
+    "replay": "steps that were taken again after a loss",
+    "detect": "from a fault until it was noticed",
+    "form": "enough workers ran, and had no world that trained",
+    "restore": "the training state was read",
+    "wait": "too few workers ran: capacity, images, start-up, back-off",
+    "unknown": "the script reports nothing, or an older operator saw to the job",
+}
+PENDING = "pending"
+_PARTS = ("detectMs", "rendezvousMs", "restoreMs", "firstStepMs")
+
+
+def seconds_by_state(view: View, now: datetime) -> dict[str, int]:
+    """Whole seconds by state, and those that the status does not attribute yet. They add up to the time for which the
+    job was not suspended, until its end or `now`."""
+    status = view.raw_status
+    kept = status.get("stateSeconds") or {}
+    seconds = {state: int(kept.get(state) or 0) for state in STATES}
+    start = moment(str(status.get("startTime") or ""))
+    end = (moment(str(status.get("completionTime") or "")) if ended(status) else None) or moment(view.as_of) or now
+    present = 0.0 if start is None else max(0.0, (end - start).total_seconds())
+    active = int((status.get("earlierActiveSeconds") or 0) + present)
+    # A clock that is behind the cluster's may make the life shorter than its parts.
+    return {**seconds, PENDING: max(0, active - sum(seconds.values()))}
+
+
+@dataclass(slots=True)
+class NodeCost:
+    """`node` None: nobody knows on which one the worker ran. `where` is the title of the source."""
+
+    node: str | None
+    where: str
+    recoveries: int = 0
+    seconds: float = 0.0  # from the faults to the first steps, as far as the records say
+    lost_steps: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    jobs: list[str] = field(default_factory=list)
+    last: str = ""  # RFC 3339
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "node": self.node, "where": self.where, "recoveries": self.recoveries, "seconds": round(self.seconds, 3),
+            "lost_steps": self.lost_steps, "causes": dict(sorted(self.causes.items())), "jobs": self.jobs,
+            "last": self.last,
+        }  # fmt: skip
+
+
+def by_node(views: Iterable[tuple[str, View]]) -> list[NodeCost]:
+    """Each node on which the first lost worker of a recovery ran, the one that cost most first. `views` with the titles
+    of their sources. A status remembers the last ten recoveries."""
+    costs: dict[tuple[str, str | None], NodeCost] = {}
+    for where, view in views:
+        job = f"{view.namespace}/{view.job}" if view.namespace else view.job
+        for record in view.raw_status.get("recoveries") or ():
+            if record.get("rung") == "regrow":  # a world that is whole again has lost nobody
+                continue
+            node = record.get("node") or None
+            cost = costs.setdefault((where, node), NodeCost(node, where))
+            cost.recoveries += 1
+            cost.seconds += sum(int(record.get(part) or 0) for part in _PARTS) / 1000
+            cost.lost_steps += int(record.get("lostSteps") or 0)
+            cost.causes[str(record.get("cause"))] += 1
+            cost.last = max(cost.last, str(record.get("at") or ""), key=_order)
+            if job not in cost.jobs:
+                cost.jobs.append(job)
+    return sorted(costs.values(), key=lambda cost: (-cost.seconds, -cost.recoveries, str(cost.node)))
+
+
+def _order(at: str) -> datetime:
+    return moment(at) or datetime.min.replace(tzinfo=UTC)
