@@ -22,7 +22,7 @@ endif
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 # The distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
-OURS := -e './worker[worker,s3,gcs,azure]' -e ./operator -e ./local -e ./horovod -e ./sources
+OURS := -e './worker[worker,s3,gcs,azure]' -e './operator[kubeconfig]' -e ./local -e ./horovod -e ./sources
 # Where a file *.pth names folders in which every process of the environment finds modules: those that tests share.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 

@@ -80,7 +80,7 @@ def test_version_is_in_one_place_and_needs_the_others_of_the_same(name: str, whe
     assert told["License-Expression"] == "Apache-2.0"
     ours = [r for r in told.get_all("Requires-Dist", []) if r.startswith("everstep")]
     needed = {
-        "everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator"],
+        "everstep": [], "everstep-operator": ["everstep"], "everstep-local": ["everstep-operator[kubeconfig]"],
         "everstep-horovod": ["everstep[worker]"], "everstep-sources": ["everstep"],
     }[name]  # fmt: skip
     assert ours == [f"{n}=={everstep.__version__}" for n in needed]
@@ -219,9 +219,43 @@ def test_operator_alone_starts_and_has_no_local_mode(wheels: dict[str, Path], tm
     programs = installed(tmp_path / "venv", wheels, str(wheels["everstep"]), str(wheels["everstep-operator"]))
     assert done(programs / "everstep-operator", "--version") == f"everstep-operator {everstep.__version__}\n"
     found = done(UV, "pip", "list", "--format", "freeze", "--python", programs / "python")
-    assert not {"torch", "numpy", "cel-python", "everstep-local"} & {line.split("==")[0] for line in found.split()}
+    assert not {"torch", "numpy", "cel-python", "everstep-local", "kubernetes"} & {
+        line.split("==")[0] for line in found.split()
+    }
     ended = call(programs / "everstep", "run", "job.yaml")
     assert (ended.returncode, ended.stderr.endswith(LOCAL_IS_MISSING)) == (2, True), ended.stderr
+    ended = call(programs / "everstep-operator", "--kubeconfig", "kube.yaml", "--namespace", "n")
+    assert (ended.returncode, "pip install 'everstep-operator[kubeconfig]'" in ended.stderr) == (2, True), ended.stderr
+    assert '"msg":"operator starts"' in start_in_pod(programs / "python", tmp_path)
+
+
+def start_in_pod(python: Path, folder: Path) -> str:
+    """What the operator logs, as in a pod whose API server answers nobody, until it says that it starts."""
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", folder / "ca.key")
+    done("openssl", "req", "-x509", *key, "-subj", "/CN=ca", "-out", folder / "ca.crt")
+    for name in ("token", "namespace"):
+        (folder / name).write_text("one")
+    environment = {k: v for k, v in os.environ.items() if k not in ("KUBECONFIG", "PYTHONPATH")}
+    environment |= {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "KUBERNETES_SERVICE_PORT": "6443"}
+    command: list[str | Path] = [
+        python,
+        "-P",
+        ROOT / "tests/support/operator/in_pod.py",
+        folder,
+        "--port",
+        "0",
+        "--probe-port",
+        "0",
+    ]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines: list[str] = []
+        try:
+            while not lines or (lines[-1] and "operator starts" not in lines[-1]):
+                lines.append(process.stderr.readline())
+        finally:
+            process.kill()
+    return "".join(lines)
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)

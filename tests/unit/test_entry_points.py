@@ -15,7 +15,7 @@ import yaml
 
 from everstep.contract import variables
 from everstep_operator.arguments import read
-from everstep_operator.kube.credentials import InCluster, KubeConfig, find_source
+from everstep_operator.kube.credentials import InCluster, KubeConfig, find_source, look_up
 from everstep_operator.kube.errors import CredentialsError
 from everstep_operator.settings import VARIABLES, SettingsError
 
@@ -160,11 +160,13 @@ def test_help_lists_all_commands_with_what_they_do(tmp_path: Path) -> None:
 
 # --- the operator
 
+OPERATOR_MODULES = 650  # there were 987 with the official client
+
 
 def test_operator_outside_of_a_pod_starts_in_no_cluster_that_nobody_named(tmp_path: Path) -> None:
     done = call(PROGRAMS["everstep-operator"], tmp_path, EVERSTEP_NAMESPACE="everstep-system")
     assert done.returncode == 2
-    assert done.stderr.startswith("everstep-operator: this is no pod with a service account: name the cluster with --k")
+    assert done.stderr.startswith("everstep-operator: this is no pod: name the cluster with --kubeconfig FILE")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -235,6 +237,46 @@ def test_pod_uses_its_own_cluster_and_namespace_and_no_kubeconfig_by_chance(tmp_
         find_source({**environ, "KUBECONFIG": "/x"}, service_account=tmp_path)
     named = find_source({**environ, "KUBECONFIG": "/x"}, "/y", service_account=tmp_path)
     assert named == KubeConfig("/y")
+
+
+def test_pod_without_a_token_is_told_the_file_and_one_with_a_wrong_port_the_variable(tmp_path: Path) -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "tcp://10.0.0.1:443"}
+    with pytest.raises(CredentialsError, match=f"no service account's token, {tmp_path}/token: name the cluster"):
+        find_source(environ, service_account=tmp_path)
+    (tmp_path / "token").write_text("t")
+    with pytest.raises(CredentialsError, match=r"^KUBERNETES_SERVICE_PORT: 'tcp://10.0.0.1:443' is no port"):
+        find_source(environ, service_account=tmp_path)
+
+
+def test_server_with_an_ipv6_address_has_brackets(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t")
+    environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    assert look_up(find_source(environ, service_account=tmp_path)).server == "https://[fd00::1]:443"
+
+
+def test_operator_loads_what_a_pod_needs_and_no_official_client(tmp_path: Path) -> None:
+    code = "import sys, everstep_operator.main; print(*sys.modules)"
+    modules = call([sys.executable, "-c", code], tmp_path).stdout.split()
+    assert {name.partition(".")[0] for name in modules}.isdisjoint(
+        ("kubernetes", "requests", "oauthlib", "dateutil", "yaml", "jwt", "cryptography", "rich", "typer", "fsspec")
+    )
+    assert len(modules) < OPERATOR_MODULES
+
+
+WITHOUT = """
+import sys
+sys.modules["kubernetes"] = None
+from everstep_operator.main import main
+sys.exit(main())
+"""
+
+
+def test_kubeconfig_without_the_official_client_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    done = call([sys.executable, "-c", WITHOUT, "--context", "here", "--namespace", "n"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"everstep-operator: kubeconfig {tmp_path}/kube.yaml: the package kubernetes")
+    assert "pip install 'everstep-operator[kubeconfig]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 # --- variables

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -31,6 +32,7 @@ from everstep_operator.kube.errors import (
 )
 from everstep_operator.kube.framing import split_lines
 from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NETWORK_POLICIES, NODES, PDBS, PODS, SERVICES
+from everstep_operator.kube.service_account import TokenFile
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
 from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
@@ -363,10 +365,61 @@ async def test_missing_kubeconfig_says_what_to_check(tmp_path: Path) -> None:
             await client.get(PODS, "ns", "a")
 
 
-async def test_missing_service_account_says_what_to_check(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("token", None, "the token cannot be read: [Errno 2] No such file"),
+        ("token", b"", "is empty"),
+        ("token", b"one two", "has more than a token"),
+        ("token", b"\xff\xfe", "the token cannot be read: 'ascii' codec"),
+        ("ca.crt", None, "the CA of the API server cannot be read: [Errno 2] No such file"),
+        ("ca.crt", b"", "has no certificate in PEM"),
+        ("ca.crt", b"no certificate", "has no certificate in PEM"),
+    ],
+)
+async def test_file_of_a_service_account_that_cannot_be_used_is_named(
+    name: str, content: bytes | None, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("t")
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     async with HttpKubeClient(InCluster(tmp_path, "127.0.0.1", "1")) as client:
-        with pytest.raises(CredentialsError, match="token file does not exist"):
+        with pytest.raises(CredentialsError) as caught:
             await client.get(PODS, "ns", "a")
+    assert str(caught.value).startswith(f"{tmp_path / name}: {problem}")
+
+
+async def test_token_that_the_kubelet_replaces_is_used_at_once_and_the_last_one_while_its_file_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    (tmp_path / "..1").mkdir()
+    (tmp_path / "..1/token").write_text("first\n")
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "token").symlink_to("..data/token")
+    token = TokenFile(tmp_path / "token", monotonic=lambda: now)
+    assert await token.authorization() == "Bearer first"
+
+    (tmp_path / "..2").mkdir()
+    (tmp_path / "..2/token").write_text("other\n")
+    (tmp_path / "..new").symlink_to("..2")
+    (tmp_path / "..new").replace(tmp_path / "..data")  # as a kubelet does
+    assert await token.authorization() == "Bearer other"
+
+    (tmp_path / "token").unlink()
+    assert [await token.authorization() for _ in range(3)] == ["Bearer other"] * 3
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [
+        "the token cannot be read again, so the last one is used"
+    ]
+    (tmp_path / "token").write_text("third")
+    assert await token.authorization() == "Bearer third"
+
+    old = (tmp_path / "token").stat()
+    (tmp_path / "token").write_text("fifth")
+    os.utime(tmp_path / "token", ns=(old.st_atime_ns, old.st_mtime_ns))  # a file system that shows no change
+    now += 60
+    assert await token.authorization() == "Bearer fifth"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
-
-import jwt
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from everstep_operator.endpoint.token_claims import Claims
 from everstep_operator.kube.errors import Forbidden, KubeError
+
+if TYPE_CHECKING:
+    import jwt
 
 log = logging.getLogger("everstep.signatures")
 
@@ -146,8 +148,9 @@ def _usable(key_set: Mapping[str, Any]) -> dict[str, _Named]:
 
 def _key(row: dict[str, Any]) -> jwt.PyJWK | None:
     """Parse a key. None: it is of a kind that this release does not know, or that belongs in no public set."""
+    library = import_module("jwt")  # 9 MiB with cryptography: only an operator whose workers call has a use for it
     try:
-        key = jwt.PyJWK(row)
-    except (jwt.PyJWTError, TypeError, ValueError):
+        key: jwt.PyJWK = library.PyJWK(row)
+    except (library.PyJWTError, TypeError, ValueError):
         return None
     return key if key.algorithm_name in ALGORITHMS else None

@@ -1,37 +1,36 @@
-"""Finds the API server and our credentials, from a pod's service account or from a kubeconfig.
+"""Chooses the API server and our credentials: those of a pod's service account, or those of a kubeconfig.
 
-The official client does the work (exec plug-ins, token files, client certificates, proxies). This module chooses the
-source, and turns failures into our errors. Loading again yields fresh tokens and a fresh CA, so a rotation needs no
-restart.
+Loading again yields a fresh token and a fresh CA, so a rotation needs no restart. A pod needs no more than two files
+(`service_account`). A kubeconfig is read by the official client (`kubeconfig`), which is imported then, and only then:
+its package is an extra (ADR 0057).
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kubernetes.aio import config
-from kubernetes.aio.client import Configuration
-from kubernetes.aio.config import incluster_config, kube_config
-
+from everstep_operator.kube.access import Access
 from everstep_operator.kube.errors import CredentialsError
-
-# The package calls itself typed, but its loaders carry no annotations.
-_InClusterConfigLoader: Any = incluster_config.InClusterConfigLoader
-_load_kube_config: Any = config.load_kube_config
-_KubeConfigMerger: Any = kube_config.KubeConfigMerger
+from everstep_operator.kube.service_account import access as pod_access
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
 class InCluster:
-    """The files that the kubelet mounts, and the address `host:port` of the `kubernetes` Service."""
+    """The files that the kubelet mounts, and the address of the `kubernetes` Service. An IPv6 address has no
+    brackets."""
 
     directory: Path
     host: str
     port: str
+
+    @property
+    def server(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"https://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,11 @@ def find_source(
         home = Path(environ.get("HOME", "~")).expanduser() / ".kube" / "config"
         return KubeConfig(kubeconfig or ambient or str(home), context)
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
-    if not (host and port and (service_account / "token").is_file()):
+    token = service_account / "token"
+    if not (host and port and token.is_file()):
+        missing = f"this pod has no service account's token, {token}" if host and port else "this is no pod"
         raise CredentialsError(
-            "this is no pod with a service account: name the cluster with --kubeconfig FILE, or --context NAME of "
+            f"{missing}: name the cluster with --kubeconfig FILE, or --context NAME of "
             + ("$KUBECONFIG" if ambient else "~/.kube/config")
         )
     if ambient:
@@ -71,6 +72,8 @@ def find_source(
             "this pod has a service account, and $KUBECONFIG names a cluster too: unset KUBECONFIG, or give "
             "--kubeconfig"
         )
+    if not (port.isascii() and port.isdigit()):
+        raise CredentialsError(f"KUBERNETES_SERVICE_PORT: {port!r} is no port: Kubernetes sets it to a number")
     return InCluster(service_account, host, port)
 
 
@@ -98,45 +101,28 @@ class Cluster:
 
 def look_up(source: Source) -> Cluster:
     """Which cluster that is, read from files alone. Raises `CredentialsError` for a file or context that does not
-    exist."""
+    exist, and for a kubeconfig where the official client is not installed."""
     if isinstance(source, InCluster):
-        host = f"[{source.host}]" if ":" in source.host else source.host  # an IPv6 address
-        return Cluster(source, f"https://{host}:{source.port}")
-    if not any(Path(path).expanduser().is_file() for path in source.path.split(os.pathsep)):
-        raise CredentialsError(f"kubeconfig {source.path}: there is no such file")
-    try:
-        merged = _KubeConfigMerger(source.path)
-        contexts = {c["name"]: c["context"] for c in merged.config["contexts"]}
-        name = source.context or merged.config.value.get("current-context") or ""
-        if name not in contexts:
-            wanted = f"no context {name!r}" if name else "no current context; give --context"
-            raise CredentialsError(f"kubeconfig {source.path}: {wanted}; it has {', '.join(contexts) or 'none'}")
-        clusters = {c["name"]: c["cluster"] for c in merged.config["clusters"]}
-        server = str(clusters[contexts[name]["cluster"]]["server"])
-    except CredentialsError:
-        raise
-    except Exception as error:  # its parsers raise errors of YAML, KeyError, and the client's own
-        raise CredentialsError(f"kubeconfig {source.path}: cannot be read: {error}") from error
+        return Cluster(source, source.server)
+    name, server = _kubeconfig(source).context_and_server(source.path, source.context)
     # The context is fixed: a running operator must not move when somebody makes another context the current one.
     return Cluster(KubeConfig(source.path, name), server, name)
 
 
-async def load(source: Source, connections: int) -> Any:
-    """A client configuration with at most `connections` connections. Raises `CredentialsError`."""
-    configuration = Configuration(connection_pool_maxsize=connections)
+async def load(source: Source) -> Access:
+    """Read the source's files, now. Raises `CredentialsError`."""
+    if isinstance(source, InCluster):
+        return pod_access(source.server, source.directory)
+    loaded: Access = await _kubeconfig(source).access(source.path, source.context)
+    return loaded
+
+
+def _kubeconfig(source: KubeConfig) -> Any:
+    """The module that reads kubeconfigs."""
     try:
-        match source:
-            case InCluster(directory, host, port):
-                _InClusterConfigLoader(
-                    token_filename=str(directory / "token"),
-                    cert_filename=str(directory / "ca.crt"),
-                    environ={**os.environ, "KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port},
-                ).load_and_set(configuration)
-            case KubeConfig(path, context):
-                await _load_kube_config(
-                    config_file=path, context=context, client_configuration=configuration, persist_config=False
-                )
-    except Exception as error:
-        # The loaders raise whatever their parsers raise (YAML, base64, KeyError). All of these mean the same here.
-        raise CredentialsError(f"cannot load {source}: {error}; check that the files exist and are readable") from error
-    return configuration
+        return import_module("everstep_operator.kube.kubeconfig")
+    except ModuleNotFoundError as error:
+        raise CredentialsError(
+            f"kubeconfig {source.path}: the package {error.name} reads kubeconfigs, and is not installed: "
+            "pip install 'everstep-operator[kubeconfig]'; a pod's service account needs no package"
+        ) from error

@@ -4,9 +4,8 @@ Invariant: after a 401, or a certificate that does not verify, a request is repe
 were loaded after the failure. Requests in flight finish on the old session, which is closed after the last of them. To
 close it at once would cut healthy watches, and leave the outcome of writes unknown.
 
-The official client loads the credentials, renews tokens and builds the TLS context. Requests are sent without it: it
-copies each body value by value, and looks for the environment's proxy and .netrc in a thread before each request,
-which cost more than the request (ADR 0047).
+The official client is used for kubeconfigs alone, and sends no requests: it copies each body value by value, and looks
+for the environment's proxy and .netrc in a thread before each request, which cost more than the request (ADR 0047).
 """
 
 import asyncio
@@ -21,10 +20,10 @@ from urllib.parse import urlencode, urlsplit
 
 import aiohttp
 import msgspec
-from kubernetes.aio.client.rest import RESTClientObject
 from yarl import URL
 
 from everstep_operator.kube import credentials
+from everstep_operator.kube.access import Access
 from everstep_operator.kube.errors import ConnectionFailed, KubeError, Operation, from_response
 from everstep_operator.kube.framing import MAX_BODY
 
@@ -52,7 +51,7 @@ class Request:
 class _Generation:
     """The connections with one set of credentials, and how many requests use them."""
 
-    configuration: Any
+    access: Access
     http: aiohttp.ClientSession
     proxy: str | None
     users: int = 0
@@ -107,7 +106,8 @@ class Session:
             yield response
         except (aiohttp.ClientConnectorCertificateError, ssl.SSLCertVerificationError) as error:
             raise _BadCertificate(
-                f"the server's certificate is not trusted: {error}", operation=request.operation
+                f"the server's certificate is not trusted by {used.access.authority}: {error}",
+                operation=request.operation,
             ) from error
         except TimeoutError as error:
             raise ConnectionFailed(
@@ -130,8 +130,8 @@ class Session:
             old = self._current
             if old is not None and (old is not used or now - self._loaded_at < RELOAD_EVERY):
                 return old
-            configuration = await credentials.load(self._source, self._connections)
-            self._current, self._loaded_at = _generation(configuration, self._connections), now
+            access = await credentials.load(self._source)
+            self._current, self._loaded_at = _generation(access, self._connections), now
             if old is not None:
                 old.retired = True
                 if not old.users:
@@ -143,15 +143,15 @@ class _BadCertificate(ConnectionFailed):
     """TLS refused the server: its CA may have been rotated."""
 
 
-def _generation(configuration: Any, connections: int) -> _Generation:
-    connector = aiohttp.TCPConnector(limit=connections, ssl=RESTClientObject(configuration).ssl_context)
+def _generation(access: Access, connections: int) -> _Generation:
+    connector = aiohttp.TCPConnector(limit=connections, ssl=access.tls)
     http = aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=READ_BUFFER,
         headers={"User-Agent": USER_AGENT},
     )
-    return _Generation(configuration, http, configuration.proxy or environment_proxy(configuration.host))
+    return _Generation(access, http, access.proxy or environment_proxy(access.server))
 
 
 def environment_proxy(server: str) -> str | None:
@@ -165,20 +165,19 @@ def environment_proxy(server: str) -> str | None:
 async def _call(used: _Generation, request: Request) -> aiohttp.ClientResponse:
     # No compression: inside a cluster it costs the server more than it saves on the network.
     headers = {"Accept": request.accept, "Accept-Encoding": "identity", "Content-Type": request.content_type}
-    configuration = used.configuration
-    token = (await configuration.auth_settings()).get("BearerToken")
-    if token is not None:
-        headers[token["key"]] = token["value"]
+    access = used.access
+    if authorization := await access.authorization():
+        headers["Authorization"] = authorization
     query = f"?{urlencode(request.query)}" if request.query else ""
     return await used.http.request(
         request.method,
-        URL(f"{configuration.host}{request.path}{query}", encoded=True),
+        URL(f"{access.server}{request.path}{query}", encoded=True),
         headers=headers,
         data=None if request.body is None else encoded(request.body),
         timeout=aiohttp.ClientTimeout(total=request.total, sock_connect=request.connect),
         proxy=used.proxy,
-        proxy_headers=configuration.proxy_headers,
-        server_hostname=configuration.tls_server_name,
+        proxy_headers=access.proxy_headers,
+        server_hostname=access.tls_server_name,
     )
 
 

@@ -10,11 +10,21 @@ import pytest
 
 from everstep_operator.kube.client import TokenIdentity, TokenRefused
 from everstep_operator.kube.credentials import InCluster, KubeConfig
-from everstep_operator.kube.errors import AlreadyExists, Conflict, Forbidden, Gone, Invalid, NotFound, Unauthorized
+from everstep_operator.kube.errors import (
+    AlreadyExists,
+    Conflict,
+    ConnectionFailed,
+    Forbidden,
+    Gone,
+    Invalid,
+    NotFound,
+    Unauthorized,
+)
 from everstep_operator.kube.resources import PODS, Resource, custom_resource
 from everstep_operator.kube.session import Request
 from everstep_operator.kube.transport import HttpKubeClient
 from everstep_operator.kube.wire import Unstructured
+from support.apiserver.network import Network
 from support.apiserver.waiting import compact, eventually
 from support.conformity.bodies import CONFIGMAPS, NAMESPACES, pod
 
@@ -190,9 +200,23 @@ async def test_rotated_token_file_is_used_without_a_restart(
     async with HttpKubeClient(source) as rotating:
         with pytest.raises(Unauthorized):
             await rotating.list(PODS, namespace)
+        token = control_plane.kubectl("create", "token", "default", "-n", "kube-system").stdout.strip()
+        account_files(tmp_path, control_plane, token)
+        with pytest.raises(Forbidden, match="system:serviceaccount:kube-system:default"):
+            await rotating.list(PODS, namespace)
         account_files(tmp_path, control_plane, control_plane.token)
-        rotating._session._loaded_at -= 60  # as if the load were not moments old
         assert (await rotating.list(PODS, namespace)).items == ()
+
+
+async def test_server_is_reached_at_an_ipv6_address(namespace: str, control_plane: Any, tmp_path: Path) -> None:
+    source = account_files(tmp_path, control_plane, control_plane.token)
+    network = Network(control_plane.kubeconfig, tmp_path)
+    port = await network.start("::1")
+    try:
+        async with HttpKubeClient(InCluster(source.directory, "::1", str(port))) as client:
+            assert (await client.list(PODS, namespace)).items == ()
+    finally:
+        await network.stop()
 
 
 async def test_rotated_authority_is_trusted_without_a_restart(
@@ -208,7 +232,7 @@ async def test_rotated_authority_is_trusted_without_a_restart(
     )  # fmt: skip
     assert await process.wait() == 0
     async with HttpKubeClient(source) as rotating:
-        with pytest.raises(Exception, match="certificate"):
+        with pytest.raises(ConnectionFailed, match=f"certificate is not trusted by {tmp_path}/ca.crt: "):
             await rotating.get(PODS, namespace, "w0")
         (tmp_path / "ca.crt").write_bytes(good)
         rotating._session._loaded_at -= 60

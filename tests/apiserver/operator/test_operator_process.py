@@ -24,11 +24,11 @@ pytestmark = pytest.mark.apiserver
 
 
 @pytest.fixture
-def start(crd: Any, place: Place, tmp_path: Path) -> Iterator[Callable[[str], Replica]]:
+def start(crd: Any, place: Place, tmp_path: Path) -> Iterator[Callable[..., Replica]]:
     made: list[Replica] = []
 
-    def begin(name: str) -> Replica:
-        made.append(Replica(crd, place.namespace, name, tmp_path))
+    def begin(name: str, in_pod: bool = False) -> Replica:
+        made.append(Replica(crd, place.namespace, name, tmp_path, in_pod=in_pod))
         return made[-1]
 
     yield begin
@@ -107,6 +107,19 @@ async def test_operator_told_to_stop_gives_its_lease_back_and_ends(
     assert await asyncio.to_thread(replica.process.wait, 30) == 0
     assert await holder(place) == ""
     assert replica.lines()[-1]["msg"] == "operator stops"
+
+
+async def test_operator_in_a_pod_runs_a_job_without_the_official_client(
+    place: Place, start: Callable[..., Replica]
+) -> None:
+    replica = start("replica-a", in_pod=True)
+    await place.create_job()
+    await place.running("digits-w0-0", "digits-w1-0")
+    replica.send(signal.SIGTERM)
+    assert await asyncio.to_thread(replica.process.wait, 30) == 0, replica.log.read_text()
+    modules = replica.printed.read_text().split()
+    assert "everstep_operator.controller.apply" in modules
+    assert [name for name in modules if name.partition(".")[0] == "kubernetes"] == []
 
 
 def test_setting_that_cannot_be_used_is_named_and_nothing_starts() -> None:

@@ -37,7 +37,7 @@ def _certificates(folder: Path) -> None:
     )  # fmt: skip
     extensions = folder / "extensions"
     extensions.write_text(
-        f"subjectAltName=IP:127.0.0.1,IP:{SERVICE_IP},DNS:localhost,DNS:kubernetes.default.svc\n"
+        f"subjectAltName=IP:127.0.0.1,IP:::1,IP:{SERVICE_IP},DNS:localhost,DNS:kubernetes.default.svc\n"
         "basicConstraints=CA:FALSE\nkeyUsage=digitalSignature\nextendedKeyUsage=serverAuth\nauthorityKeyIdentifier=keyid\n"
     )
     request = folder / "server.csr"

@@ -26,11 +26,13 @@ class Network:
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self._config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
+    async def start(self, host: str = "127.0.0.1") -> int:
+        """The port of `host` at which the API server is now. `kubeconfig` names an IPv4 address alone."""
+        self._server = await asyncio.start_server(self._serve, host, 0)
+        port = int(self._server.sockets[0].getsockname()[1])
+        self._config["clusters"][0]["cluster"]["server"] = f"https://{host}:{port}"
         self.kubeconfig.write_text(json.dumps(self._config))
+        return port
 
     async def stop(self) -> None:
         self.cut()

@@ -13,27 +13,46 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from support import ROOT
 from testcluster.daemon import free_ports
 
 LEASE_SECONDS = 3
+IN_POD = ROOT / "tests/support/operator/in_pod.py"
 
 
 class Replica:
     """One `everstep-operator`, with the variables that the chart sets."""
 
-    def __init__(self, plane: Any, namespace: str, name: str, folder: Path, lease_seconds: int = LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        plane: Any,
+        namespace: str,
+        name: str,
+        folder: Path,
+        lease_seconds: int = LEASE_SECONDS,
+        *,
+        in_pod: bool = False,
+    ) -> None:
+        """`in_pod`: with a service account's files in place of the kubeconfig; its modules are printed at its end."""
         self.port, self.probe_port = free_ports(2)
-        self.name, self.log = name, folder / f"{name}.log"
+        self.name, self.log, self.printed = name, folder / f"{name}.log", folder / f"{name}.out"
         environ = {
             **os.environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
             "EVERSTEP_PORT": str(self.port), "EVERSTEP_PROBE_PORT": str(self.probe_port),
             "EVERSTEP_LEASE_SECONDS": str(lease_seconds),
         }  # fmt: skip
-        command = Path(sys.executable).with_name("everstep-operator")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [str(command), "--kubeconfig", str(plane.kubeconfig)], env=environ, stdout=log, stderr=log
-            )
+        command = [str(Path(sys.executable).with_name("everstep-operator")), "--kubeconfig", str(plane.kubeconfig)]
+        if in_pod:
+            account = folder / f"{name}-account"
+            account.mkdir()
+            (account / "token").write_text(plane.token)
+            (account / "ca.crt").write_bytes(plane.ca_file.read_bytes())
+            host, port = plane.url.removeprefix("https://").split(":")
+            environ |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+            environ.pop("KUBECONFIG", None)
+            command = [sys.executable, "-P", str(IN_POD), str(account)]
+        with self.log.open("wb") as log, self.printed.open("wb") as printed:
+            self.process = subprocess.Popen(command, env=environ, stdout=printed, stderr=log)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
