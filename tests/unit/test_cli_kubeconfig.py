@@ -31,7 +31,7 @@ def context(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "context": {"cluster": "c", "user": "u", **more}}
 
 
-def write(path: Path, contexts: list[dict[str, Any]], user: dict[str, Any] | None = None, **fields: Any) -> None:
+def write(path: Path, contexts: list[dict[str, Any]], user: dict[str, Any] | None = None, /, **fields: Any) -> None:
     settings = {
         "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
         "users": [{"name": "u", "user": user or {}}],
@@ -97,6 +97,19 @@ def test_broken_kubeconfig_is_no_missing_one(text: str, tmp_path: Path) -> None:
         assert "no local run" not in str(done.exception)
         assert SECRET not in str(done.exception)
         assert len(str(done.exception).splitlines()) == 1
+
+
+def test_data_in_the_kubeconfig_counts_before_a_file_that_is_gone(tmp_path: Path) -> None:
+    cluster = {"server": "http://h", "certificate-authority": "gone.crt", "certificate-authority-data": "eA=="}
+    write(tmp_path / "config", [context("a")], clusters=[{"name": "c", "cluster": cluster}], **{"current-context": "a"})
+    assert connect(Where()).title == "namespace default of context a"
+
+
+def test_credentials_that_the_client_cannot_use_send_no_anonymous_request(tmp_path: Path) -> None:
+    oidc = {"name": "oidc", "config": {"id-token": "no JWT"}}
+    write(tmp_path / "config", [context("a")], {"auth-provider": oidc}, **{"current-context": "a"})
+    with pytest.raises(Misconfigured, match=r"context a .*credentials of its user cannot be used: auth-provider"):
+        connect(Where())
 
 
 def test_folder_is_no_kubeconfig_and_several_files_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,3 +194,13 @@ async def test_run_that_ends_without_a_word_is_named_and_an_older_one_of_its_fol
     done = await asyncio.wait_for(watching, 10)
     assert isinstance(done.exception, JobError)
     assert str(done.exception) == f"run digits has ended, and left no status.json in {folder}: it was killed"
+
+
+async def test_progress_bar_of_a_run_is_lines_that_lose_no_word(folder: Path) -> None:
+    leave(folder, "good", View.unknown("digits"))
+    (folder / ".everstep" / "good" / "logs").mkdir()
+    lines = ["00:00:00 begin here", "00:00:01 epoch 1: 10%\repoch 1: 20%\r", "00:00:02 end here"]
+    (folder / ".everstep" / "good" / "logs" / "digits-w0-0.log").write_text("".join(f"{line}\n" for line in lines))
+    shown = await call("logs", "digits-w0-0")
+    assert shown.output.splitlines() == ["begin here", "epoch 1: 10%", "epoch 1: 20%", "end here"]
+    assert (await call("logs", "digits-w0-0", "--tail", "1")).output == "end here\n"

@@ -201,9 +201,8 @@ def last_lines(lines: list[str]) -> list[str]:
 def _tail(out: Path, pod: str, count: int) -> list[str]:
     """The last lines of a worker's log, without their times; none if there is no such log."""
     try:
-        with (out / "logs" / f"{pod}.log").open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n").partition(" ")[2] for line in deque(file, count)]
-    except OSError:
+        return list(kept_log(out, pod, count))
+    except JobError:
         return []
 
 

@@ -215,7 +215,8 @@ def kept_log(folder: Path, pod: str, tail: int | None) -> Iterator[str]:
     """The lines of a pod's log that a run keeps in its folder, without their times. Raises `JobError`."""
     path = folder / LOGS / f"{pod}.log"
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        # A carriage return of a progress bar ends no line here: what follows it has no time before it.
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file if tail is None else deque(file, tail):
                 yield line.rstrip("\n").partition(" ")[2]
     except OSError as e:

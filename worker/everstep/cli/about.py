@@ -10,7 +10,7 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from everstep.cli.jobs.commands import Context, Kubeconfig
 from everstep.cli.printing import say
-from everstep.jobs.source import JobError, NoCluster, Unreachable, Where
+from everstep.jobs.source import JobError, Misconfigured, NoCluster, Unreachable, Where
 from everstep.version import __version__
 
 app = typer.Typer(add_completion=False)
@@ -31,7 +31,7 @@ def version(context: Context = None, kubeconfig: Kubeconfig = None) -> None:
         images = import_module("everstep.jobs.cluster").operators(Where(context=context, kubeconfig=kubeconfig))
     except NoCluster:
         return
-    except Unreachable as e:
+    except (Unreachable, Misconfigured) as e:
         say(f"operator: not known: {e}")
         return
     for image in images or ["none on the cluster"]:

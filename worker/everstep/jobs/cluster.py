@@ -68,6 +68,12 @@ def _client(chosen: kubeconfig.Chosen, settings: Any) -> Any:
         problem = " ".join(str(e).split()) or type(e).__name__
         raise Misconfigured(f"context {chosen.name} of the kubeconfig cannot be used: {problem}") from e
 
+    fields = ", ".join(field for field in user if field != "extensions")
+    if fields and settings.host.startswith("https") and not (settings.api_key or settings.cert_file):
+        raise Misconfigured(
+            f"context {chosen.name} of the kubeconfig: the credentials of its user cannot be used: {fields}"
+        )
+
     def renew(configuration: Any) -> None:
         nonlocal expires
         if chosen.credentials is not None and kubeconfig.expired(expires):

@@ -62,7 +62,7 @@ def choose(file: str | None, context: str | None) -> Chosen | None:
     paths = [Path(part).expanduser() for part in (named if file is None else file).split(os.pathsep) if part]
     if file is None and not paths:
         paths = [Path("~/.kube/config").expanduser()]
-    there = [path for path in paths if file is not None or path.exists()]
+    there = [path for path in paths if file is not None or _may_exist(path)]
     title = ", ".join(map(str, there or paths))
     if not there:
         if context is not None:
@@ -104,12 +104,13 @@ def _complete(title: str, name: str, context: Entry, entries: Mapping[str, Mappi
     user = entries["users"].get(str(context["user"])) if context.get("user") else {}
     if user is None:
         raise Misconfigured(f"{problem} names the user {context['user']!r}, who is not there")
-    for field, path in ((f, each.get(f)) for each, k in ((cluster, "clusters"), (user, "users")) for f in _PATHS[k]):
-        try:
-            if path:
-                Path(path).open("rb").close()
-        except OSError as e:
-            raise Misconfigured(f"{problem}: its {field} {path}: {e.strerror}") from None
+    for entry, kind in ((cluster, "clusters"), (user, "users")):
+        for field in _PATHS[kind]:
+            if entry.get(field) and not entry.get(f"{field}-data"):  # which count before files
+                try:
+                    Path(entry[field]).open("rb").close()
+                except OSError as e:
+                    raise Misconfigured(f"{problem}: its {field} {entry[field]}: {e.strerror}") from None
     impersonation = [field for field in _IMPERSONATION if user.get(field)]
     if impersonation:
         raise Misconfigured(f"{problem}: {', '.join(impersonation)}: everstep cannot act as somebody else")
@@ -130,6 +131,17 @@ def _complete(title: str, name: str, context: Entry, entries: Mapping[str, Mappi
         {key: value for key, value in user.items() if key != "exec"},
         lambda: _run(name, plugin, cluster),
     )
+
+
+def _may_exist(path: Path) -> bool:
+    """Whether it is there, or who looks is not allowed to know."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

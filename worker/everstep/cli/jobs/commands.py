@@ -172,7 +172,8 @@ def logs(
         if len(pods) > 1:
             say(f"==> {each} <==")
         for line in source.logs(name, each, follow=follow, tail=tail):
-            print(safe_line(line), flush=follow)
+            for part in line.rstrip("\r").split("\r"):  # each state of a progress bar
+                print(safe_line(part), flush=follow)
 
 
 def _pods(view: View, worker: str | None, *, failed: bool, every: bool) -> list[str]:
