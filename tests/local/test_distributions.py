@@ -29,6 +29,7 @@ FOLDERS = {
     "everstep-sources": "sources",
 }
 UV = Path(sys.executable).with_name("uv")
+REFUSED = "Cannot connect to host 127.0.0.1:1"
 LOCAL_IS_MISSING = "pip install everstep-local\n"
 
 
@@ -226,32 +227,25 @@ def test_operator_alone_starts_and_has_no_local_mode(wheels: dict[str, Path], tm
     assert (ended.returncode, ended.stderr.endswith(LOCAL_IS_MISSING)) == (2, True), ended.stderr
     ended = call(programs / "everstep-operator", "--kubeconfig", "kube.yaml", "--namespace", "n")
     assert (ended.returncode, "pip install 'everstep-operator[kubeconfig]'" in ended.stderr) == (2, True), ended.stderr
-    assert '"msg":"operator starts"' in start_in_pod(programs / "python", tmp_path)
+    assert REFUSED in log_in_pod(programs / "python", tmp_path)
 
 
-def start_in_pod(python: Path, folder: Path) -> str:
-    """What the operator logs, as in a pod whose API server answers nobody, until it says that it starts."""
+def log_in_pod(python: Path, folder: Path) -> str:
+    """What the operator logs as in a pod, until it cannot connect: no API server is at that address."""
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", folder / "ca.key")
     done("openssl", "req", "-x509", *key, "-subj", "/CN=ca", "-out", folder / "ca.crt")
     for name in ("token", "namespace"):
         (folder / name).write_text("one")
     environment = {k: v for k, v in os.environ.items() if k not in ("KUBECONFIG", "PYTHONPATH")}
-    environment |= {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "KUBERNETES_SERVICE_PORT": "6443"}
-    command: list[str | Path] = [
-        python,
-        "-P",
-        ROOT / "tests/support/operator/in_pod.py",
-        folder,
-        "--port",
-        "0",
-        "--probe-port",
-        "0",
-    ]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    environment |= {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    program: list[str | Path] = [python, "-P", ROOT / "tests/support/operator/in_pod.py", folder]
+    with subprocess.Popen(
+        [*program, "--port", "0", "--probe-port", "0"], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         lines: list[str] = []
         try:
-            while not lines or (lines[-1] and "operator starts" not in lines[-1]):
+            while not lines or (lines[-1] and REFUSED not in lines[-1]):
                 lines.append(process.stderr.readline())
         finally:
             process.kill()

@@ -45,6 +45,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "cluster": CERTIFICATES,
     "conformance": CERTIFICATES,
     "e2e": ("git",),
+    "local": CERTIFICATES,
     "recipes": ("git",),
     "rendezvous": (*NETWORKS, *CERTIFICATES),
     "run": ("make",),
