@@ -57,7 +57,7 @@ def test_abandoned_saves_hold_a_bounded_memory_and_what_comes_then_is_left_out_w
     run = everstep.Checkpointer(store=store)
     run.restore(state(0))
     saves = abandon(run, range(1, 11))
-    held = run._snapshots.buffers.held
+    held = run._snapshots.buffers.size
     assert held <= snapshot.MOST * (SIZE + 2**16), "whatever the number of abandoned saves"
     assert [save.done() for save in saves] == [False] * snapshot.MOST + [True] * (10 - snapshot.MOST)
     with pytest.raises(SaveFailed, match=rf"4 saves, abandoned ones among them, .* {held} bytes"):
@@ -67,7 +67,7 @@ def test_abandoned_saves_hold_a_bounded_memory_and_what_comes_then_is_left_out_w
         save._done.wait(60)
     (last,) = abandon(run, range(11, 12))
     last.wait(60)
-    assert run._snapshots.buffers.held <= snapshot.OF_A_WRITER * (SIZE + 2**16), "the memory is given back"
+    assert run._snapshots.buffers.size <= snapshot.OF_A_WRITER * (SIZE + 2**16), "the memory is given back"
     run.close()
     found = state(0)
     with everstep.Checkpointer(store=store) as reader:

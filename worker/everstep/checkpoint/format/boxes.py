@@ -50,18 +50,16 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[_Box], where: str) -> N
     numbers: dict[tuple[int, int], int] = {}
 
     def number(axis: int, coordinate: int) -> int:
-        found = numbers.get((axis, coordinate))
-        if found is None:
+        if (axis, coordinate) not in numbers:
             text = b"%d %d" % (axis, coordinate)
-            found = int.from_bytes(hashlib.blake2b(text, key=key, digest_size=16).digest()) % _PRIME
-            numbers[axis, coordinate] = found
-        return found
+            numbers[axis, coordinate] = int.from_bytes(hashlib.blake2b(text, key=key, digest_size=16).digest()) % _PRIME
+        return numbers[axis, coordinate]
 
     def product(offset: tuple[int, ...], size: tuple[int, ...]) -> int:
-        found = 1
+        result = 1
         for axis, (begin, length) in enumerate(zip(offset, size, strict=True)):
-            found = found * (number(axis, begin) - number(axis, begin + length)) % _PRIME
-        return found
+            result = result * (number(axis, begin) - number(axis, begin + length)) % _PRIME
+        return result
 
     if (sum(product(box.offset, box.shape) for box in boxes) - product((0,) * len(shape), shape)) % _PRIME:
         raise FormatError(f"{where}: two of its pieces overlap")
@@ -187,7 +185,7 @@ def first_element(shape: Sequence[int], box: Box) -> int:
 
 
 def moved(outer: Box, box: Box) -> Box:
-    """A box that is given from the beginning of `outer`, as a box of the whole tensor."""
+    """`box`, whose offset counts from the beginning of `outer`, as a box of the whole tensor."""
     return Box(tuple(b + o for b, o in zip(box.offset, outer.offset, strict=True)), box.shape)
 
 

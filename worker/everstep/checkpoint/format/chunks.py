@@ -20,18 +20,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 THREADS: Final = 4
-# With at least so many chunks a shard, readers get even shares of it; with at least so many bytes a chunk, the store is
-# not asked for crumbs.
+# At least so many chunks in a shard, so that readers get even shares of it; at least so many bytes in a chunk, so that
+# requests are not tiny.
 CHUNKS: Final = 64
 MIN_CHUNK_BYTES: Final = 2**20
 
 
 def chunk_bytes_for(size: int) -> int:
     """How many bytes of a shard have one checksum: a power of two times the least, and at most `CHUNK_BYTES`."""
-    found = MIN_CHUNK_BYTES
-    while found * CHUNKS < size and found < CHUNK_BYTES:
-        found *= 2
-    return found
+    chunk_bytes = MIN_CHUNK_BYTES
+    while chunk_bytes * CHUNKS < size and chunk_bytes < CHUNK_BYTES:
+        chunk_bytes *= 2
+    return chunk_bytes
 
 
 def chunk_size(shard: Shard, index: int) -> int:
@@ -85,8 +85,8 @@ def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
 
 def verify(store: ObjectStore, record: CommitRecord) -> tuple[str, ...]:
     """The problems of a commit's shards, sorted; empty if there are none. Holds one chunk for each thread."""
-    found = in_parallel(lambda shard: problems(store, shard), record.shards)
-    return tuple(sorted(text for texts in found for text in texts))
+    by_shard = in_parallel(lambda shard: problems(store, shard), record.shards)
+    return tuple(sorted(text for texts in by_shard for text in texts))
 
 
 def in_parallel(work: Callable[[T], R], items: Iterable[T]) -> list[R]:

@@ -26,10 +26,10 @@ from everstep.checkpoint.format.layout import MAX_RECORD_NUMBER, folder_of, shar
 from everstep.checkpoint.format.wire import Fields, Json
 
 # --- values
-# What the `values` of a commit may be, checked where a record is decoded. Whoever loads a commit takes its values for
-# what this writer makes of a state. A record of another hand has to be refused before that, with the one error that
-# makes a restore step over it. Invariant: of values that `check_values` passed, each key has a kind and a tree, each
-# tag can be decoded, and each reference is to a tensor of the commit.
+# What the `values` of a commit may be, checked when a record is decoded. A load expects values as this writer makes
+# them of a state. A record that another program made wrongly is refused here, with the error that makes a restore step
+# over it. Invariant: in values that `check_values` passed, each key has a kind and a tree, each tag can be decoded, and
+# each reference is to a tensor of the commit.
 
 KINDS: Final = ("module", "stateful", "optimizer", "value")
 FLOATS: Final = ("nan", "inf", "-inf")
@@ -76,7 +76,7 @@ def _check_bodies(bodies: Json, dtypes: Mapping[str, str], where: str) -> None:
 
 
 def _check_optimizer(tree: Json, at: str) -> None:
-    """One that was saved by the names of its parameters."""
+    """The tree of an optimizer that was saved by the names of its parameters."""
     for part in ("state", "param_groups"):
         named = tree.get(part) if isinstance(tree, dict) else None
         if not isinstance(named, dict) or not all(isinstance(value, dict) for value in named.values()):
@@ -156,7 +156,7 @@ def _type(value: Json) -> str:
 # record is the one about the record that it was; and readers of any release see a commit whose shard is missing, never
 # an empty state.
 
-# A compacted record is smaller than this (its texts are ids and a time): what is larger may be worth a look.
+# A compacted record is smaller than this, because its texts are ids and a time. A larger record is worth compacting.
 SMALL_BYTES: Final = 1024
 
 _SUM_OF_NOTHING: Final = "99aa06d3014798d86001c324468d497f"  # XXH3 128 of no bytes
@@ -170,12 +170,12 @@ def compacted(record: CommitRecord) -> CommitRecord:
 
 
 def is_compacted(record: Record) -> bool:
-    """Whether the record says no more than that there was a commit."""
+    """Whether the record is the short form that `compacted` makes."""
     return isinstance(record, CommitRecord) and [s.bytes for s in record.shards] == [0] and not record.entries
 
 
 # --- times
-# How records tell the time.
+# The format of times in records.
 
 
 def stamp(seconds: float) -> str:
@@ -294,14 +294,14 @@ class Part:
     entries: tuple[Entry, ...]  # pieces point at shard 0
     values: Json
     nonfinite: tuple[str, ...] = ()  # parameters in it that hold NaN or infinity
-    digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where that is compared
-    union: dict[str, Json] = field(default_factory=dict)  # what it holds of unions, by key
-    held: dict[str, int] = field(default_factory=dict)  # digests of tensors of unions that several ranks hold
+    digests: dict[str, int] = field(default_factory=dict)  # of its replicated state, by key, where ranks compare it
+    union: dict[str, Json] = field(default_factory=dict)  # this rank's content of unions, by key
+    union_digests: dict[str, int] = field(default_factory=dict)  # of tensors of unions that several ranks hold
 
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """A rank's word that its part of a save will never come."""
+    """A rank will not write its part of a save."""
 
     rank: int
     save_id: str
@@ -309,9 +309,9 @@ class PartFailed:
 
 
 def nonfinite_in(record: CommitRecord) -> tuple[str, ...]:
-    """The parameters that hold NaN or infinity in a commit that was marked for it; it is not one to go on from."""
-    found = record.values.get("nonfinite") if isinstance(record.values, dict) else None
-    return tuple(str(name) for name in found) if isinstance(found, list) else ()
+    """The parameters that hold NaN or infinity in a commit that was marked for them. No run goes on from such a one."""
+    names = record.values.get("nonfinite") if isinstance(record.values, dict) else None
+    return tuple(str(name) for name in names) if isinstance(names, list) else ()
 
 
 def encode_record(record: Record) -> bytes:
@@ -379,8 +379,8 @@ def encode_part(part: Part | PartFailed) -> bytes:
                 body["digests"] = dict(part.digests)
             if part.union:
                 body["union"] = dict(part.union)
-            if part.held:
-                body["held"] = dict(part.held)
+            if part.union_digests:
+                body["held"] = dict(part.union_digests)
     return wire.encode(body)
 
 
@@ -397,13 +397,16 @@ def decode_part(data: bytes, rank: int, save_id: str, where: str) -> Part | Part
     entries = tuple(_entry(name, Fields(body, f"{where}: {name}"), shards) for name, body in _sorted(fields))
     bad = tuple(str(name) for name in fields.items("nonfinite")) if fields.has("nonfinite") else ()
     union = dict(fields.mapping("union")) if fields.has("union") else {}
-    told, held = _integers(fields, "digests"), _integers(fields, "held")
-    return Part(rank, save_id, shard, entries, fields.any("values"), bad, told, union, held)
+    digests, union_digests = _integers(fields, "digests"), _integers(fields, "held")
+    return Part(rank, save_id, shard, entries, fields.any("values"), bad, digests, union, union_digests)
 
 
 def _integers(fields: Fields, name: str) -> dict[str, int]:
-    found = Fields(fields.any(name), f"{fields.where}: {name}") if fields.has(name) else None
-    return {key: found.integer(key) for key in found.names()} if found is not None else {}
+    """The object of integers in this field; empty without the field."""
+    if not fields.has(name):
+        return {}
+    integers = Fields(fields.any(name), f"{fields.where}: {name}")
+    return {key: integers.integer(key) for key in integers.names()}
 
 
 def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, ...]]:
@@ -413,23 +416,23 @@ def merge_parts(parts: Sequence[Part]) -> tuple[tuple[Shard, ...], tuple[Entry, 
     same on all ranks must not become a commit.
     """
     shards: list[Shard] = []
-    found: dict[str, Entry] = {}
+    merged: dict[str, Entry] = {}
     for part in parts:
         for entry in part.entries:
             pieces = tuple(Piece(len(shards), p.key, p.offset, p.shape, p.begin, p.end) for p in entry.pieces)
-            before = found.get(entry.name)
+            before = merged.get(entry.name)
             if before is None:
-                found[entry.name] = Entry(entry.name, entry.dtype, entry.shape, pieces)
+                merged[entry.name] = Entry(entry.name, entry.dtype, entry.shape, pieces)
             elif (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise FormatError(
                     f"{entry.name}: rank {part.rank} has {entry.dtype} {entry.shape}, "
                     f"an earlier rank {before.dtype} {before.shape}: the state is not the same on all ranks"
                 )
             else:
-                found[entry.name] = Entry(entry.name, entry.dtype, entry.shape, before.pieces + pieces)
+                merged[entry.name] = Entry(entry.name, entry.dtype, entry.shape, before.pieces + pieces)
         if part.shard:
             shards.append(part.shard)
-    entries = tuple(found[name] for name in sorted(found))
+    entries = tuple(merged[name] for name in sorted(merged))
     for entry in entries:
         try:
             check_tiling(entry.shape, entry.pieces, entry.name)
@@ -455,10 +458,10 @@ def _rendezvous(fields: Fields) -> str:
 
 
 def _former(fields: Fields) -> tuple[str, ...]:
-    found = fields.items("former") if fields.has("former") else []
-    if not all(isinstance(mark, str) and len(mark) == 16 for mark in found):
+    former = fields.items("former") if fields.has("former") else []
+    if not all(isinstance(mark, str) and len(mark) == 16 for mark in former):
         raise FormatError(f"{fields.where}: former is not a list of texts of 16 hex digits")
-    return tuple(str(mark) for mark in found)
+    return tuple(str(mark) for mark in former)
 
 
 def _link(fields: Fields, name: str, n: int) -> int:
@@ -484,9 +487,9 @@ def _check_bytes(entries: tuple[Entry, ...], where: str) -> None:
         for piece in entry.pieces:
             if piece.end > piece.begin:
                 runs.setdefault(piece.shard, []).append((piece.begin, piece.end, entry.name))
-    for found in runs.values():
-        found.sort()
-        for (_, end, name), (begin, _, other) in pairwise(found):
+    for intervals in runs.values():
+        intervals.sort()
+        for (_, end, name), (begin, _, other) in pairwise(intervals):
             if begin < end:
                 raise FormatError(f"{where}: pieces of {name[:80]!r} and {other[:80]!r} share bytes of their shard")
 

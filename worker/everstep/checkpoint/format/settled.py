@@ -29,7 +29,7 @@ def read_settled(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """What `decode` makes of the object. Raises its `FormatError` for a damaged one, `NotFound`, and `StorageError`."""
+    """The object, decoded by `decode`. Raises its `FormatError` for a damaged one, `NotFound`, and `StorageError`."""
     began = changed = clock()
     data = store.get(name)
     while True:
@@ -40,6 +40,6 @@ def read_settled(
             if store.capabilities.whole or now - changed >= QUIET_SECONDS or now - began >= MOST_SECONDS:
                 raise
         sleep(_PAUSE)
-        found = store.get(name)
-        if found != data:
-            data, changed = found, clock()
+        newest = store.get(name)
+        if newest != data:
+            data, changed = newest, clock()

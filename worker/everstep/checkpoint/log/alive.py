@@ -38,25 +38,25 @@ QUIET_SECONDS: Final = 8.0  # without a change: nobody is there, or nobody who w
 # A job that was deleted has its grace period to end in; the job that was made anew for the same URL waits for it.
 PATIENCE_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.5
-_MOST_OWNERS: Final = 3  # that take the log one after the other while somebody waits
-_LOOKS: Final = 3  # at a sign that may be half written, or gone until its next version is there
+_MOST_OWNERS: Final = 3  # owners that may take the log one after another while this run waits
+_LOOKS: Final = 3  # reads of a sign, which may be half written, or absent for a moment while it is replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, so named that another one on its machine can tell whether it still runs."""
+    """Identifies a process, so that another one on the same machine can find out whether it still runs."""
 
     host: str  # for people
     machine: str  # one kernel and one space of pids; "" where that is not known
     pid: int
-    started: str  # in the kernel's words; a pid is given again
+    started: str  # the start time as the kernel counts it, because pids are reused
 
     @classmethod
     def this(cls) -> Process:
         return cls(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()) or "")
 
     def runs(self) -> bool | None:
-        """Whether it does; None if that cannot be told from here."""
+        """Whether the process runs; None if this process cannot know that."""
         if not self.machine or not self.started or self.machine != _machine():
             return None
         return _started(self.pid) == self.started
@@ -66,7 +66,7 @@ _UNREADABLE: Final = Process("a machine that its damaged sign of life does not t
 
 
 class Sign:
-    """The sign of life of the process that made the open record `own`, on a thread of its own."""
+    """Writes the sign of life of this process, which made the open record `own`, from a thread of its own."""
 
     def __init__(self, store: ObjectStore, own: OpenRecord) -> None:
         self._store = store
@@ -77,7 +77,7 @@ class Sign:
         _signs.add(self)
 
     def end(self, timeout: float = 0.0) -> None:
-        """No more; wait at most `timeout` seconds until the store says so too."""
+        """Stop writing the sign. Wait at most `timeout` seconds until it is deleted from the store."""
         self.stop.set()
         if timeout:
             self._thread.join(timeout)
@@ -113,7 +113,7 @@ _signs: Final[weakref.WeakSet[Sign]] = weakref.WeakSet()
 
 
 def end_all(timeout: float) -> None:
-    """As if the processes that they are of had ended in order; at most `timeout` seconds for each."""
+    """End all signs of this process, as if it had ended in order. Waits at most `timeout` seconds for each."""
     for sign in list(_signs):
         sign.end(timeout)
 
@@ -126,11 +126,11 @@ def wait_for_owner(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when nobody else is alive who has the log. Raises `Occupied`, naming the owner, if one is.
+    """Return when no other run that owns the log is alive. Raises `Occupied`, naming the owner, if one is.
 
-    Never waits for an earlier start of the same job or rendezvous, for a run that ended in order, for one on this
-    machine whose process is gone, or for this process itself; else at most `QUIET_SECONDS`, and a job for the end of
-    another one `PATIENCE_SECONDS` more.
+    Does not wait if the owner is an earlier start of the same job or rendezvous, a run that ended in order, a process
+    of this machine that is gone, or this process itself. Else it waits at most `QUIET_SECONDS`; a job waits up to
+    `PATIENCE_SECONDS` more for the end of another one.
     """
     before = NONE
     for _ in range(_MOST_OWNERS):
@@ -145,11 +145,11 @@ def wait_for_owner(
 def _waited(
     store: ObjectStore, owner: OpenRecord, claim: Claim, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> bool:
-    """Whether there was something to wait for; the owner has given no sign since."""
-    found = _read(store, owner, sleep)
-    if found is None:
+    """Wait until the owner has ended or gives no sign any more. False if it need not be waited for."""
+    sign = _read(store, owner, sleep)
+    if sign is None:
         return False
-    last, who = found
+    last, who = sign
     if who == Process.this() or who.runs() is False:
         return False
     named = _named(owner, who)
@@ -160,12 +160,12 @@ def _waited(
     patience = PATIENCE_SECONDS if claim.job_uid else 0.0
     while clock() - changed < QUIET_SECONDS:
         sleep(_POLL_SECONDS)
-        found = _read(store, owner, sleep)
-        if found is None:
+        sign = _read(store, owner, sleep)
+        if sign is None:
             log.warning("%s: %s has ended", store.url, named)
             return True
-        if found[0] != last:
-            last, changed, alive = found[0], clock(), True
+        if sign[0] != last:
+            last, changed, alive = sign[0], clock(), True
         if alive and clock() - began >= patience:
             raise Occupied(
                 f"{store.url}: {named} has the log (record {owner.n}, opened at {owner.at}) and was seen alive "
@@ -177,7 +177,7 @@ def _waited(
 
 
 def _is_same(owner: OpenRecord, claim: Claim) -> bool:
-    """Whether the claim is of the owner's own job, or run: it goes on where that was."""
+    """Whether the claim is of the owner's own job, or of its own run outside Kubernetes."""
     if claim.job_uid or owner.job_uid:
         return claim.job_uid == owner.job_uid
     return bool(claim.rendezvous) and claim.rendezvous == owner.rendezvous
@@ -191,9 +191,10 @@ def _named(owner: OpenRecord, who: Process) -> str:
 
 
 def _read(store: ObjectStore, owner: OpenRecord, sleep: Callable[[float], None]) -> tuple[int, Process] | None:
-    """The beat, and whose it is; None without a sign.
+    """The number of the newest beat, and the process that wrote it; None if there is no sign.
 
-    One that cannot be read is no sign of death: whoever lives writes it anew, so it is waited for like any other.
+    An unreadable sign does not mean that its owner is dead: a live owner writes it again. So it counts as a sign, with
+    the beat -1.
     """
     name = alive_name(owner.n)
     data: bytes | None = None
@@ -219,7 +220,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process was started, in ticks since the kernel was; None if it does not run."""
+    """When the process was started, in ticks since the kernel started; None if it does not run."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

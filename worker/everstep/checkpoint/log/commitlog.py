@@ -1,4 +1,4 @@
-"""Reads and appends the commit log on a store: the hands of the decisions in `log`.
+"""Reads and appends the commit log on a store, as the functions in `decisions` decide.
 
 Knows records and names, not shards or torch. Invariant: it creates a record only where `log` said `Append`, and
 believes only what it read back; it replaces one only by its compacted form. Every loop is bounded.
@@ -58,11 +58,11 @@ class OpenCopies:
         self._store = store
 
     def write(self, record: OpenRecord) -> None:
-        """Before the record is created."""
+        """Write the copy of an open record that is not created yet."""
         self._store.put(open_copy_name(record.n, record.writer), encode_record(record))
 
     def remove(self, record: OpenRecord) -> None:
-        """Its create was refused: the number is another writer's."""
+        """Remove the copy of an open record that was not created, because its number is another writer's."""
         self._store.delete(open_copy_name(record.n, record.writer))
 
     def sweep(self, own: OpenRecord) -> None:
@@ -83,15 +83,15 @@ class OpenCopies:
             return None
         return record if isinstance(record, OpenRecord) and record.writer == writer else None
 
-    def resolve(self, found: Unreadable, below: OpenRecord | None, claimant: str = "") -> OpenRecord | Unreadable:
+    def resolve(self, damaged: Unreadable, below: OpenRecord | None, claimant: str = "") -> OpenRecord | Unreadable:
         """`decisions.resolve` for a damaged record. `below` is the newest open under it. `claimant` is a writer whose
         own create of this record was refused."""
         names = [info.name for info in self._store.list(OPENS)]
-        own = open_copy_name(found.n, claimant) if claimant else ""
-        here = [name for name in names if open_copy_number(name) == found.n and name != own]
+        own = open_copy_name(damaged.n, claimant) if claimant else ""
+        here = [name for name in names if open_copy_number(name) == damaged.n and name != own]
         known = below is not None and any(open_copy_number(name) == below.n for name in names)
-        kind = self._kind(found.n)
-        return decisions.resolve(found, [self._read(name, found.n) for name in here], kind=kind, known=known)
+        kind = self._kind(damaged.n)
+        return decisions.resolve(damaged, [self._read(name, damaged.n) for name in here], kind=kind, known=known)
 
     def _read(self, name: str, n: int) -> OpenRecord | None:
         try:
@@ -101,8 +101,8 @@ class OpenCopies:
         return record if isinstance(record, OpenRecord) else None
 
     def _kind(self, n: int) -> str:
-        """What a damaged record says that it is: one flipped bit leaves most of it as it was. Bytes that name another
-        number are another record's, and say nothing of this one."""
+        """The kind in the bytes of a damaged record, or "". One flipped bit leaves most bytes as they were. Bytes with
+        another number are another record's, so their kind does not count."""
         try:
             head = self._store.get(record_name(n), 0, _KIND_BYTES)
         except NotFound:
@@ -116,7 +116,7 @@ class OpenCopies:
 
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
 _DOUBLINGS: Final = 24
-IMPORT: Final = "import"  # in place of the rendezvous, in the open record of what was brought from elsewhere
+IMPORT: Final = "import"  # instead of a rendezvous, in the open record of an imported commit
 MAX_WALK: Final = 10_000  # records read in search of one
 
 
@@ -153,35 +153,33 @@ class CommitLog:
         damaged: list[Unreadable] = []  # above the newest record that can be read
         head = Head()
         for n in range(last, max(NONE, last - MAX_WALK), -1):
-            found = self.read(n)
-            if isinstance(found, Unreadable):
-                damaged.append(found)
+            record = self.read(n)
+            if isinstance(record, Unreadable):
+                damaged.append(record)
                 continue
-            head = self._head_at(found)
+            head = self._head_at(record)
             break
-        for found in reversed(damaged):
-            head = log.advance(head, self._resolved(found, head))
+        for record in reversed(damaged):
+            head = log.advance(head, self._resolved(record, head))
         return replace(head, last=last)
 
-    def _head_at(self, found: Record | Unreadable) -> Head:
+    def _head_at(self, record: Record | Unreadable) -> Head:
         """The head of a log that ends with this record."""
-        if isinstance(found, Unreadable):
-            return log.advance(Head(), found)
-        if isinstance(found, OpenRecord):
-            return log.advance(Head(), found)
-        own = self.read(found.open)
+        if not isinstance(record, CommitRecord):
+            return log.advance(Head(), record)
+        own = self.read(record.open)
         if isinstance(own, Unreadable):
-            # The commit says whose open that was, so that its copy cannot be confused with another.
-            own = self._copies.opened_by(found.open, found.writer) or own
+            # The commit names the writer of that open record, so no other writer's copy is taken for it.
+            own = self._copies.opened_by(record.open, record.writer) or own
         if isinstance(own, OpenRecord):
-            return Head(found.n, own, found.n)
-        return Head(found.n, self._open_below(found.open), found.n, found.open)
+            return Head(record.n, own, record.n)
+        return Head(record.n, self._open_below(record.open), record.n, record.open)
 
-    def _resolved(self, found: Record | Unreadable, head: Head, claimant: str = "") -> Record | Unreadable:
-        """The record, or what can be told about a damaged one in the place after `head`."""
-        if not isinstance(found, Unreadable) or not self._store.capabilities.listable:
-            return found
-        return self._copies.resolve(found, head.open, claimant)
+    def _resolved(self, record: Record | Unreadable, head: Head, claimant: str = "") -> Record | Unreadable:
+        """The record after `head`; if it is damaged, what its copies say about it."""
+        if not isinstance(record, Unreadable) or not self._store.capabilities.listable:
+            return record
+        return self._copies.resolve(record, head.open, claimant)
 
     def opened_after(self, n: int) -> tuple[int, int | None]:
         """The last record after record `n`, and the first one that is, or might be, another writer's open."""
@@ -189,15 +187,15 @@ class CommitLog:
         for _ in range(MAX_WALK):
             if self._store.size(record_name(head.last + 1)) is None:
                 return head.last, None
-            found = self._resolved(self.read(head.last + 1), head)
-            if isinstance(found, OpenRecord) or (isinstance(found, Unreadable) and found.opens):
-                return head.last, found.n
-            head = log.advance(head, found)
+            record = self._resolved(self.read(head.last + 1), head)
+            if isinstance(record, OpenRecord) or (isinstance(record, Unreadable) and record.opens):
+                return head.last, record.n
+            head = log.advance(head, record)
         return head.last, None
 
     def unbegun(self) -> Head:
-        """The end of a log that no run has begun: of none, or of one in which an import was cut off before its commit.
-        Raises `CheckpointError` if there is another record."""
+        """The end of a log that no run has begun: it is empty, or an import was cut off before its commit. Raises
+        `CheckpointError` if there is another record."""
         head = self.head()
         cut_off = head.open is not None and head.open.rendezvous == IMPORT and head.commit == NONE
         if head.last != NONE and not cut_off:
@@ -325,7 +323,7 @@ class CommitLog:
         name = record_name(own.n)
         where = f"{self._store.url}: {name}, with which this run has opened the log,"
         try:
-            found = read_settled(self._store, name, lambda data: decode_record(data, own.n, name))
+            record = read_settled(self._store, name, lambda data: decode_record(data, own.n, name))
         except NotFound as e:
             raise SaveFailed(
                 f"{where} is gone: the place was deleted, emptied or replaced, or its mount has fallen away. Nothing "
@@ -333,8 +331,8 @@ class CommitLog:
             ) from e
         except FormatError:
             return
-        if found.writer != own.writer:
-            raise Fenced(f"{where} is now writer {found.writer}'s: the place was emptied, and a newer run has begun")
+        if record.writer != own.writer:
+            raise Fenced(f"{where} is now writer {record.writer}'s: the place was emptied, and a newer run has begun")
 
     def commits(self, below: int) -> Iterator[CommitRecord | Unreadable]:
         """The commits below record `below`, newest first, with the damaged records that were passed on the way."""
@@ -361,7 +359,9 @@ class CommitLog:
 
     def _create(self, head: Head, record: Record) -> Done | Refuse | Again:
         name, data = record_name(record.n), encode_record(record)
-        decode_record(data, record.n, f"{self._store.url}/{name}")  # nobody could read it: then it is not to exist
+        decode_record(
+            data, record.n, f"{self._store.url}/{name}"
+        )  # raises: a record that nobody can read must not exist
         if isinstance(record, OpenRecord):
             self._copies.write(record)
         try:

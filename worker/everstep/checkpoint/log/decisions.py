@@ -30,8 +30,8 @@ MAX_FORMER: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that is there but damaged: it takes its place in the log, and says nothing. `opens`: it might be an open
-    record, whose owner nobody can read."""
+    """A record that exists but is damaged: its number is taken, and its content is unknown. `opens`: it might be an
+    open record, whose owner nobody can read."""
 
     n: int
     reason: str
@@ -40,7 +40,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The end of the log as one reader saw it. It may be behind; a conflict tells."""
+    """The end of the log as one reader saw it. It may be behind: then the next create meets a conflict."""
 
     last: int = NONE  # the greatest record number seen
     open: OpenRecord | None = None  # the newest open record at or below `last`
@@ -83,14 +83,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Stop for ever: the log has another owner."""
+    """Never try again: the log has another owner."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Do not append: who owns the log cannot be told. Of a commit, nothing is lost by it but this save."""
+    """Do not append: the owner of the log is unknown. If this was for a commit, only this save is lost."""
 
     reason: str
 
@@ -103,40 +103,40 @@ class Again:
     reason: str
 
 
-def advance(head: Head, found: Record | Unreadable) -> Head:
-    """The head after reading the next record. Records are read in order: `found.n` is `head.last + 1` or later."""
-    match found:
+def advance(head: Head, record: Record | Unreadable) -> Head:
+    """The head after reading the next record. Records are read in order: `record.n` is `head.last + 1` or later."""
+    match record:
         case OpenRecord():
-            return Head(found.n, found, head.commit if head.commit > found.commit else found.commit)
+            return Head(record.n, record, head.commit if head.commit > record.commit else record.commit)
         case CommitRecord():
-            return replace(head, last=found.n, commit=found.n)
+            return replace(head, last=record.n, commit=record.n)
         case Unreadable():
-            return replace(head, last=found.n, unreadable=found.n if found.opens else head.unreadable)
+            return replace(head, last=record.n, unreadable=record.n if record.opens else head.unreadable)
 
 
 def resolve(
-    found: Unreadable, copies: Sequence[OpenRecord | None], *, kind: str, known: bool
+    damaged: Unreadable, copies: Sequence[OpenRecord | None], *, kind: str, known: bool
 ) -> OpenRecord | Unreadable:
-    """What a damaged record was: an open record, which its copy says; no open record; or that cannot be told.
+    """What a damaged record was: the open record in its copy, no open record (`opens` is false), or unknown.
 
-    Every writer puts a copy of its open record before it creates that, so a record without one is no open record.
-    `copies` are those for this number, None for one that is damaged too; without that of the caller, if its own create
-    was refused here: what the caller did not create or cannot read it opens again under the next number. `kind` is what
-    the damaged bytes say that they are, "" if nothing. `known`: whether the newest open record below has a copy; if
-    not, a release that wrote none may have been here.
+    Every writer writes a copy before it creates its open record, so a record without a copy is no open record.
+    `copies` are those for this number, None for a damaged one. If the caller's own create of this record was refused,
+    its own copy is not among them: the caller opens the log again under the next number. `kind` is the kind in the
+    damaged bytes, "" if there is none. `known`: whether the newest open record below has a copy; if not, it may be of a
+    release that wrote no copies.
 
-    Of several writers that raced for the number and died, one has opened the log. Of one owner the newest round counts,
-    of several jobs the one that was created last: whichever it was, the log was to be theirs next.
+    If several writers raced for the number and died, one of them has opened the log, and nobody knows which. Of one
+    owner the newest round counts, of several jobs the one that was created last: it would have had the log next.
     """
     if kind == "commit":
-        return replace(found, opens=False)
+        return replace(damaged, opens=False)
     if not copies:
-        return replace(found, opens=kind == "open" or not known)
+        return replace(damaged, opens=kind == "open" or not known)
     opens = [copy for copy in copies if copy is not None]
     ages = {o.owners[-1].created if o.job_uid else 0 for o in opens}
     comparable = len({(o.job_uid, o.rendezvous) for o in opens}) == 1 or (len(ages) == len(opens) and 0 not in ages)
     if len(opens) < len(copies) or not comparable:
-        return replace(found, reason=f"{found.reason}; {len(copies)} writers may have opened the log with it")
+        return replace(damaged, reason=f"{damaged.reason}; {len(copies)} writers may have opened the log with it")
     return max(opens, key=lambda o: (o.owners[-1].created if o.owners else 0, o.round))
 
 
@@ -240,25 +240,25 @@ def decide_commit(head: Head, own: OpenRecord, draft: CommitRecord) -> Append | 
     return Append(record, f"record {own.n} is the newest open and this writer's own")
 
 
-def after_conflict(head: Head, attempted: Record, found: Record | Unreadable) -> Done | Refuse | Again:
-    """The create of `attempted` was refused because `found` has its number. What now?
+def after_conflict(head: Head, attempted: Record, existing: Record | Unreadable) -> Done | Refuse | Again:
+    """What to do when the create of `attempted` was refused, because `existing` has its number.
 
     The same record means that an earlier attempt succeeded and its response was lost. For a commit, an open that is
-    not its own means fenced. Anything else moves the head, and the decision is made again: that ends, because only
-    an open by another (which fences) or a lost response can meet a commit more than a bounded number of times.
+    not its own means fenced. Anything else moves the head, and the decision is made again. That ends: a commit can
+    conflict without limit only with another writer's open, which fences it, or with itself after a lost response.
     """
-    if same(attempted, found):
+    if same(attempted, existing):
         return Done(attempted, "it was already there: the response to an earlier attempt was lost")
-    if isinstance(attempted, CommitRecord) and isinstance(found, OpenRecord):
-        return fenced_by(found)
-    return Again(advance(head, found), f"record {found.n} was taken by another record")
+    if isinstance(attempted, CommitRecord) and isinstance(existing, OpenRecord):
+        return fenced_by(existing)
+    return Again(advance(head, existing), f"record {existing.n} was taken by another record")
 
 
-def same(attempted: Record, found: Record | Unreadable) -> bool:
-    """Whether `found` is the record that was attempted, or what compaction made of it since."""
-    if isinstance(attempted, CommitRecord) and isinstance(found, CommitRecord) and is_compacted(found):
-        return found == compacted(attempted)
-    return found == attempted
+def same(attempted: Record, existing: Record | Unreadable) -> bool:
+    """Whether `existing` is the record that was attempted, or its compacted form."""
+    if isinstance(attempted, CommitRecord) and isinstance(existing, CommitRecord) and is_compacted(existing):
+        return existing == compacted(attempted)
+    return existing == attempted
 
 
 def fenced_by(newer: OpenRecord) -> Refuse:

@@ -1,8 +1,8 @@
-"""Load marks: how often a commit was loaded by a run that then came to nothing. A state may be whole and still poison.
+"""Load marks count how often a run loaded a commit and then died. A state may be undamaged and still kill each run.
 
-Before a commit is loaded, a small object says so; it goes when the run has proved itself: with its next commit, after
-`SURVIVED_STEPS` steps, or with an orderly end. What is left are starts that died, and a commit with too many of them is
-stepped over. Only rank 0 uses this. Invariant: a mark is written before the load and never counted twice.
+Before a commit is loaded, a small object marks the load. It is deleted when the run works: with its next commit, after
+`SURVIVED_STEPS` steps, or at an orderly end. The marks that are left are of runs that died, and a commit with too many
+of them is stepped over. Only rank 0 uses this. Invariant: a mark is written before the load and never counted twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Loads:
         return Counter(n[0] for n in numbers if n is not None and n[1] != self._own.n)
 
     def begin(self, commit: int) -> None:
-        """This run is about to load `commit`, and no other that it tried."""
+        """Mark that this run is about to load `commit`; remove its mark of a commit that it tried before."""
         self.end()
         body: dict[str, wire.Json] = {"version": VERSION, "n": commit, "open": self._own.n, "at": self._own.at}
         self._store.put(load_name(commit, self._own.n), wire.encode(body))
@@ -58,7 +58,7 @@ class Loads:
             log.warning("the mark of the commit that was loaded stays: %s", e)
 
     def clear(self, commit: int) -> None:
-        """`commit` is the newest now: what older ones did to earlier runs no longer matters."""
+        """Remove the marks of commits older than `commit`, which is the newest now."""
         self._marked = NONE
         for info in self._store.list(LOADS):
             numbers = load_numbers(info.name)
@@ -70,28 +70,28 @@ Later = Callable[[Callable[[], object]], object]  # does something on the writer
 
 
 class LoadMark:
-    """The mark of the load that a Checkpointer has made: taken back when the run has proved itself, or the load came to
-    nothing for a reason that is not the commit's."""
+    """The mark of a Checkpointer's load. It is removed when the run works, or when the load failed for a reason that is
+    not the commit's."""
 
     def __init__(self) -> None:
         self._loading: Loads | None = None  # of a load that has not ended
-        self._over = False  # the run has ended in order: what it loads then is looked at, and not trained on
-        self._proved: int | None = None  # the step at which the state that was loaded is no poison
-        self.loads: Loads | None = None  # of rank 0; the writer takes the marks away
+        self._over = False  # the run has ended in order: a state that is loaded afterwards is not trained on
+        self._proved: int | None = None  # at this step the loaded state counts as harmless
+        self.loads: Loads | None = None  # of rank 0; the writer removes the marks
 
     def begin(self, store: ObjectStore, own: OpenRecord, *, has_writer: bool) -> Loads:
-        """A load begins. With a writer, its marks go on, as it takes them away."""
+        """A load begins. With a writer, the marks stay the same object, because the writer removes them."""
         self._loading = self.loads if self.loads is not None and has_writer else Loads(store, own)
         return self._loading
 
     def failed(self) -> None:
-        """The load came to nothing, which says nothing about the commit."""
+        """The load failed for a reason that is not the commit's: remove its mark."""
         if self._loading is not None:
             with contextlib.suppress(StorageError):
                 self._loading.end()
 
     def loaded(self, step: int | None, rank: int) -> None:
-        """The state is that after `step`; None: there was nothing to load."""
+        """The load has ended with the state after `step`; None: there was nothing to load."""
         loads, self._loading = self._loading, None
         if self._over and loads is not None:
             loads.end_quietly()
@@ -99,19 +99,19 @@ class LoadMark:
             self.loads, self._proved = loads, step + SURVIVED_STEPS
 
     def give_up(self) -> None:
-        """A load that has not ended came to nothing because of others, and this process lives."""
+        """A load failed because of other processes, and this process lives: remove its mark."""
         if self._loading is not None:
             self._loading.end_quietly()
             self._loading = None
 
     def alive(self, step: int, later: Later | None) -> None:
-        """Training has come to `step`: what was loaded some steps before was no poison."""
+        """Training has reached `step`. After `SURVIVED_STEPS` steps the loaded state counts as harmless."""
         if self._proved is not None and step >= self._proved:
             assert self.loads is not None
             self._proved = None
             if later is not None:
                 later(self.loads.end)
-            else:  # the world changed since; the next save makes the next writer
+            else:  # there is no writer: the world has changed, and only the next save makes one
                 threading.Thread(target=self.loads.end_quietly, name="everstep-note", daemon=True).start()
 
     def close(self, later: Later) -> None:

@@ -48,9 +48,9 @@ from everstep.storage import (
 )
 
 # --- shared
-# Whether the ranks' folders are one folder: a path on each node's own disk looks the same on all of them. Without this
+# Checks that all ranks see one folder: a path on each node's own disk looks the same on all of them. Without this check
 # each rank would write its part where nobody else sees it, and the first save would fail after `peer_timeout` seconds.
-# Invariant: every rank learns the same answer, so that nobody waits in a collective for a rank that has gone.
+# Invariant: every rank gets the same answer, so that no rank waits in a collective for one that has left.
 
 # One client of a network file system may see late what another one wrote. NFS asks the server at the first look-up.
 PATIENCE: Final = 10.0
@@ -58,20 +58,20 @@ _PAUSE: Final = 0.1
 
 
 def check_shared(store: ObjectStore, own: OpenRecord, ranks: Ranks) -> None:
-    """See on every rank the record `own`, which rank 0 has just created. Collective.
+    """Check that every rank sees the record `own`, which rank 0 has just created. Collective.
 
-    Only folders and memory are looked at: a bucket is one place by its name. Raises `StoreUnusable` on every rank if
-    one does not see it within `PATIENCE` seconds.
+    Only folders and memory are checked: a bucket's name means the same bucket everywhere. Raises `StoreUnusable` on
+    every rank if one does not see the record within `PATIENCE` seconds.
     """
     if ranks.world_size == 1:
         return
     blind = -1 if _sees(store, own) else ranks.rank
-    found = ranks.maximum(blind)
-    if found < 0:
+    blind_rank = ranks.maximum(blind)
+    if blind_rank < 0:
         return
-    where = f" (on {socket.gethostname()})" if found == ranks.rank else ""
+    where = f" (on {socket.gethostname()})" if blind_rank == ranks.rank else ""
     raise StoreUnusable(
-        f"{store.url}: rank {found}{where} does not see there what rank 0 has written: this place is not shared "
+        f"{store.url}: rank {blind_rank}{where} does not see there what rank 0 has written: this place is not shared "
         "between them. All ranks need one folder that every node mounts (NFS and the like), or an object store's URL"
     )
 
@@ -88,44 +88,44 @@ def _sees(store: ObjectStore, own: OpenRecord) -> bool:
         except NotFound:
             pass
         except RetryableError:
-            return True  # the store is away, which says nothing; the first save will tell
+            return True  # the store does not answer, so nothing is known; the first save will show it
         except StorageError:
-            return False  # it may not be read here
+            return False  # this rank may not read the record
         if time.monotonic() > deadline:
             return False
         time.sleep(_PAUSE)
 
 
 # --- owner
-# Which run has the log, as its process sees it: in which world and round it took the log, and what it found there.
+# How this process owns the log: in which world and round it took the log, and which commit was the newest then.
 # Invariant: the log is taken once for a world, by rank 0 for all of its ranks, before any of them saves.
 
 
 class Owner:
-    """`said`: the process group, rank and world size that the script gave. `probe`: whether the store is a URL's, which
-    is tried out, and gets a sign of life."""
+    """`world_arguments`: the process group, rank and world size that the script passed. `probe`: whether the store was
+    opened from a URL; such a store is tried out first, and gets a sign of life."""
 
     def __init__(
-        self, store: ObjectStore, log: CommitLog, settings: Settings, said: tuple[Any, int | None, int | None],
-        probe: bool, events: Events,
+        self, store: ObjectStore, log: CommitLog, settings: Settings,
+        world_arguments: tuple[Any, int | None, int | None], probe: bool, events: Events,
     ) -> None:  # fmt: skip
         self._store, self._log, self._settings, self._events = store, log, settings, events
-        self._said, self._probe = said, probe
+        self._world_arguments, self._probe = world_arguments, probe
         self.ranks: Ranks | None = None
         self.record: OpenRecord | None = None
-        self.newest = -1  # the step of the newest commit when the log was taken, until the state is of it or later
-        self.round: InRound | None = None  # of the world that this run has moved to; it began in its environment's
-        self._sign: Sign | None = None  # of rank 0
-        self._begins = True  # until this process has been in a world that had the log
+        self.newest = -1  # the step of the newest commit when the log was taken; -1 once the state is that or later
+        self.round: InRound | None = None  # the round after `move`; before, the environment has it
+        self._sign: Sign | None = None  # on rank 0 only
+        self._begins = True  # until this process has taken the log once
 
     def take(self, restores: bool = False) -> tuple[OpenRecord, Ranks]:
-        """Take the log once, by rank 0; its open record is every rank's. Collective.
+        """Rank 0 takes the log, once; every rank gets its open record. Collective.
 
-        Only a process that begins asks whether another run lives on the URL. A world that goes on from memory after its
-        rendezvous was lost may meet a member that it left out there, and is right.
+        Only a process that begins checks whether another run is alive on the URL. A world that goes on from memory
+        after it lost its rendezvous may find a member there that it has left out, and takes the log rightly.
         """
         if self.ranks is None:
-            self.ranks = join(*self._said)
+            self.ranks = join(*self._world_arguments)
         ranks = self.ranks
         if self.record is None:
             round_ = self.round or InRound.of(os.environ)
@@ -137,7 +137,7 @@ class Owner:
                 check_shared(self._store, own, ranks)
                 self.record, self._begins = own, False
             except (Fenced, Occupied, OwnerUnknown, StoreUnusable) as e:
-                # All end the process; a person should find the reason where the exit code is shown.
+                # Each of these ends the process; the event shows the reason beside the exit code.
                 self._events("fenced" if isinstance(e, Fenced) else "unusable", error=e)
                 raise
             if ranks.rank == 0 and probed is not None:
@@ -147,7 +147,7 @@ class Owner:
         return self.record, ranks
 
     def move(self, ranks: Ranks, round_: InRound) -> None:
-        """The log is to be taken again, in another world."""
+        """Forget that the log was taken: the next `take` is in another world."""
         self.round, self.ranks, self.record, self.newest = round_, ranks, None, -1
 
     def end_sign(self, timeout: float = 0.0) -> None:
@@ -183,11 +183,11 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def text_of(url: str | os.PathLike[str] | None) -> str | None:
-    """A URL or folder as the stores take it. Raises `SettingUnusable` for what is neither."""
-    found = os.fspath(url) if isinstance(url, os.PathLike) else url
-    if found is not None and not isinstance(found, str):
-        raise SettingUnusable(f"url={found!r}: a text is expected, such as s3://bucket/run or a folder")
-    return found
+    """A URL or folder as a text. Raises `SettingUnusable` for anything else."""
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if text is not None and not isinstance(text, str):
+        raise SettingUnusable(f"url={text!r}: a text is expected, such as s3://bucket/run or a folder")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Settings:
     ) -> Settings:
         """Raises `SettingUnusable` naming the argument or variable that is wrong."""
         url = text_of(url)
-        # An agent has said it already, and of many processes one is enough.
+        # With an agent, the agent has logged this already; of many processes one logs it.
         if env.AGENT_SOCKET not in environ and environ.get("RANK", "0") == "0":
             for text in variables.unknown(environ):
                 log.warning("%s", text)
@@ -234,10 +234,10 @@ class Settings:
                 raise SettingUnusable(f"{name}={value!r}: a positive number is expected")
         rules = keep if isinstance(keep, Keep) else _rules(environ, int(last))
         if single_committer is None:
-            said = environ.get(SINGLE_COMMITTER, "").lower()
-            if said not in ("", "0", "false", "1", "true"):
-                raise SettingUnusable(f"{SINGLE_COMMITTER}={said}: 1 or 0 is expected")
-            single_committer = said in ("1", "true")
+            flag = environ.get(SINGLE_COMMITTER, "").lower()
+            if flag not in ("", "0", "false", "1", "true"):
+                raise SettingUnusable(f"{SINGLE_COMMITTER}={flag}: 1 or 0 is expected")
+            single_committer = flag in ("1", "true")
         if max_loads is None:
             given = _number(environ, MAX_LOADS, whole=True)
             max_loads = DEFAULT_LOADS if given is None else int(given)
@@ -276,9 +276,9 @@ class InRound:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> InRound:
-        """As the launcher said when it started this process; round 0 without one that knows rounds."""
-        told = environ.get(env.ROUND, "")
-        number = int(told) if told.isdecimal() and len(told) < 17 else 0
+        """The round in the environment that the launcher made for this process; 0 if the launcher has no rounds."""
+        text = environ.get(env.ROUND, "")
+        number = int(text) if text.isdecimal() and len(text) < 17 else 0
         return cls(number, environ.get(env.RENDEZVOUS, ""))
 
 
@@ -292,8 +292,8 @@ def claim_of(writer: str, round_: InRound, world_size: int, at: str, environ: Ma
 def open_together(
     log_: CommitLog, probed: ObjectStore | None, settings: Settings, wanted: Claim, ranks: Ranks, begins: bool = False
 ) -> tuple[OpenRecord, int]:
-    """Rank 0 probes the store, looks for another run there if this one `begins`, and opens the log; all get its record
-    and the step of the newest commit below it (-1 without one), or rank 0's error."""
+    """Rank 0 probes the store, looks for another live run there if this one `begins`, and opens the log. All ranks get
+    the open record and the step of the newest commit below it (-1 without one), or rank 0's error."""
     answer = b""
     cause: Exception | None = None
     if ranks.rank == 0:
@@ -302,31 +302,31 @@ def open_together(
                 probe(probed)
             # A process that torchrun starts again replaces one that torchrun has ended or cannot reach.
             if probed is not None and begins and os.environ.get(_RESTARTS, "0") in ("", "0"):
-                wait_for_owner(probed, lambda: _to_ask(log_, wanted), wanted)
+                wait_for_owner(probed, lambda: _owner_to_replace(log_, wanted), wanted)
             record = log_.open(wanted)
             newest = log_.read(record.commit) if record.commit != NONE else None
             step = newest.step if isinstance(newest, CommitRecord) else -1
             answer = json.dumps({"n": record.n, "newest": step}).encode() + b"\n" + encode_record(record)
-        except Exception as e:  # told to all ranks, then raised on all of them
+        except Exception as e:  # sent to all ranks, then raised on all of them
             cause = e
             answer = json.dumps({"error": _name(e), "text": str(e)}).encode() + b"\n"
     head, _, body = ranks.from_first(answer).partition(b"\n")
-    told = json.loads(head)
-    if "error" in told:
-        raise cause or _ERRORS[told["error"]](told["text"])
-    found = decode_record(body, told["n"], "rank 0's open record")
-    assert isinstance(found, OpenRecord)
-    return found, int(told["newest"])
+    header = json.loads(head)
+    if "error" in header:
+        raise cause or _ERRORS[header["error"]](header["text"])
+    opened = decode_record(body, header["n"], "rank 0's open record")
+    assert isinstance(opened, OpenRecord)
+    return opened, int(header["newest"])
 
 
-def _to_ask(log_: CommitLog, wanted: Claim) -> OpenRecord | None:
-    """The newest open record, if the claim may take the log from it at all."""
+def _owner_to_replace(log_: CommitLog, wanted: Claim) -> OpenRecord | None:
+    """The newest open record, if the rules allow the claim to take the log from its owner."""
     head = log_.head()
     return None if isinstance(rules.decide_open(head, wanted), rules.Refuse) else head.open
 
 
 def quiet(hook: Events) -> Events:
-    """The hook, with its errors logged: what listens must not be able to fail a save."""
+    """The hook, with its errors logged instead of raised: a hook must not make a save fail."""
 
     def call(kind: str, **fields: Any) -> None:
         try:

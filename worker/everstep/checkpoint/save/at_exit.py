@@ -3,14 +3,14 @@
 A thread ends with the interpreter at any point, so a save in flight would be lost silently. A script that ends by an
 error does not wait for its save: other processes wait for the script, and the commit before stays.
 
-Invariant: after the script's own threads, and before those of executors, which write, are told to end.
+Invariant: this runs after the script's own threads, and before the threads of executors, which write, have to end.
 """
 
 from __future__ import annotations
 
 import atexit
 
-# First: it ends its own threads, which write, when the interpreter ends; who registers later goes before it.
+# Imported first: it ends its threads, which write, when the interpreter ends. What is registered later runs earlier.
 import concurrent.futures.thread
 import contextlib
 import logging
@@ -32,16 +32,17 @@ class Closable(Protocol):
 
 
 class _Script:
-    """Of this process."""
+    """The state of this module in this process."""
 
     def __init__(self) -> None:
         self.process = 0
-        self.open: dict[Closable, str] = {}  # with the URL of each
-        # Of each URL: an older one is fenced by it, and by nobody else. Not held: a closed one has host memory.
+        self.open: dict[Closable, str] = {}  # Checkpointer → its URL
+        # By URL: the newest Checkpointer, which fences the older ones. A weak reference, because a closed one still
+        # has host memory.
         self.newest: dict[str, weakref.ref[Closable]] = {}
-        self.error: object = None  # that the interpreter had told of when the newest save was made
+        self.error: object = None  # the last error that the interpreter had shown when the newest save was made
         self.code = 0
-        self.closed: list[Closable] = []  # at the script's end
+        self.closed: list[Closable] = []  # those that were closed at the script's end
         self.end_run: Callable[[], None] | None = None
 
 
@@ -49,14 +50,14 @@ _script = _Script()
 
 
 def close(checkpointer: Closable, url: str) -> None:
-    """When the script ends in order."""
+    """Close this one when the script ends in order."""
     _watch()
     _script.open[checkpointer], _script.newest[url] = url, weakref.ref(checkpointer)
 
 
 def end_run(end: Callable[[], None]) -> None:
-    """Call this when the script ends in order, before checkpointers are closed. It raises what ends the process with
-    another code than 0. A later call takes the place of the one before."""
+    """Call `end` when the script ends in order, before checkpointers are closed. If it raises, the process ends with
+    another exit code than 0. A later call replaces an earlier one."""
     _watch()
     saves()
     _script.end_run = end
@@ -73,20 +74,20 @@ def _watch() -> None:
 
 
 def forget(checkpointer: Closable) -> None:
-    """Do nothing for this one."""
+    """Do not close this one at the script's end."""
     _script.open.pop(checkpointer, None)
 
 
 def forget_all() -> None:
-    """As if their processes had died."""
+    """Close nothing at the script's end."""
     _script.open.clear()
     _script.newest.clear()
     _script.end_run = None
 
 
 def late(checkpointer: Closable) -> str:
-    """What is to be said of a save that comes after the script's end: of one in a function of `atexit`. Such an error
-    ends nothing, so the exit code tells of it."""
+    """The end of the error's text for a save after the script's end, in a function of `atexit`; else "". An error there
+    ends nothing, so this sets the exit code."""
     if _script.process != os.getpid() or checkpointer not in _script.closed:
         return ""
     _script.code = _script.code or 1
@@ -97,14 +98,14 @@ def late(checkpointer: Closable) -> str:
 
 
 def saves() -> None:
-    """An error that was told of before is not the one that the script ends by."""
+    """A save is made: an error that the interpreter has shown before it is not the one that ends the script."""
     _script.error = getattr(sys, "last_value", None)
 
 
 def _close_all() -> None:
     if _script.process != os.getpid() or not (_script.open or _script.end_run) or _failed():
         return
-    for thread in threading.enumerate():  # as the interpreter does next; one of them may train
+    for thread in threading.enumerate():  # the interpreter would wait for them next; one of them may train
         of_executor = thread in concurrent.futures.thread._threads_queues
         if not (thread.daemon or of_executor or thread in (threading.main_thread(), threading.current_thread())):
             thread.join()
@@ -143,13 +144,13 @@ def _failed() -> bool:
 
 
 def end_with(code: int) -> None:
-    """The process ends with this code, whatever the interpreter's own is. For functions of `atexit`."""
+    """End the process with this code instead of the interpreter's. For functions of `atexit`."""
     _script.code, _script.process = code, os.getpid()
 
 
 def _leave() -> None:
-    """The interpreter's own exit code is settled by now. What the script has registered since runs before; what was
-    registered before this module was imported is run here."""
+    """End the process with `_script.code`: the interpreter's own exit code can no longer be changed here. Functions
+    registered after this module was imported have run already. Those registered before are run here."""
     if not _script.code or _script.process != os.getpid():
         return
     with contextlib.suppress(Exception):
@@ -166,11 +167,11 @@ class _From:
     functions in the order in which they were registered, so those remain that have not run yet."""
 
     def __init__(self, first: object) -> None:
-        self._first, self._met = first, False
+        self._first, self._matched = first, False
 
     def __eq__(self, other: object) -> bool:
-        self._met = self._met or other is self._first
-        return self._met
+        self._matched = self._matched or other is self._first
+        return self._matched
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""How the ranks' parts of one save come together through the store alone.
+"""How the coordinator gathers the ranks' parts of one save, through the store alone.
 
 Each rank writes its shard, then the description of it; the coordinator waits until every description is there. No
 collective is used: a peer that died, or whose process group is gone, costs this save and nothing else. A rank that
@@ -43,7 +43,7 @@ def write_shard(store: ObjectStore, path: str, data: memoryview) -> Shard:
 
     Raises what the store raises.
     """
-    # One request for the whole is better where a part is all there is, or where the store takes no parts.
+    # One request is enough for a shard of one part, and needed where the store takes no parts.
     if len(data) <= store.capabilities.part_size or not store.capabilities.multipart:
         return _at_once(store, path, data)
     for _ in range(_ATTEMPTS - 1):
@@ -74,7 +74,7 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
         try:
             upload.write_part(number, data[start : start + upload.part_size])
         except BaseException:
-            failed.set()  # here: this thread may begin the next part before the caller's hears of it
+            failed.set()  # here, because this thread may begin the next part before the caller sees the error
             raise
 
     try:
@@ -96,7 +96,7 @@ def _in_parts(store: ObjectStore, path: str, data: memoryview) -> Shard:
 
 
 def _threads(capabilities: Capabilities) -> int:
-    # One thread takes them in order, which is what a store without parallel parts asks for.
+    # A store without parallel parts needs them in order: one thread writes them so.
     if not capabilities.parallel_parts:
         return 1
     # Each thread that writes a file keeps a core busy, and one core is left to training.
@@ -112,8 +112,8 @@ def _cores() -> int:
 
 _POLL_FIRST: Final = 0.02
 _POLL_MOST: Final = 1.0
-_READS: Final = 16  # parts that are read at a time: one request is a wait for the store, and little else
-_NAMED: Final = 16  # how many diverged parameters a manifest names, a rank
+_READS: Final = 16  # parts that are read at the same time: a thread mostly waits for the store
+_NAMED: Final = 16  # diverged parameters that a manifest names, for each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,13 @@ class Staged:
     data: memoryview | None  # None: this rank holds nothing of the state
     entries: tuple[Entry, ...]
     own_values: dict[str, Json]
-    values: dict[str, Json]  # the replicated values, of which the coordinator's count
+    values: dict[str, Json]  # the replicated values; a commit has the coordinator's
     checked: tuple[Checked, ...] = ()  # the parameters' bytes in `data`
     nonfinite: Nonfinite = "allow"
-    digests: Mapping[str, int] = field(default_factory=dict)  # of what is replicated, where it is compared
-    union: Mapping[str, Json] = field(default_factory=dict)  # what this rank holds of unions, by key
-    held: Mapping[str, int] = field(default_factory=dict)  # digests of the tensors in it that other ranks hold too
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the state, of which the coordinator's count
+    digests: Mapping[str, int] = field(default_factory=dict)  # of the replicated state, where ranks compare it
+    union: Mapping[str, Json] = field(default_factory=dict)  # this rank's content of unions, by key
+    union_digests: Mapping[str, int] = field(default_factory=dict)  # of tensors in `union` that other ranks hold too
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the state; a commit has the coordinator's
 
 
 def write_part(store: ObjectStore, staged: Staged) -> Part:
@@ -142,7 +142,7 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
     Raises `SaveFailed` if parameters hold NaN or infinity and such a state is to be refused.
     """
     shard = None
-    # Beside the writing, which waits for the store; a diverged state, whose shard is for nothing, is rare.
+    # The check runs while the shard is written. A diverged state is rare, so a shard is seldom written in vain.
     with ThreadPoolExecutor(1, thread_name_prefix="everstep-finite") as pool:
         check = pool.submit(_nonfinite, staged)
         if staged.data is not None:
@@ -150,7 +150,7 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
         bad = check.result()
     part = Part(
         staged.rank, staged.save_id, shard, staged.entries, dict(staged.own_values), bad, dict(staged.digests),
-        dict(staged.union), dict(staged.held),
+        dict(staged.union), dict(staged.union_digests),
     )  # fmt: skip
     if staged.world_size > 1:
         store.put(part_name(staged.save_id, staged.rank), encode_part(part))
@@ -158,16 +158,16 @@ def write_part(store: ObjectStore, staged: Staged) -> Part:
 
 
 def _nonfinite(staged: Staged) -> tuple[str, ...]:
-    """The parameters that hold NaN or infinity, at most `_NAMED` of them, unless nobody asked."""
+    """The parameters that hold NaN or infinity, at most `_NAMED` of them; none where they are allowed."""
     if staged.nonfinite == "allow" or staged.data is None:
         return ()
-    found = nonfinite(staged.data, staged.checked)
-    if found and staged.nonfinite == "refuse":
+    bad = nonfinite(staged.data, staged.checked)
+    if bad and staged.nonfinite == "refuse":
         raise SaveFailed(
-            f"step {staged.step} was not saved: {', '.join(found[:3])}{' and more' * (len(found) > 3)} hold NaN or "
+            f"step {staged.step} was not saved: {', '.join(bad[:3])}{' and more' * (len(bad) > 3)} hold NaN or "
             "infinity, and a run must not go back to that; pass nonfinite='mark' or 'allow' to save such states"
         )
-    return tuple(found[:_NAMED])
+    return tuple(bad[:_NAMED])
 
 
 def give_up_part(store: ObjectStore, save_id: str, rank: int, reason: str) -> None:
@@ -190,9 +190,9 @@ def _gather(store: ObjectStore, staged: Staged, own: Part, timeout: float, stop:
         listed = {info.name for info in store.list(save_folder(staged.save_id))}
         before = len(parts)
         wanted = [r for r in range(staged.world_size) if r not in parts and part_name(staged.save_id, r) in listed]
-        for rank, found in _read_all(store, staged.save_id, wanted, pool):
-            match found:
-                case Part() as part:
+        for rank, part in _read_all(store, staged.save_id, wanted, pool):
+            match part:
+                case Part():
                     parts[rank] = part
                 case PartFailed(_, _, reason):
                     raise SaveFailed(f"step {staged.step}: rank {rank} gave up: {reason}")
@@ -222,7 +222,7 @@ _Read = Part | PartFailed | FormatError | None
 
 
 def _read_all(store: ObjectStore, save_id: str, ranks: Sequence[int], pool: Executor) -> Iterator[tuple[int, _Read]]:
-    """What there is of these ranks, in their order. Raises what the store raises, for the first rank that it does."""
+    """Each rank's part, in the order of `ranks`. Raises the store's error for the first rank that has one."""
     return zip(ranks, pool.map(partial(_read, store, save_id), ranks), strict=True)
 
 

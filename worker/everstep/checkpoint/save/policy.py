@@ -23,11 +23,11 @@ class SavePolicy:
         self._last = now
 
     def candidate(self, step: int) -> bool:
-        """Whether `decide` might say yes: known on every rank without asking."""
+        """Whether `decide` might answer that a save is due. Every rank knows this without asking another one."""
         return self.by_steps(step) or self._every_seconds is not None
 
     def by_steps(self, step: int) -> bool:
-        """Whether it is due by its number."""
+        """Whether a save is due at this step by its number."""
         return self._every_steps is not None and step % self._every_steps == 0
 
     def decide(self, step: int, now: float, *, busy: bool) -> Verdict:
@@ -37,5 +37,5 @@ class SavePolicy:
         return Verdict.BUSY if busy else Verdict.SAVE
 
     def saved(self, now: float) -> None:
-        """A save, or training, has begun."""
+        """A save or training has begun at `now`."""
         self._last = now

@@ -44,7 +44,9 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _LocalPart:
+    """This rank's part `local` of a tensor of shape `shape`: the elements in `box`."""
+
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
@@ -60,13 +62,13 @@ def slices(
     held_by: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Slice]:
     """What `rank` writes of the world's state (`shared`, which may hold DTensors) and of its `own`, in file order.
-    `of_first` names what of `shared` rank 0 writes, unless it is sharded. `held_by` has the ranks that hold the same as
-    this one of a tensor, where that cannot be told from the tensor: of a union.
 
-    Sharded tensors come after replicated ones of the same width: what all ranks want is one range of the file.
+    `of_first` names the tensors in `shared` that rank 0 writes, unless they are sharded. `held_by` has, for each tensor
+    of a union, the ranks that hold the same part as this one: the tensor itself does not show them.
+    Sharded tensors come after replicated ones of the same width, so that the part that all ranks read is one range.
     """
     holders = held_by or {}
-    teams: dict[tuple[int, ...], dict[str, _Held]] = {}
+    teams: dict[tuple[int, ...], dict[str, _LocalPart]] = {}
     everyone = tuple(range(world_size))
     first: list[Slice] = []
     for name, tensor in shared.items():
@@ -76,36 +78,35 @@ def slices(
                 if rank == alike[0]:
                     first.append(Slice(name, tuple(tensor.shape), whole(tensor.shape), tensor))
                 continue
-            teams.setdefault(alike, {})[name] = _Held(tuple(tensor.shape), whole(tensor.shape), tensor)
+            teams.setdefault(alike, {})[name] = _LocalPart(tuple(tensor.shape), whole(tensor.shape), tensor)
             continue
-        if not tensor.numel():  # nobody holds a part of it, and it is still one of the state's
+        if not tensor.numel():  # no rank has a part of it, but it belongs to the state
             shape = tuple(tensor.shape)
             empty = tensor.to_local().new_empty(shape)  # type: ignore[attr-defined]
-            teams.setdefault(alike, {})[name] = _Held(shape, whole(shape), empty)
+            teams.setdefault(alike, {})[name] = _LocalPart(shape, whole(shape), empty)
             continue
-        held = holding(name, tensor, group)
-        if held is not None:
-            teams.setdefault(holders.get(name, held.replicas), {})[name] = _Held(
-                tuple(tensor.shape), held.box, held.local
-            )
-    found = [(False, s) for team, members in teams.items() if team == everyone for s in _team(members, team, rank)]
-    found += [(False, s) for s in first]
-    found += [(True, s) for team, members in teams.items() if team != everyone for s in _team(members, team, rank)]
-    found += [(True, Slice(name, tuple(t.shape), whole(t.shape), t)) for name, t in own.items()]
-    found.sort(key=lambda f: (-f[1].data.element_size(), f[0], f[1].name, f[1].box.offset))
-    return [s for _, s in found]
+        local_part = holding(name, tensor, group)
+        if local_part is not None:
+            team = holders.get(name, local_part.replicas)
+            teams.setdefault(team, {})[name] = _LocalPart(tuple(tensor.shape), local_part.box, local_part.local)
+    ordered = [(False, s) for team, members in teams.items() if team == everyone for s in _team(members, team, rank)]
+    ordered += [(False, s) for s in first]
+    ordered += [(True, s) for team, members in teams.items() if team != everyone for s in _team(members, team, rank)]
+    ordered += [(True, Slice(name, tuple(t.shape), whole(t.shape), t)) for name, t in own.items()]
+    ordered.sort(key=lambda f: (-f[1].data.element_size(), f[0], f[1].name, f[1].box.offset))
+    return [s for _, s in ordered]
 
 
-def _team(members: Mapping[str, _Held], team: tuple[int, ...], rank: int) -> list[Slice]:
-    """This rank's share of what a team of ranks holds alike."""
-    items = [Item(name, held.box.shape, held.local.element_size()) for name, held in members.items()]
-    found = []
+def _team(members: Mapping[str, _LocalPart], team: tuple[int, ...], rank: int) -> list[Slice]:
+    """This rank's share of the tensors that all ranks of a team have."""
+    items = [Item(name, part.box.shape, part.local.element_size()) for name, part in members.items()]
+    mine = []
     for portion in share(items, len(team))[team.index(rank)]:
-        held = members[portion.name]
-        box = moved(held.box, portion.box)
-        if box.elements or box == whole(held.shape):  # ranks beyond a short axis hold nothing
-            found.append(Slice(portion.name, held.shape, box, held.local[portion.box.slices]))
-    return found
+        part = members[portion.name]
+        box = moved(part.box, portion.box)
+        if box.elements or box == whole(part.shape):  # ranks beyond a short axis hold nothing
+            mine.append(Slice(portion.name, part.shape, box, part.local[portion.box.slices]))
+    return mine
 
 
 # --- shard
@@ -121,7 +122,7 @@ class Plan:
 
 
 def plan_shard(tensors: Mapping[str, torch.Tensor]) -> Plan:
-    """Lay these tensors out in one file, in the order given but for their widths."""
+    """Lay these tensors out in one file: the widest first, else in the given order."""
     fields, offset, ranges = {}, 0, {}
     for name in sorted(tensors, key=lambda n: -tensors[n].element_size()):
         tensor = tensors[name]

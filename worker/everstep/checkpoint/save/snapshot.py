@@ -39,18 +39,18 @@ _MEMINFO = Path("/proc/meminfo")
 
 def free_host_memory() -> int:
     """Bytes that this process may still allocate, as far as is known."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         known = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
-        found = int(known["MemAvailable"].split()[0]) * 1024
+        free = int(known["MemAvailable"].split()[0]) * 1024
         most = (_CGROUP / "memory.max").read_text().strip()
         if most != "max":
             stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
             used = int((_CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            found = min(found, int(most) - used)
+            free = min(free, int(most) - used)
     except (OSError, ValueError, KeyError):
         pass  # not Linux, no cgroup v2, or the root cgroup
-    return max(found, 0)
+    return max(free, 0)
 
 
 # --- staging
@@ -153,7 +153,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 def _copy(runs: list[tuple[int, int, int]]) -> None:
     """Copy runs of bytes (to, from, size), on as many threads as torch's own operators may use.
 
-    Not by torch's copy: its threads meet after each tensor, and one that has to wait for a core delays all of them.
+    Not by torch's copy: its threads wait for each other after each tensor, so one that gets no core delays all of them.
     """
     total = sum(size for _, _, size in runs)
     threads = min(torch.get_num_threads(), MAX_THREADS, total // _BLOCK)
@@ -162,7 +162,7 @@ def _copy(runs: list[tuple[int, int, int]]) -> None:
         _move(blocks)
         return
     with ThreadPoolExecutor(threads - 1, thread_name_prefix="everstep-stage") as pool:
-        queue = iter(list(blocks))  # which several threads may draw from; a generator they may not
+        queue = iter(list(blocks))  # several threads may share a list's iterator, but not a generator
         others = [pool.submit(_move, queue) for _ in range(threads - 1)]
         _move(queue)
         for other in others:
@@ -203,8 +203,8 @@ class Buffers:
         self._free: list[Staging] = []
 
     @property
-    def held(self) -> int:
-        """Bytes of host memory."""
+    def size(self) -> int:
+        """Bytes of host memory in all buffers."""
         return sum(s.size for s in [*(staging for _, staging in list(self._read)), *list(self._free)])
 
     def take(self, size: int, handle: SaveHandle) -> Staging:
@@ -212,7 +212,7 @@ class Buffers:
         saves come faster than the store takes them. Raises `SaveFailed` if abandoned saves use too much memory."""
         for buffer in list(self._read):
             if buffer[0].done():
-                with contextlib.suppress(ValueError):  # a handler has done it
+                with contextlib.suppress(ValueError):  # a signal handler has moved it already
                     self._read.remove(buffer)
                     self._free.append(buffer[1])
         staging = self._any_free() or self._one_more(size)
@@ -227,7 +227,7 @@ class Buffers:
         return None
 
     def _one_more(self, size: int) -> Staging:
-        what = f"{len(self._read)} saves, abandoned ones among them, are still being written from {self.held} bytes"
+        what = f"{len(self._read)} saves, abandoned ones among them, are still being written from {self.size} bytes"
         if len(self._read) >= MOST:
             raise SaveFailed(f"{what} of host memory, and no more than {MOST} may be: the store is too slow for them")
         if len(self._read) >= OF_A_WRITER and size > (room := free_host_memory()):
@@ -255,7 +255,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of what this rank holds of a tensor: its shape and strides, and its first element counted from there."""
+    """A part of this rank's local tensor: its shape and strides, and the index of its first element in there."""
 
     key: str
     name: str
@@ -326,13 +326,13 @@ def _offset(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A state that is taken apart and not yet copied. `told` and `held` are digests, where ranks compare them."""
+    """A state that is taken apart and not yet copied. The digests are empty where ranks do not compare them."""
 
     captured: Captured
     arranged: Arrangement
     tensors: Mapping[str, torch.Tensor]
-    told: Mapping[str, int]
-    held: Mapping[str, int]
+    digests: Mapping[str, int]
+    union_digests: Mapping[str, int]
 
 
 class Snapshots:
@@ -348,9 +348,9 @@ class Snapshots:
         """Take a state apart. Raises `problem`, and as `Holders.capture` does."""
         captured, teams = self.holders.capture(state, ranks, problem)
         arranged, tensors = self._arranger.arrange(captured, ranks, teams)
-        told = digests(state, captured) if compares else {}
-        held = digests_of_union(state, captured, teams) if compares else {}
-        return Taken(captured, arranged, tensors, told, held)
+        if not compares:
+            return Taken(captured, arranged, tensors, {}, {})
+        return Taken(captured, arranged, tensors, digests(state, captured), digests_of_union(state, captured, teams))
 
     def copy(self, taken: Taken, ranks: Ranks, handle: SaveHandle, metrics: Mapping[str, float]) -> Staged:
         """Copy it to memory that no save in flight is written from, as the save of `handle`. Raises `SaveFailed` if
@@ -361,6 +361,6 @@ class Snapshots:
             handle.step, handle.save_id, ranks.rank, ranks.world_size,
             staging.fill(arranged.plan, taken.tensors) if taken.tensors else None, arranged.entries,
             captured.own_values, {k: v for k, v in captured.values.items() if k not in captured.unions},
-            arranged.checked, self._nonfinite, taken.told,
-            {k: captured.values[k] for k in sorted(captured.unions)}, taken.held, metrics,
+            arranged.checked, self._nonfinite, taken.digests,
+            {k: captured.values[k] for k in sorted(captured.unions)}, taken.union_digests, metrics,
         )  # fmt: skip

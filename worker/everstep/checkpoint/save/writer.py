@@ -1,8 +1,8 @@
 """The thread that makes saves durable, one at a time, while training goes on.
 
 It gets staged bytes and never touches live tensors or the process group. Invariants: saves are written one at a time,
-in the order in which they came, on each rank the same ones; at most `MOST` are there at once; whatever it meets, each
-save ends, and training goes on, unless another writer owns the log (`fenced`).
+in the order in which they were submitted, and on each rank the same ones; at most `MOST` exist at once; whatever error
+there is, each save ends, and training goes on, unless another writer owns the log (`fenced`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VOID: Final = 64  # failed saves that are remembered; the next commit's clean-u
 
 
 def _ignored(kind: str, **fields: Any) -> None:
-    """Takes the events of a writer that was abandoned."""
+    """The hook of an abandoned writer: nobody gets its events."""
 
 
 class Writer:
@@ -56,17 +56,17 @@ class Writer:
         self._head = Head(own.n, own, own.commit)
         self._stop = Flag()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._notes = 0  # in the queue
-        self._saves: list[SaveHandle] = []  # that may not be over
+        self._notes = 0  # how many of them are in the queue
+        self._saves: list[SaveHandle] = []  # saves that may still be running
         self.newest: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        self._threads = weakref.WeakSet[threading.Thread]()  # this one, and those before it that may still run
-        self._makes_room, self._has_failed = True, False  # before the next save, and why
+        self._threads = weakref.WeakSet[threading.Thread]()  # the thread, and earlier ones that may still run
+        self._makes_room, self._has_failed = True, False  # whether the next save makes room first, and for a failure
         self._void: deque[str] = deque(maxlen=_VOID)  # saves that failed before a commit was tried
         self._appended = ""  # the save whose commit was tried last
         self._unsure = ""  # the same, if a full disk refused it
         self.fenced: Fenced | None = None
-        self.refused: StateMismatch | None = None  # what the ranks would save is not one state
+        self.refused: StateMismatch | None = None  # why the last save was refused: the ranks' parts are not one state
 
     def _unfinished(self) -> list[SaveHandle]:
         # One by one: a handler of signals may save in between.
@@ -97,15 +97,15 @@ class Writer:
 
     def submit(self, staged: Staged, handle: SaveHandle) -> None:
         """Write it, after the save in flight. The caller has waited for room."""
-        # In this order: a signal may end what the thread that trains does between any two of these lines, and then
-        # nobody waits for what is not in the queue, nor takes the memory of what is.
+        # The order matters: a signal may interrupt the training thread for ever between any two of these lines. Then
+        # nobody may wait for a save that is not in the queue, nor reuse the memory of one that is.
         self.newest = handle
         handle._by = self._threads
         self._put(lambda: self._save(staged, handle))
         self._saves.append(handle)
 
     def give_up(self, save_id: str, rank: int, reason: str) -> None:
-        """Tell the coordinator, after what is in flight, that this rank takes no part in a save."""
+        """Tell the coordinator that this rank takes no part in a save, after the saves in flight."""
 
         def note() -> None:
             try:
@@ -116,7 +116,7 @@ class Writer:
         self._note(note)
 
     def leave_out(self, handle: SaveHandle, rank: int, error: SaveFailed, *, newest: bool = True) -> None:
-        """This rank does not write a save: it is over, and the others hear of it. `newest`: none came after it."""
+        """End a save as failed before this rank has written it, and tell the others. `newest`: no later save exists."""
         logger.warning("step %d was not saved, training goes on: %s", handle.step, error)
         self._events("save-failed", step=handle.step, error=str(error))
         handle.finish(Failed(handle.step, error))
@@ -127,8 +127,8 @@ class Writer:
             self.give_up(handle.save_id, rank, str(error))
 
     def later(self, task: Callable[[], object]) -> None:
-        """Do something small on the writer's thread, after what is in flight; what it raises is logged. Never left
-        out."""
+        """Do a small task on the writer's thread, after the saves in flight. Its errors are logged. It is never
+        dropped."""
 
         def run() -> None:
             try:
@@ -148,7 +148,7 @@ class Writer:
             self._thread = None
 
     def abandon(self) -> None:
-        """Stop without waiting: what is in flight may end as a commit or come to nothing, and says neither."""
+        """Stop without waiting. A save in flight may still be committed or fail; no event reports which."""
         self._events = _ignored
         self._stop.set()
         if self._thread is not None:
@@ -157,14 +157,14 @@ class Writer:
 
     def _put(self, task: Callable[[], None] | None) -> None:
         self._queue.put(task)
-        # Afterwards, because a handler of signals may close this in between, and end the thread.
+        # The thread is started last, because a signal handler may close this writer in between, and end the thread.
         if self._thread is None and task is not None:
             self._thread = threading.Thread(target=self._run, name="everstep-save", daemon=True)
             self._threads.add(self._thread)
             self._thread.start()
 
     def _note(self, task: Callable[[], None]) -> None:
-        """Queue work that may be dropped; a save or the end may not."""
+        """Queue a task that may be dropped. A save and the end of the thread may not."""
 
         def run() -> None:
             self._notes -= 1
@@ -180,15 +180,15 @@ class Writer:
         while (task := self._queue.get()) is not None:
             try:
                 task()
-            except BaseException:  # of a hook or a store: the thread has to live, for what waits and for what comes
+            except BaseException:  # of a hook or a store: this thread still has to write the other saves
                 logger.exception("an error in the thread that writes checkpoints; it goes on with the next task")
-            del task  # and with it the staged bytes, which the next save may have to make room for
+            del task  # it keeps the staged bytes, and the next save may need their memory
 
     def _save(self, staged: Staged, handle: SaveHandle) -> None:
         started = time.monotonic()
         try:
             outcome = self._write(staged, started)
-        except BaseException as e:  # whatever it is, training goes on and the caller is told
+        except BaseException as e:  # training goes on after any error, and the caller gets it
             error = e if isinstance(e, CheckpointError) else SaveFailed(f"step {staged.step}: {e}")
             outcome = Failed(staged.step, error)
             self._fails(staged.save_id, e)
@@ -203,17 +203,17 @@ class Writer:
             self._cleaner.clean()
 
     def _fails(self, save_id: str, error: BaseException) -> None:
-        """Of a save that failed whole shards may be left, of this rank or of others."""
+        """Remember a failed save: shards of it, from this rank or others, may be left in the store."""
         if save_id != self._appended:
             self._void.append(save_id)
-        elif _is_full(error):  # else its record may be created after the answer was given up
+        elif _is_full(error):  # after any other error the record may still be created
             self._unsure = save_id
         # In an outage a clean-up would wait as long as the save did, and the next save twice as long.
         if _is_full(error) or not any(isinstance(e, RetryableError) for e in _causes(error)):
             self._makes_room = self._has_failed = True
 
     def _make_room(self) -> None:
-        """Before the bytes of a save are written: once, and after each save that failed by more than an outage."""
+        """Clean up before the first save, and before a save after one that failed by more than an outage."""
         if not self._makes_room:
             return
         self._makes_room = False
@@ -226,7 +226,7 @@ class Writer:
             logger.exception("the clean-up before a save failed; the save goes on")
 
     def _write(self, staged: Staged, started: float) -> Outcome:
-        if self._store.capabilities.local:  # before anything is written into a folder that has taken the log's place
+        if self._store.capabilities.local:  # another folder may be at this path now: write nothing into it
             self._log.check_own(self._own)
         if staged.rank == 0:
             self._make_room()
@@ -270,15 +270,15 @@ class Writer:
         return Committed(record.step, record.n, now, size, seconds)
 
     def _united(self, parts: Sequence[Part]) -> dict[str, Json]:
-        """The commit's content from the ranks' unions, by key. Raises `StateMismatch`, and so does the next save."""
-        held: dict[str, list[tuple[int, Any]]] = {}
+        """The commit's content from the ranks' unions, by key. Raises `StateMismatch`; then the next save does, too."""
+        by_key: dict[str, list[tuple[int, Any]]] = {}
         for part in parts:
             for key, body in part.union.items():
-                held.setdefault(key, []).append((part.rank, body))
+                by_key.setdefault(key, []).append((part.rank, body))
         try:
-            if (problem := unlike([p.held for p in parts])) is not None:
+            if (problem := unlike([p.union_digests for p in parts])) is not None:
                 raise StateMismatch(problem)
-            return {key: merged(held[key], key) for key in sorted(held)}
+            return {key: merged(by_key[key], key) for key in sorted(by_key)}
         except StateMismatch as e:
             self.refused = e
             raise
