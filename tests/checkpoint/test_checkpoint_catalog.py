@@ -112,7 +112,7 @@ def test_pin_of_a_commit_whose_data_is_gone_is_refused_and_leaves_nothing(runs: 
         del store.objects[name]
     with pytest.raises(CheckpointError, match=r"step 1 .* cannot be pinned.*is missing"):
         Catalog(store).pin(1)
-    assert pins.held(store) == frozenset()
+    assert pins.held_saves(store) == frozenset()
 
 
 def test_pin_during_a_deletion_that_died_is_refused_and_the_next_clean_up_ends_it(runs: Any) -> None:

@@ -97,7 +97,7 @@ def test_deletion_that_gives_way_leaves_the_object_of_another_that_does_not(one:
 
     told["g"] = delete(Meanwhile(store, lambda method, _: method == "delete", p), record)
     assert told == {"w": False, "p": False, "g": True}
-    assert (deletions(store, record), pins.held(store), shards_left(store, record)) == ([], frozenset(), [False])
+    assert (deletions(store, record), pins.held_saves(store), shards_left(store, record)) == ([], frozenset(), [False])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +111,7 @@ def test_hold_that_is_refused_leaves_one_that_was_granted_before(one: Any, kind:
 
     told["g"] = delete(Meanwhile(store, lambda method, _: method != "put", p2), record)
     assert told == {"p1": True, "p2": False, "g": False}
-    assert (deletions(store, record), pins.held(store)) == ([], {record.save_id})  # type: ignore[comparison-overlap]
+    assert (deletions(store, record), pins.held_saves(store)) == ([], {record.save_id})  # type: ignore[comparison-overlap]
     assert shards_left(store, record) == [True]
 
 
@@ -120,7 +120,7 @@ def test_hold_that_is_taken_again_leaves_one_object_and_all_go_when_it_is_taken_
     store, record = one
     old = {"pin": "", "tag": "/tag-good", "kept": "/kept"}[kind]
     store.put(f"pins/{record.save_id}{old}.json", wire.encode({"n": 1}))  # as earlier releases wrote it
-    assert pins.held(store) == {record.save_id}
+    assert pins.held_saves(store) == {record.save_id}
     assert pins.held_commits(store, pins.holds(store)) == [1]
     assert not delete(store, record)
     assert hold(store, record, kind)
@@ -139,11 +139,11 @@ def test_tag_that_two_move_at_once_holds_the_commits_of_both(one: Any) -> None:
     store, record = one
     newest = Catalog(store).find(2)
     hold(Meanwhile(store, lambda method, _: method == "put", lambda: hold(store, record, "tag")), newest, "tag")
-    assert pins.held(store) == {record.save_id, newest.save_id}
+    assert pins.held_saves(store) == {record.save_id, newest.save_id}
     with pytest.raises(CheckpointError, match="tag 'good' is on steps 2 and 1"):
         Catalog(store).tagged("good")
     Catalog(store).tag("good", 1)
-    assert pins.held(store) == {record.save_id}
+    assert pins.held_saves(store) == {record.save_id}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,7 +175,7 @@ def test_deleter_that_died_refuses_holds_for_an_hour_and_no_longer(one: Any, kin
     assert not hold(store, record, kind, now=lambda: begun + pins.DEAD - 5), "it may be slow"
     assert hold(store, record, kind, now=lambda: begun + pins.DEAD + 5)
     assert not delete(store, record)
-    assert (pins.held(store), shards_left(store, record)) == (frozenset({record.save_id}), [True])
+    assert (pins.held_saves(store), shards_left(store, record)) == (frozenset({record.save_id}), [True])
     assert hold(store, record, kind), "what was made void once is void for everybody"
 
 
@@ -186,7 +186,7 @@ def test_deleter_that_died_after_it_deleted_a_shard_leaves_nothing_to_hold(one: 
         delete(FaultStore(store, {4: Fail(StoreUnusable("the cleaner dies here"))}), record)
     assert (len(deletions(store, record)), shards_left(store, record)) == (1, [False])
     assert not hold(store, record, kind, now=lambda: time.time() + 2 * pins.DEAD)
-    assert pins.held(store) == frozenset()
+    assert pins.held_saves(store) == frozenset()
 
 
 @pytest.mark.parametrize("slow", ["now", "clock"])
@@ -288,7 +288,7 @@ def act(store: MemoryStore, schedule: list[int], bodies: list[Callable[[Any], bo
 
 def check(store: ObjectStore, record: CommitRecord, granted: bool, deleted: bool, why: object) -> None:
     assert not (granted and deleted), why
-    assert (record.save_id in pins.held(store)) == granted, why
+    assert (record.save_id in pins.held_saves(store)) == granted, why
     assert not deletions(store, record), why
     assert all(shards_left(store, record)) != deleted, why
 
@@ -376,6 +376,6 @@ def test_hold_and_compaction_of_a_commit_without_shards_never_both_succeed_in_an
         assert isinstance(read, CommitRecord), ones
         assert (granted, is_compacted(read)) in {(True, False), (False, True), (False, False)}, ones
         assert deleted == is_compacted(read), ones
-        assert (record.save_id in pins.held(store)) == granted, ones
+        assert (record.save_id in pins.held_saves(store)) == granted, ones
         assert not deletions(store, record), ones
     assert {(True, False), (False, True)} <= seen

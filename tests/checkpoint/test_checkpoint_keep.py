@@ -356,7 +356,7 @@ def test_mark_gives_way_to_a_deletion_that_has_begun(runs: Any) -> None:
         pins.delete_save(faulty, record.save_id, [s.path for s in record.shards])
     mark = Kept(record.save_id, record.n, 1, 0.0, {}, ("steps",))
     assert not pins.mark_kept(store, mark)
-    assert pins.held(store) == frozenset()
+    assert pins.held_saves(store) == frozenset()
 
 
 @pytest.mark.parametrize("what", [KEPT, tag_of("good")])

@@ -16,9 +16,9 @@ import everstep
 from everstep.checkpoint.errors import FormatError, NoCommit, Occupied, SaveFailed
 from everstep.checkpoint.flag import Flag
 from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.complete import MOST_SECONDS, QUIET_SECONDS, read_complete
 from everstep.checkpoint.format.layout import KEPT, alive_name, hold_name, metrics_name, part_name, record_name
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord, Part, encode_part, encode_record
-from everstep.checkpoint.format.settled import MOST_SECONDS, QUIET_SECONDS, read_settled
 from everstep.checkpoint.keep import Kept
 from everstep.checkpoint.log.alive import Process, wait_for_owner
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -158,14 +158,14 @@ def test_bytes_that_do_not_decode_are_damage_after_a_while(every: float, whole: 
     store = Changing(every, whole)
     store.put("a", bytes(1000))
     with pytest.raises(FormatError, match="checksum"):
-        read_settled(store, "a", lambda data: wire.decode(data, "a"), clock=lambda: store.now, sleep=store.sleep)
+        read_complete(store, "a", lambda data: wire.decode(data, "a"), clock=lambda: store.now, sleep=store.sleep)
     assert store.now == pytest.approx(seconds, abs=0.2)
 
 
 def test_record_that_is_written_byte_by_byte_is_read(tmp_path: Path) -> None:
     store = Changing(0.5, whole=False)
     store.put("a", wire.encode({"a": 1}))
-    found = read_settled(store, "a", lambda data: wire.decode(data, "a"), clock=lambda: store.now, sleep=store.sleep)
+    found = read_complete(store, "a", lambda data: wire.decode(data, "a"), clock=lambda: store.now, sleep=store.sleep)
     assert found == {"a": 1}
 
 

@@ -251,7 +251,7 @@ def _swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ties_without_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "identity", lambda tensor: (tree.place(tensor), tensor.dtype, tensor.shape))
+    monkeypatch.setattr(tree, "identity", lambda tensor: (tree.memory_of(tensor), tensor.dtype, tensor.shape))
 
 
 def _ties_without_offsets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.ranks import Alone
 from everstep.checkpoint.state.holders import Holders, agreed
 from everstep.checkpoint.state.tree import Flattener, unflatten
-from everstep.checkpoint.state.union import merged, paths, pruned, unasked
+from everstep.checkpoint.state.union import merged, paths, pruned, unrequested
 from everstep.storage import MemoryStore
 
 
@@ -64,8 +64,8 @@ def test_below_the_names_of_a_module_a_value_is_one_thing() -> None:
 def test_names_that_nobody_asks_for_are_told_unless_it_is_the_whole_key() -> None:
     saved = {"k": body({"a": 1, "b": {"c": 2, "d": 3}}), "other": body({"x": 1})}
     assert list(paths(saved["k"]["tree"], "k", 64)) == ["k/a", "k/b/c", "k/b/d"]
-    assert unasked(saved, ["k/a", "k/b/c", "k/b/d"]) is None
-    assert (unasked(saved, ["k/a"]) or "").startswith("k/b/c, k/b/d: in the commit, and no rank asks for it")
+    assert unrequested(saved, ["k/a", "k/b/c", "k/b/d"]) is None
+    assert (unrequested(saved, ["k/a"]) or "").startswith("k/b/c, k/b/d: in the commit, and no rank asks for it")
 
 
 def test_ranks_that_hold_the_same_box_are_a_team() -> None:

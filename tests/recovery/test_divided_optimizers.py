@@ -238,7 +238,7 @@ def test_what_cannot_be_divided_anew_is_refused_by_name() -> None:
     with pytest.raises(NotRecoverable, match=r"Leave run\.mesh\(\) out.*fully_shard"):
         check(parts, meshed=True)
     with pytest.raises(StateMismatch, match=r"run\.mesh\(model=N\)"):
-        by_parts(parts, places=2)
+        by_parts(parts, model_size=2)
     early = {"optimizer": ZeroRedundancyOptimizer(network().parameters(), torch.optim.Adam, overlap_with_ddp=True)}
     with pytest.raises(NotRecoverable, match=r"overlap_with_ddp=True.*Leave overlap_with_ddp out"):
         check(early, meshed=False)

@@ -209,7 +209,7 @@ def test_damaged_deletion_mark_ends_like_any_other() -> None:
         with pytest.raises(CheckpointError, match="has begun"):
             pins.pin(store, record, "t", lambda _: None, lambda now=now: now)  # type: ignore[misc]
     pins.pin(store, record, "t", lambda _: None, lambda: 1.1 * hours)
-    assert pins.held(store) == {record.save_id}
+    assert pins.held_saves(store) == {record.save_id}
 
 
 def test_damaged_tag_still_names_its_commit() -> None:

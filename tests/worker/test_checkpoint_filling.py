@@ -64,7 +64,7 @@ def test_reads_cover_a_chunk_once_and_in_order(wanted: tuple[int, list[Segment]]
 def test_long_segments_are_read_without_a_copy() -> None:
     segments = [Segment(8, 100, 0, 0), Segment(108, 4, 1, 0), Segment(112, 200, 2, 0)]
     runs = [run for read in reads_into(segments, 320, 64) for run in read]
-    straight = [(r.begin, r.end) for r in runs if r.place is not None]
+    straight = [(r.begin, r.end) for r in runs if r.segment is not None]
     assert straight == [(8, 64), (64, 108), (112, 128), (128, 192), (192, 256), (256, 312)]
 
 
@@ -72,7 +72,7 @@ def test_neighbours_are_read_into_their_places_by_one_request() -> None:
     large = 2**18
     segments = [Segment(n * large, large, n, 0) for n in range(4)]
     (read,) = reads_into(segments, 4 * large, 2**24)
-    assert [run.place for run in read] == segments
+    assert [run.segment for run in read] == segments
 
 
 @pytest.mark.parametrize("position", [0, 50, 299])

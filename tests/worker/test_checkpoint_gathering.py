@@ -135,7 +135,7 @@ def test_saves_of_a_union_take_as_many_collectives_however_many_ranks_there_are(
     def save(rank: int) -> list[int]:
         one, holders, found = Rank(rank, threads, size), Holders(), []
         state = {"experts": everstep.Union({f"expert{rank}": torch.ones(4), "shared": torch.ones(2)})}
-        assert holders.meet(state, one)
+        assert holders.agree_on_unions(state, one)
         for _ in range(3):
             before = one.collectives
             _, teams = holders.capture(state, one, None)

@@ -43,20 +43,20 @@ from everstep.storage import ObjectStore, RetryableError
 
 
 class Lifetime:
-    """Of `checkpointer`, which saves to `url`."""
+    """The lifetime of `checkpointer`, which saves to `url`."""
 
     def __init__(self, checkpointer: at_exit.Closable, url: str) -> None:
         self._checkpointer, self._url = checkpointer, url
-        self._process = 0  # in which the thread is; none yet
-        self.closed = False  # no save is taken any more
-        self.over = False  # and the last one has ended
+        self._process = 0  # the process that has the thread; 0: there is no thread yet
+        self.closed = False  # no further save is accepted
+        self.over = False  # closed, and the last save has ended
 
     def starts(self) -> None:
         self._process = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has the thread; a forked child has not."""
+        """Whether this process has the thread; a forked child does not have it."""
         return self._process == os.getpid()
 
     def check_process(self) -> None:
@@ -72,7 +72,7 @@ class Lifetime:
             raise SettingUnusable(f"the Checkpointer is closed{at_exit.late(self._checkpointer)}")
 
     def check_still_open(self, step: int) -> None:
-        """A save of this step is being made."""
+        """Raises `SettingUnusable` if the Checkpointer was closed while a save of this step was made."""
         if self.closed:
             raise SettingUnusable(
                 f"step {step} was not saved: meanwhile the Checkpointer was closed, by a handler of signals or by "
@@ -116,12 +116,12 @@ class Checkpointer:
     - `storage_options`: for the fsspec file system (keys, endpoint). `store`: an open store instead of a URL.
     - `single_committer`: accept a store without conditional create (EVERSTEP_SINGLE_COMMITTER=1); a zombie of an
       earlier round is then not kept out.
-    - `on_event(kind, **fields)`: told of "opened", "restored", "stepped-over", "committed", "nonfinite",
+    - `on_event(kind, **fields)`: called for "opened", "restored", "stepped-over", "committed", "nonfinite",
       "save-failed", "save-skipped", "fenced" and "unusable", from the thread where it happened; its errors are logged.
       By default the events go to the operator as progress reports.
     - `peer_timeout`: seconds that rank 0 waits for the other ranks' parts before it abandons a save.
-    - `max_loads`: a commit that so many runs loaded and then came to nothing, with neither a commit, nor ten steps, nor
-      an orderly end, is stepped over (3); 0 for never.
+    - `max_loads`: a commit is stepped over if so many runs (3) have loaded it and then died before another commit, ten
+      steps, or an orderly end; 0 for never.
     - `nonfinite`: what becomes of a save whose modules' parameters hold NaN or infinity. "refuse" (the default): it
       fails, and the commit before stays the latest. "mark": it is kept for those who look into it, and `restore` steps
       over it. "allow": nobody looks.
@@ -162,16 +162,16 @@ class Checkpointer:
             raise SettingUnusable(f"peer_timeout={peer_timeout}: seconds are expected, more than 0")
         self._peer_timeout = peer_timeout
         self._events = opening.quiet(on_event or opening.default_events())
-        said = (process_group, rank, world_size)
-        self._owner = Owner(self._store, self._log, settings, said, store is None, self._events)
+        world_arguments = (process_group, rank, world_size)
+        self._owner = Owner(self._store, self._log, settings, world_arguments, store is None, self._events)
         self._snapshots = Snapshots(settings.nonfinite)
         self._writer: Writer | None = None
         self._loader = Loader(self._store, self._log, settings, self._events)
         self._sequence = 0
-        self._restored_id: str | None = None  # the save that was restored
-        self._origin: list[str] = []  # the saves that hold what was restored last
-        self._keys: frozenset[str] = frozenset()  # of the state that was restored or saved last
-        self._told = -1  # the save in flight for which the log has said that the next one, due by time, waits for it
+        self._restored_id: str | None = None  # the id of the save that was restored last
+        self._origin: list[str] = []  # the ids of the saves that have the shards of that commit
+        self._keys: frozenset[str] = frozenset()  # the keys of the state that was restored or saved last
+        self._skip_logged = -1  # the save in flight for which a warning was logged that a due save is skipped
         self._late_metrics = LateMetrics(self._store, settings.keep)
         self._last = -1  # the step that this run has saved or restored last
         self._by_session = False
@@ -201,7 +201,7 @@ class Checkpointer:
         step, n = named_commit(step, n)
         self._life.check_process()
         own, ranks = self._owner.take(restores=True)
-        self._snapshots.holders.meet(state, ranks)
+        self._snapshots.holders.agree_on_unions(state, ranks)
         record = self._loader.load(
             state, own, ranks, chosen, holders=self._snapshots.holders, step=step, n=n, idle=self.wait, end=self._end,
             has_writer=self._writer is not None,
@@ -239,10 +239,10 @@ class Checkpointer:
         verdict = Verdict(ranks.from_first(bytes([verdict]))[0])
         if verdict is Verdict.FENCED:
             raise writer.fenced or Fenced(f"{self._store.url}: rank 0 was fenced by a newer writer")
-        if verdict is Verdict.BUSY and (self._policy.by_steps(step) or self._told != self._sequence):
-            if self._told != self._sequence:  # by the clock, or where each step is saved, it is due again and again
+        if verdict is Verdict.BUSY and (self._policy.by_steps(step) or self._skip_logged != self._sequence):
+            if self._skip_logged != self._sequence:  # once for each save in flight: a save may be due at every step
                 logger.warning("should_save(%d) says no: %s. A slow store makes saves rarer", step, IN_FLIGHT)
-            self._told = self._sequence
+            self._skip_logged = self._sequence
             self._events("save-skipped", step=step, error=IN_FLIGHT)
         return verdict is Verdict.SAVE
 
@@ -269,7 +269,8 @@ class Checkpointer:
         self._late_metrics.check(ranks.rank, by_session=self._by_session)
         holders = self._snapshots.holders
         if holders.unions is None:
-            holders.meet(state, Alone() if self._by_session else ranks)  # a session marks on all ranks, or none
+            # With a session the marks are the same on all ranks, so there is nothing to agree on.
+            holders.agree_on_unions(state, Alone() if self._by_session else ranks)
         torn = self._loader.torn(step, state)
         problem = writer.fenced or torn or writer.refused or lost_keys(step, self._keys, state)
         if problem is not None and not holders.unions:
@@ -298,7 +299,7 @@ class Checkpointer:
             if writer.newest is not handle:
                 handle.finish(Failed(step, SaveFailed(f"step {step} was not saved: {e!r} while it was copied")))
             raise
-        if self._life.closed:  # just now, by a handler: nobody else waits for this save
+        if self._life.closed:  # a signal handler has closed this during the save, and nobody else waits for the save
             writer.close(CLOSE_SECONDS)
         return self._late_metrics.saved(handle, metrics)
 
@@ -319,15 +320,15 @@ class Checkpointer:
         """Finish the save in flight and the one that waits for it, and stop the thread. A script that ends in order
         without it, by `sys.exit` too, does the same at its end, and has exit code 1 where this raises.
 
-        Raises `SaveFailed` if the newest save came to nothing, or is not over after `timeout` seconds, unless its
-        handle's `wait` has raised that; `Fenced` if a newer writer owns the log.
+        Raises `SaveFailed` if the newest save failed, or is not over after `timeout` seconds, unless its handle's
+        `wait` has raised that; `Fenced` if a newer writer owns the log.
         """
         try:
             self._close(timeout)
         except Exception:
             self._leave()
             raise
-        self._leave()  # but not where a signal's handler ends the wait: the script's end, or the next call, goes on
+        self._leave()  # not if a signal handler ends the wait: then the script's end, or the next call, closes this
 
     def _close(self, timeout: float) -> None:
         if self._life.over or self._writer is None or not self._life.is_here:
@@ -340,7 +341,7 @@ class Checkpointer:
         self._life.over = True
         if self._writer.fenced:
             raise self._writer.fenced
-        if newest is not None and (problem := newest.unheard()) is not None:
+        if newest is not None and (problem := newest.unraised_error()) is not None:
             raise problem
 
     def _leave(self) -> None:
@@ -354,16 +355,16 @@ class Checkpointer:
         if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
         else:
-            at_exit.forget(self)  # others wait for the script, and the commit before stays
+            at_exit.forget(self)  # no wait for the save: other processes wait for this script to end
 
     # --- the commits below the URL. Nothing here takes the log, or changes what a commit holds: any process may call it
 
     def list(self) -> tuple[Found, ...]:
-        """The commits that have their data, newest first. Like what follows, it takes nothing: any process may ask."""
+        """The commits that have their data, newest first. It does not take the log: any process may call it."""
         return self._catalog.list()
 
     def latest(self) -> Found | None:
-        """The newest commit in the log, of whatever writer. Looks at the log alone."""
+        """The newest commit in the log, of any writer. Only the log is read."""
         record = self._catalog.latest()
         return Found.of(record) if record else None
 
@@ -377,16 +378,16 @@ class Checkpointer:
     def pin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Keep the newest commit, that of `step`, or record `n`, until `unpin`: no clean-up deletes it, whoever cleans.
         Raises `CheckpointError` if there is none, or its deletion has begun."""
-        return self._found(self._catalog.pin(step, n))
+        return self._described(self._catalog.pin(step, n))
 
     def unpin(self, step: int | None = None, *, n: int | None = None) -> Found:
         """Take a pin back, and what `Keep` holds the commit by beyond the newest ones. A tag stays."""
-        return self._found(self._catalog.unpin(step, n))
+        return self._described(self._catalog.unpin(step, n))
 
     def tag(self, tag: str, step: int | None = None, *, n: int | None = None) -> Found:
         """Call the newest commit, that of `step`, or record `n`, by a name, and keep it until `untag`. The commit that
         had the name before loses it. Raises `CheckpointError` as `pin` does, and for a tag that is no name."""
-        return self._found(self._catalog.tag(tag, step, n))
+        return self._described(self._catalog.tag(tag, step, n))
 
     def untag(self, tag: str) -> None:
         """Take a tag away. Raises `NoCommit` if there is none."""
@@ -394,9 +395,9 @@ class Checkpointer:
 
     def tagged(self, tag: str) -> Found:
         """The commit of a tag: `restore(state, n=checkpointer.tagged("best-eval").n)`. Raises `NoCommit`."""
-        return self._found(self._catalog.tagged(tag))
+        return self._described(self._catalog.tagged(tag))
 
-    def _found(self, record: CommitRecord) -> Found:
+    def _described(self, record: CommitRecord) -> Found:
         return Found.of(record, pins.holds(self._store), later=all_metrics(self._store, record))
 
     def gc(self) -> tuple[str, ...]:
@@ -416,9 +417,9 @@ class Checkpointer:
     # --- before a save
 
     def _ready(self, step: int) -> tuple[Writer, Ranks]:
-        """The writer, for the state after `step`. A script may skip `restore` only while there is nothing to restore: a
-        commit that does not descend from the newest one would fork the training state, and retention would then delete
-        the good one."""
+        """The writer and the ranks for a save of the state after `step`. A script may skip `restore` only while there
+        is nothing to restore: a commit that does not descend from the newest one would fork the training state, and
+        retention would then delete the good one."""
         self._life.check_open()
         if self._writer is None:
             own, _ = self._owner.take()
@@ -438,8 +439,8 @@ class Checkpointer:
         return self._writer, self._owner.ranks
 
     def _ready_again(self, step: int) -> tuple[Writer, Ranks] | SaveFailed:
-        """The same on every rank. After a change of the world the log is still to be taken: a store that is away costs
-        this save then, as it does before, and not the training."""
+        """`_ready`, or the error of a save that failed: the same on every rank. After a change of the world the log
+        still has to be taken. If the store does not answer then, this save fails and training goes on."""
         try:
             return self._ready(step)
         except RetryableError as e:
@@ -451,7 +452,7 @@ class Checkpointer:
             return SaveFailed(f"step {step} was not saved: {e}")
 
     def _end(self) -> int:
-        """The record below which a commit may be restored: what this run has saved since it opened the log counts."""
+        """The record below which a commit may be restored. The commits that this run has made are below it."""
         assert self._owner.record is not None
         if self._writer is None:
             return self._owner.record.n

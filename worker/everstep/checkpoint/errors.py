@@ -27,7 +27,7 @@ class Damaged(CheckpointError):
 
 
 class NoCommit(CheckpointError):
-    """There is no such commit: none at all, none of the step, or none with the number that was asked for."""
+    """There is no such commit: none at all, none of the given step, or none with the given number."""
 
 
 class StateMismatch(Refusal, CheckpointError):
@@ -42,7 +42,7 @@ class NewerCommit(CheckpointError):
 
 
 class SaveFailed(CheckpointError):
-    """A save came to nothing. Training goes on; the previous commit is still the latest."""
+    """A save failed. Training goes on; the previous commit is still the latest."""
 
 
 class OwnerUnknown(CheckpointError):

@@ -1,4 +1,4 @@
-"""A save as the script sees it: its handle, what became of it, and the hook that is told what happens."""
+"""A save as the script sees it: its handle, its outcome, and the hook that gets the events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.checkpoint.flag import Flag
 
 
 class Events(Protocol):
-    """The hook that is told what happens; see `Checkpointer`."""
+    """The hook that gets the events; see `Checkpointer`."""
 
     def __call__(self, kind: str, **fields: Any) -> None: ...
 
@@ -30,14 +30,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """This rank's part is durable; whether it becomes a commit is the coordinator's to say."""
+    """This rank's part is durable. Whether the save becomes a commit, the coordinator decides."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The save came to nothing."""
+    """The save failed with `error`."""
 
     step: int
     error: Exception
@@ -54,8 +54,8 @@ class SaveHandle:
         self.save_id = save_id  # the folder of its shards; empty if nothing was begun
         self._outcome = outcome
         self._done = Flag()
-        self._by: Collection[threading.Thread] = ()  # the threads of the writer that it was given to
-        self._heard = False  # somebody was told what it failed with
+        self._by: Collection[threading.Thread] = ()  # the threads of the writer that does this save
+        self._was_raised = False  # `wait` has raised the error, if there is one
         if outcome is not None:
             self._done.set()
 
@@ -67,13 +67,13 @@ class SaveHandle:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Block until the save is over. Raises what it failed with (`SaveFailed`, `Fenced`), and `TimeoutError` after
-        `timeout` seconds."""
+        """Block until the save is over. Raises the error of a failed save (`SaveFailed`, `Fenced`), and `TimeoutError`
+        after `timeout` seconds."""
         self._refuse_itself()
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still in flight after {timeout} s")
         assert self._outcome is not None
-        self._heard = True
+        self._was_raised = True
         match self._outcome:
             case Failed(_, error):
                 raise error
@@ -81,19 +81,19 @@ class SaveHandle:
                 return outcome
 
     def _refuse_itself(self) -> None:
-        """Raises `CheckpointError` on the thread whose work would be waited for: a hook's, where events come from."""
+        """Raises `CheckpointError` on the thread that writes this save, where hooks run: it would wait for itself."""
         if threading.current_thread() in self._by and not self.done():
             raise CheckpointError(
                 f"the save of step {self.step} is waited for in on_event, which runs on the thread that writes it: it "
                 "would wait for itself. Note the event there, and wait, save or close in a thread of the script"
             )
 
-    def unheard(self) -> Exception | None:
-        """Why it came to nothing, if nobody has been told; also if it is still in flight."""
+    def unraised_error(self) -> Exception | None:
+        """The error of a failed save that `wait` has not raised yet; also an error if the save is still in flight."""
         match self._outcome:
             case None:
                 return SaveFailed(f"step {self.step} is not saved: its save is still in flight; close(timeout=…) waits")
-            case Failed(_, error) if not self._heard:
+            case Failed(_, error) if not self._was_raised:
                 return error
         return None
 

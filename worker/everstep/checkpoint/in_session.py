@@ -37,10 +37,10 @@ class InSession:
         at_exit.forget(checkpointer)
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str = "") -> None:
-        """Go on in another world, that of round `round_`, whose members have the state that this process has, or are
-        given it: nothing is restored, and the log is taken again, in that round, with the next save. That save raises
-        `NewerCommit` if others have committed a later step meanwhile. A save in flight is given up; it becomes a commit
-        only if all of it was written by then."""
+        """Go on in another world, that of round `round_`. Its members have the state of this process, or get it, so
+        nothing is restored. The next save takes the log again, in that round. It raises `NewerCommit` if others have
+        committed a later step meanwhile. A save in flight is given up; it becomes a commit only if all of it was
+        written by then."""
         own = self._checkpointer
         if own._writer is not None:
             own._writer.abandon()
@@ -57,22 +57,22 @@ class InSession:
         return self._checkpointer._policy.by_steps(step)
 
     def newest(self) -> int | None:
-        """The step of the newest commit, of whatever writer. Not collective; raises `StorageError`."""
-        found = self._checkpointer.latest()
-        return found.step if found is not None else None
+        """The step of the newest commit, of any writer. Not collective; raises `StorageError`."""
+        commit = self._checkpointer.latest()
+        return commit.step if commit is not None else None
 
     def has_save(self, step: int) -> bool:
         """Whether metrics of this step can be added."""
         return self._checkpointer._late_metrics.knows(step)
 
     def put(self, name: str, data: bytes) -> str:
-        """Write an object that belongs to no commit, `name` below the URL. Returns where it is. Any rank and thread."""
+        """Write an object that belongs to no commit, `name` below the URL. Returns its URL. For any rank and thread."""
         self._store.put(name, data)
         return f"{self._store.url.rstrip('/')}/{name}"
 
     def attach(self, handle: SaveHandle, name: str, data: bytes, *, now: bool = False) -> None:
-        """Put `data` beside the shards of a save, once it is a commit. Rank 0 alone. `now`: it is over; return when
-        that is done."""
+        """Put `data` beside the shards of a save, once it is a commit. Only on rank 0. `now`: the save is over; write
+        at once."""
         if not now:
             if self._checkpointer._writer is not None:
                 self._checkpointer._writer.later(partial(self.attach, handle, name, data, now=True))

@@ -98,14 +98,14 @@ class Kept:
 
 def metrics_of(values: object) -> dict[str, float]:
     """The metrics in the `values` of a commit's record; what is not a number is left out."""
-    found = values.get("metrics") if isinstance(values, dict) else None
-    if not isinstance(found, dict):
+    metrics = values.get("metrics") if isinstance(values, dict) else None
+    if not isinstance(metrics, dict):
         return {}
-    return {name: number for name, value in found.items() if (number := finite(value)) is not None}
+    return {name: number for name, value in metrics.items() if (number := finite(value)) is not None}
 
 
 def finite(value: object) -> float | None:
-    """What a record of any hand gives as a number; None for what is none, and for an integer beyond all floats."""
+    """A record's value as a finite number; None for anything else, and for an integer larger than any float."""
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:
@@ -119,7 +119,7 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise SettingUnusable(f"metrics={metrics!r}: a dict of names and numbers is expected")
-    found: dict[str, float] = {}
+    finite_metrics: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise SettingUnusable(f"metrics: the name {name!r} is no text")
@@ -132,8 +132,8 @@ def numbers(metrics: Mapping[str, object] | None) -> dict[str, float]:
         if number is None:
             raise SettingUnusable(f"metrics[{name!r}]={value!r}: a number, or a tensor of one element, is expected")
         if math.isfinite(number):
-            found[name] = number
-    return found
+            finite_metrics[name] = number
+    return finite_metrics
 
 
 def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> tuple[Kept, ...]:
@@ -144,43 +144,43 @@ def plan_marks(keep: Keep, marked: Iterable[Kept], commits: Iterable[Kept]) -> t
     `marked` are the marks in the store; `commits` are the usable commits in the store, in any order.
     """
     before = {m.save_id: m for m in marked}
-    found = dict(before)
+    marks = dict(before)
     order = sorted({c.save_id: c for c in commits}.values(), key=lambda c: c.n)
     for commit in order:
-        mark = found.setdefault(commit.save_id, replace(commit, why=()))
+        mark = marks.setdefault(commit.save_id, replace(commit, why=()))
         if not commit.metrics.items() <= mark.metrics.items():  # an evaluation came after the mark was written
-            found[commit.save_id] = replace(mark, metrics={**mark.metrics, **commit.metrics})
+            marks[commit.save_id] = replace(mark, metrics={**mark.metrics, **commit.metrics})
     for commit in order:
-        older = _led_to(commit, found.values())
-        mine = set(found[commit.save_id].why)
+        older = _led_to(commit, marks.values())
+        mine = set(marks[commit.save_id].why)
         if keep.every_steps is not None and _begins_interval(commit.step, keep.every_steps, older):
             mine.add(STEPS)
         if keep.every_hours is not None and _is_due(commit.at, keep.every_hours * 3600, older):
             mine.add(HOURS)
-        found[commit.save_id] = replace(found[commit.save_id], why=tuple(sorted(mine)))
+        marks[commit.save_id] = replace(marks[commit.save_id], why=tuple(sorted(mine)))
     if keep.best:
         why = f"{BEST} {keep.metric}"
-        best = {m.save_id for m in _best(keep, list(found.values()))}
-        for name, mark in found.items():
+        best = {m.save_id for m in _best(keep, list(marks.values()))}
+        for name, mark in marks.items():
             mine = set(mark.why) - {why} | ({why} if name in best else set())
-            found[name] = replace(mark, why=tuple(sorted(mine)))
-    told = (
+            marks[name] = replace(mark, why=tuple(sorted(mine)))
+    changed = (
         m
-        for name, m in found.items()
+        for name, m in marks.items()
         if (m.why, m.metrics) != ((before[name].why, before[name].metrics) if name in before else ((), m.metrics))
     )
-    return tuple(sorted(told, key=lambda m: m.n))
+    return tuple(sorted(changed, key=lambda m: m.n))
 
 
 def _led_to(commit: Kept, known: Iterable[Kept]) -> list[Kept]:
     """The earlier commits that this one goes back to, newest first, as far as steps show it. Suppose a run commits
     steps 100 and 200, loads step 100 again, and commits step 150. Step 150 goes back to 100, and not to 200."""
-    least, found = commit.step, []
+    least, ancestors = commit.step, []
     for mark in sorted((m for m in known if m.n < commit.n), key=lambda m: -m.n):
         if mark.step < least:
-            found.append(mark)
+            ancestors.append(mark)
             least = mark.step
-    return found
+    return ancestors
 
 
 def _begins_interval(step: int, interval: int, older: Sequence[Kept]) -> bool:

@@ -21,8 +21,8 @@ from everstep.checkpoint.errors import SettingUnusable
 
 log = logging.getLogger("everstep.checkpoint")
 
-_LENGTH = 8  # bytes in front of a rank's bytes, where ranks have different numbers of them
-PATIENCE = 20.0  # seconds after which a rank says that it waits
+_LENGTH = 8  # bytes in front of a rank's data, which tell its length
+PATIENCE = 20.0  # seconds after which a rank logs that it waits
 
 
 class Ranks(Protocol):
@@ -95,7 +95,7 @@ class Broadcasting:
         return self.from_rank(0, data)
 
     def from_rank(self, source: int, data: bytes) -> bytes:
-        """That rank's bytes, on every rank."""
+        """Rank `source`'s bytes, on every rank."""
         length = torch.tensor([len(data)], dtype=torch.int64)
         self.broadcast(length, source).wait()
         buffer = bytearray(data) if self.rank == source else bytearray(int(length.item()))
@@ -108,13 +108,13 @@ class Broadcasting:
         mine = torch.zeros(_LENGTH + self.maximum(len(data)), dtype=torch.uint8)
         framed = bytearray(len(data).to_bytes(_LENGTH, "little") + data)
         mine[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
-        each = (found.numpy() for found in self.all_gather(mine))
-        return [found[_LENGTH:][: int.from_bytes(found[:_LENGTH].tobytes(), "little")].tobytes() for found in each]
+        frames = (frame.numpy() for frame in self.all_gather(mine))
+        return [frame[_LENGTH:][: int.from_bytes(frame[:_LENGTH].tobytes(), "little")].tobytes() for frame in frames]
 
 
 class _Patience:
-    """Says so where a rank waits long for the others: maybe they do not call what this one does. One thread, which
-    looks now and then, so that a collective pays for two assignments."""
+    """Logs a warning when a rank waits long for the others: maybe they do not make the same calls. One thread looks now
+    and then, so the cost for a collective is two assignments."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -133,12 +133,12 @@ class _Patience:
             self._since = None
 
     def _watch(self) -> None:
-        told: float | None = None
+        logged: float | None = None  # the beginning of the wait that a warning was logged for
         while True:
             time.sleep(PATIENCE / 4)
             since = self._since
-            if since is not None and since != told and time.monotonic() - since > PATIENCE:
-                told = since
+            if since is not None and since != logged and time.monotonic() - since > PATIENCE:
+                logged = since
                 log.warning(
                     "rank %d has waited %.0f s for the other ranks: every rank calls restore(), should_save(), save() "
                     "and load(). If only some do, take `if rank == 0` away",
@@ -169,10 +169,10 @@ class Group(Broadcasting):
             return super().from_rank(source, data)
 
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(data) for _ in range(self.world_size)]
+        gathered = [torch.empty_like(data) for _ in range(self.world_size)]
         with _patience.of(self.rank):
-            dist.all_gather(found, data, group=self._group)
-        return found
+            dist.all_gather(gathered, data, group=self._group)
+        return gathered
 
     def broadcast(self, data: torch.Tensor, source: int) -> Any:
         from_rank = source if self._group is None else dist.get_global_rank(self._group, source)
@@ -182,7 +182,7 @@ class Group(Broadcasting):
 def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:
     """The world this process is in. Collective where there is a process group.
 
-    Raises `SettingUnusable` if it is said to have several ranks, and no process group connects them.
+    Raises `SettingUnusable` if a world of several ranks is asked for, and no process group connects them.
     """
     if dist.is_available() and dist.is_initialized():
         group = process_group
@@ -197,7 +197,7 @@ def join(process_group: Any, rank: int | None, world_size: int | None) -> Ranks:
                 "torch.distributed.init_process_group() before restore() or save()"
             )
         ranks = Alone()
-    for name, said, found in (("rank", rank, ranks.rank), ("world_size", world_size, ranks.world_size)):
-        if said is not None and said != found:
-            raise SettingUnusable(f"{name}={said} was passed, but the process group says {found}")
+    for name, passed, actual in (("rank", rank, ranks.rank), ("world_size", world_size, ranks.world_size)):
+        if passed is not None and passed != actual:
+            raise SettingUnusable(f"{name}={passed} was passed, but the process group says {actual}")
     return ranks

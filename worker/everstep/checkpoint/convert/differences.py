@@ -46,22 +46,24 @@ def of_commit(store: ObjectStore, record: CommitRecord) -> Source:
             yield name, read_box(store, record, entries[name], whole(entries[name].shape))
 
     forms = {name: Form(e.shape, torch_dtype(e)) for name, e in entries.items()}
-    own = {f"@{rank}/{key}": body for rank, held in enumerate(values.get("ranks", ())) for key, body in held.items()}
+    own = {
+        f"@{rank}/{key}": body for rank, bodies in enumerate(values.get("ranks", ())) for key, body in bodies.items()
+    }
     return Source(f"step {record.step}", {**values.get("state", {}), **own}, forms, read)
 
 
-def differences(one: Source, other: Source) -> Iterator[Difference]:
+def differences(left: Source, right: Source) -> Iterator[Difference]:
     """The differences, by name. A tensor's name is its place in the state; each of several tied tensors has one."""
-    here, there = _Tree.of(one), _Tree.of(other)
+    here, there = _Tree.of(left), _Tree.of(right)
     for name in sorted({*here.leaves, *there.leaves}):
         if name not in there.leaves:
-            yield Difference(name, "missing", f"only in {one.what}")
+            yield Difference(name, "missing", f"only in {left.what}")
         elif name not in here.leaves:
-            yield Difference(name, "added", f"only in {other.what}")
+            yield Difference(name, "added", f"only in {right.what}")
         else:
-            found = _compared(name, one, here.leaves[name], other, there.leaves[name])
-            if found is not None:
-                yield found
+            difference = _compared(name, left, here.leaves[name], right, there.leaves[name])
+            if difference is not None:
+                yield difference
     for name in sorted(here.kinds.keys() & there.kinds.keys()):
         if here.kinds[name] != there.kinds[name]:
             yield Difference(name, "value", f"{here.kinds[name]} → {there.kinds[name]}")
@@ -69,10 +71,10 @@ def differences(one: Source, other: Source) -> Iterator[Difference]:
 
 def value_at(source: Source, name: str) -> Any:
     """The tensor or value of this name, decoded. Raises `KeyError` if there is none."""
-    place = _Tree.of(source).leaves[name]
-    if isinstance(place, _Tensor):
-        return _read(source, place.entry)
-    return unflatten(place, {}, name)
+    leaf = _Tree.of(source).leaves[name]
+    if isinstance(leaf, _Tensor):
+        return _read(source, leaf.entry)
+    return unflatten(leaf, {}, name)
 
 
 def names_of(source: Source) -> tuple[str, ...]:
@@ -87,8 +89,8 @@ class _Tensor:
 
 @dataclass(slots=True)
 class _Tree:
-    """The content of a source, by path: its leaves, and the kind of each container in words. Leaves of the same names
-    may be in containers of different kinds."""
+    """The content of a source, by path: its leaves, and a description of each container's kind. Two sources may have
+    the same leaves in containers of different kinds."""
 
     leaves: dict[str, _Tensor | Json] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -96,16 +98,16 @@ class _Tree:
     @classmethod
     def of(cls, source: Source) -> _Tree:
         slashed = sorted(key for key in source.bodies if "/" in key and not key.startswith("@"))
-        found = cls()
-        found.kinds["(the state)"] = f"a state with the keys {', '.join(map(repr, slashed))}" if slashed else "a state"
+        tree = cls()
+        tree.kinds["(the state)"] = f"a state with the keys {', '.join(map(repr, slashed))}" if slashed else "a state"
         for key, body in sorted(source.bodies.items()):
             if isinstance(body, dict):
-                found.add(body["tree"], key)
-        return found
+                tree.add(body["tree"], key)
+        return tree
 
     def add(self, tree: Json, path: str) -> None:
-        """An empty container is a leaf too. Of two leaves that have one path, as those of the keys "0" and 0 of a dict,
-        the second has a "~" behind it."""
+        """Add a tree at `path`. An empty container is a leaf too. If two leaves have one path, as for the keys "0" and
+        0 of a dict, a "~" is added to the second."""
         items: list[tuple[str | int, Json]] = []
         kind = ""
         match tree:
@@ -143,15 +145,17 @@ def _is_tag(tree: Json) -> bool:
     return isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)).startswith("$")
 
 
-def _compared(name: str, one: Source, a: _Tensor | Json, other: Source, b: _Tensor | Json) -> Difference | None:
+def _compared(name: str, left: Source, a: _Tensor | Json, right: Source, b: _Tensor | Json) -> Difference | None:
     if not isinstance(a, _Tensor) or not isinstance(b, _Tensor):
         return (
-            None if a == b and type(a) is type(b) else Difference(name, "value", f"{_said(one, a)} → {_said(other, b)}")
+            None
+            if a == b and type(a) is type(b)
+            else Difference(name, "value", f"{_text(left, a)} → {_text(right, b)}")
         )
-    before, after = one.tensors[a.entry], other.tensors[b.entry]
+    before, after = left.tensors[a.entry], right.tensors[b.entry]
     if before.shape != after.shape:
         return Difference(name, "shape", f"{list(before.shape)} → {list(after.shape)}")
-    x, y = _read(one, a.entry), _read(other, b.entry)
+    x, y = _read(left, a.entry), _read(right, b.entry)
     count, greatest = _distance(x, y)
     if before.dtype != after.dtype:
         more = f", {_amount(count, x.numel(), greatest)}" if count else ", equal values"
@@ -165,7 +169,8 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
         x, y = (torch.view_as_real(t.to(torch.complex128)) for t in (x, y))
     if not x.is_floating_point() and not y.is_floating_point():
         exact = [t if t.dtype == torch.uint64 else t.to(torch.int64) for t in (x, y)]
-        differ = exact[0].view(torch.int64) != exact[1].view(torch.int64)  # whole numbers that no float tells apart too
+        # Compared as integers: two large ones may be the same number as floats.
+        differ = exact[0].view(torch.int64) != exact[1].view(torch.int64)
         if (x.dtype == torch.uint64) != (y.dtype == torch.uint64):
             differ |= exact[0].view(torch.int64) < 0  # 2^63 and more, beside what is less than 0
         apart = (exact[0].double()[differ] - exact[1].double()[differ]).abs()
@@ -188,11 +193,11 @@ def _read(source: Source, entry: str) -> torch.Tensor:
     return next(iter(source.read([entry])))[1]
 
 
-def _said(source: Source, place: _Tensor | Json) -> str:
-    if isinstance(place, _Tensor):
-        form = source.tensors[place.entry]
+def _text(source: Source, leaf: _Tensor | Json) -> str:
+    if isinstance(leaf, _Tensor):
+        form = source.tensors[leaf.entry]
         return f"a tensor {_plain(form.dtype)} {list(form.shape)}"
-    text = json.dumps(place)
+    text = json.dumps(leaf)
     return text if len(text) <= 60 else text[:59] + "…"
 
 

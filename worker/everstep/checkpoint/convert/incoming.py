@@ -1,7 +1,7 @@
-"""A commit made of what another library has written: the beginning of a log of its own, which a run goes on from.
+"""Makes a commit of the files of another library: the beginning of a new log, which a run goes on from.
 
-Invariants: the target holds nothing, or a whole checkpoint; everything that can be refused is, before the first byte is
-written; tensors pass one after the other.
+Invariants: the target is empty, or has a whole checkpoint; everything that can be refused is refused before the first
+byte is written; only one tensor after the other is in memory.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _entry(name: str, form: torch.Tensor, plan: Plan) -> Entry:
 
 @dataclass(slots=True)
 class _Sums:
-    """Hashes bytes as they come, by chunks of `size`."""
+    """Computes the checksum of each chunk of `size` bytes, from data of any length."""
 
     size: int
     done: list[str]

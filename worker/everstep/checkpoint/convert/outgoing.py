@@ -1,7 +1,7 @@
 """A commit as other libraries read it: a folder of `torch.distributed.checkpoint`, a file of `torch.save`, a folder of
 Hugging Face. `export` writes everstep's own plain form.
 
-torch's and safetensors' own writers do the work. Invariant: what appears under the name that was asked for is whole. A
+torch's and safetensors' own writers do the work. Invariant: a file or folder appears under its name only whole. A
 folder is made under another name beside it and renamed; in a folder of Hugging Face the file that a reader begins with
 comes last.
 """
@@ -59,7 +59,7 @@ def export(
     values: Mapping[str, Any] = record.values if isinstance(record.values, dict) else {}
     state: Mapping[str, Any] = values.get("state", {})
     written: list[str] = []
-    told: dict[str, Json] = {}
+    contents: dict[str, Json] = {}
     stems = set[str]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def export(
             stem = _stem(key, stems)
             files = _split(stem, tensors, max_bytes)
             written += _write_all(store, record, folder, stem, files)
-            told[key] = {"kind": body["kind"], "files": [*files], "tree": tree}
+            contents[key] = {"kind": body["kind"], "files": [*files], "tree": tree}
         text: dict[str, Json] = {"format": FORMAT, "version": 1, "step": record.step, "at": record.at}
         if metrics := all_metrics(store, record):
             text["metrics"] = dict(metrics)
-        text["state"] = told
+        text["state"] = contents
         _write_json(folder / STATE, text)
     except OSError as e:
         raise unwritten(folder, e) from e
@@ -83,10 +83,11 @@ def export(
 
 
 def unwritten(path: Path, error: BaseException) -> CheckpointError:
-    """For what a library or the system says of a file that is not there whole."""
-    said = (error.strerror if isinstance(error, OSError) else None) or (str(error).strip() or repr(error))
+    """The error for a file that could not be written whole, with the reason that a library or the system gave."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or (str(error).strip() or repr(error))
     return CheckpointError(
-        f"{path}: cannot be written: {said.splitlines()[0][:300]}; look whether the disk is full, or give another path"
+        f"{path}: cannot be written: {reason.splitlines()[0][:300]}; look whether the disk is full, or give another "
+        "path"
     )
 
 
@@ -96,25 +97,25 @@ def _write_all(store: ObjectStore, record: CommitRecord, folder: Path, stem: str
     return [*files, *(_index(folder, stem, files) if len(files) > 1 else ())]
 
 
-def _renamed(value: Any, path: tuple[str, ...], entries: Mapping[str, Entry], found: dict[str, Entry]) -> Json:
-    """The tree with the names that its tensors have in the key's file: their paths in it. `found` collects them, each
-    of several tied ones too."""
+def _renamed(value: Any, path: tuple[str, ...], entries: Mapping[str, Entry], tensors: dict[str, Entry]) -> Json:
+    """The tree with the names that its tensors have in the key's file: their paths in the tree. They are added to
+    `tensors`; each of several tied tensors has a name."""
     if isinstance(value, list):
-        return [_renamed(v, (*path, str(i)), entries, found) for i, v in enumerate(value)]
+        return [_renamed(v, (*path, str(i)), entries, tensors) for i, v in enumerate(value)]
     if not isinstance(value, dict):
         return value  # type: ignore[no-any-return]
     match next(iter(value.items())) if len(value) == 1 else None:
         case ("$tensor" | "$ndarray") as tag, str() as name:
             plain = "/".join(path)
-            while plain in found:  # the keys 1 and "1" of one mapping
+            while plain in tensors:  # the keys 1 and "1" of one mapping
                 plain += "~"
-            found[plain] = entries[name]
+            tensors[plain] = entries[name]
             return {tag: plain}
         case "$tuple", list() as items:
-            return {"$tuple": _renamed(items, path, entries, found)}
+            return {"$tuple": _renamed(items, path, entries, tensors)}
         case "$dict", list() as pairs:
-            return {"$dict": [[k, _renamed(v, (*path, str(k)), entries, found)] for k, v in pairs]}
-    return {k: _renamed(v, (*path, k), entries, found) for k, v in value.items()}
+            return {"$dict": [[k, _renamed(v, (*path, str(k)), entries, tensors)] for k, v in pairs]}
+    return {k: _renamed(v, (*path, k), entries, tensors) for k, v in value.items()}
 
 
 def _split(stem: str, tensors: Mapping[str, Entry], max_bytes: int) -> _Files:
@@ -164,7 +165,7 @@ def _write_json(path: Path, body: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """A name beside `path`, whose file takes its place when the block ends without an error."""
+    """A temporary name beside `path`. Its file replaces `path` when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -174,7 +175,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def _stem(key: str, taken: set[str]) -> str:
-    """A file name for a key, which no other key has, also where capitals and small letters are one."""
+    """A file name for a key that no other key has, also on file systems that ignore case."""
     plain = stem = re.sub(r"[^A-Za-z0-9._-]", "_", key).lstrip(".") or "_"
     number = 0
     while stem.casefold() in taken:
@@ -213,21 +214,21 @@ def export_as(
     What each rank has of its own (random generators) is left out. The last two hold the exported keys in memory.
     Raises `CheckpointError` for a target that is there, `Damaged` if the commit is, `StateMismatch` for an unknown key.
     """
-    target, asked = Path(os.path.abspath(path)), None if keys is None else tuple(keys)
+    target, requested = Path(os.path.abspath(path)), None if keys is None else tuple(keys)
     if form not in FORMATS:
         raise CheckpointError(f"format {form!r}: one of {', '.join(FORMATS)} is expected")
-    bodies = bodies_of(record, asked)
+    bodies = bodies_of(record, requested)
     if form == "safetensors":
-        if asked is not None:
+        if requested is not None:
             raise CheckpointError("format 'safetensors' has all keys; leave them out, or take another format")
         return export(store, record, target, max_bytes)
     try:
         if form == "huggingface":
-            key = _one_module(bodies, asked)
+            key = _one_module(bodies, requested)
             return _huggingface(store, record, target, key, bodies[key]["tree"], max_bytes)
         if form == "torch":
             state = _values(store, record, bodies)
-            whole: Any = state[asked[0]] if asked is not None and len(asked) == 1 else state
+            whole: Any = state[requested[0]] if requested is not None and len(requested) == 1 else state
             with _placed(target) as temporary:
                 try:
                     torch.save(whole, temporary)
@@ -251,12 +252,12 @@ def bodies_of(record: CommitRecord, keys: tuple[str, ...] | None = None) -> dict
     return state if keys is None else {key: state[key] for key in keys}
 
 
-def _one_module(bodies: Mapping[str, Any], asked: tuple[str, ...] | None) -> str:
-    found = [key for key, body in bodies.items() if asked is not None or body["kind"] == "module"]
-    if len(found) != 1:
-        said = ", ".join(found) or "none"
-        raise StateMismatch(f"format 'huggingface' is for the tensors of one key, and there are {said}; name one")
-    return found[0]
+def _one_module(bodies: Mapping[str, Any], requested: tuple[str, ...] | None) -> str:
+    candidates = [key for key, body in bodies.items() if requested is not None or body["kind"] == "module"]
+    if len(candidates) != 1:
+        names = ", ".join(candidates) or "none"
+        raise StateMismatch(f"format 'huggingface' is for the tensors of one key, and there are {names}; name one")
+    return candidates[0]
 
 
 def _huggingface(
@@ -291,9 +292,9 @@ def _grouped(tree: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
     short = len(next((f"{key}." for key in modules if all(name.startswith(f"{key}.") for name in names)), ""))
     groups: dict[object, dict[str, Any]] = {}
     for name, options in tree["param_groups"].items():
-        told = [(k, v.tolist() if isinstance(v, torch.Tensor) else repr(v)) for k, v in sorted(options.items())]
-        groups.setdefault(str(told), {"params": [], **options})["params"].append(name[short:])
-    state = {name[short:]: found for name, found in tree["state"].items()}
+        texts = [(k, v.tolist() if isinstance(v, torch.Tensor) else repr(v)) for k, v in sorted(options.items())]
+        groups.setdefault(str(texts), {"params": [], **options})["params"].append(name[short:])
+    state = {name[short:]: value for name, value in tree["state"].items()}
     rest = {name: value for name, value in tree.items() if name not in ("state", "param_groups")}
     return {**rest, "state": state, "param_groups": list(groups.values())}
 
@@ -332,7 +333,8 @@ def _dcp(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
 
 @contextmanager
 def _placed(path: Path) -> Iterator[Path]:
-    """A name beside `path` for what is to be there, once it is whole. Raises `CheckpointError` if something is."""
+    """A temporary name beside `path`. Its file or folder is renamed to `path` when the block ends without an error.
+    Raises `CheckpointError` if `path` exists."""
     _refuse_what_is_there(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")

@@ -30,8 +30,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that can become a commit. `bodies`: what a commit's `values` hold of each key, with references to
-    `tensors`. `read` gives tensors by name, in the order asked for, a few at a time."""
+    """A state that can become a commit. `bodies`: the content of each key in a commit's `values`, with references to
+    `tensors`. `read` returns tensors by name, in the requested order, a few at a time."""
 
     what: str
     bodies: Mapping[str, Json]
@@ -98,7 +98,7 @@ def _kind(name: str, value: object, stateful: frozenset[str]) -> str:
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether it is what an optimizer's `state_dict` gives."""
+    """Whether the value has the form of an optimizer's `state_dict`."""
     return isinstance(value, Mapping) and set(value) == {"state", "param_groups"}
 
 
@@ -120,7 +120,7 @@ def _by_name(value: Any, keys: Mapping[Any, Any]) -> tuple[str, dict[str, Any]] 
         for group in groups
         for name in group["params"]
     }
-    state = {f"{model}.{name}": found for name, found in value["state"].items()}
+    state = {f"{model}.{name}": moments for name, moments in value["state"].items()}
     return "optimizer", {"state": state, "param_groups": options}
 
 

@@ -68,18 +68,18 @@ def _opened(folder: Path, key: str, stateful: Iterable[str]) -> Source:
     for name in names:
         _check_chunks(folder, name, entries[name])
     values = _values(reader, [name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)])
-    # In the tree each tensor stands as an empty one whose shape says which it is: none is read for the sake of it.
+    # In the tree each tensor is replaced by an empty one whose shape has its number, so that no tensor is read.
     leaves: dict[str, Any] = {name: torch.empty((at, 0)) for at, name in enumerate(names)} | values
     tree = _nested({name: tuple(paths.get(name) or (name,)) for name in entries}, leaves, folder)
     state = {name: _numbered(value) for name, value in tree.items()}
-    found = of_state(str(folder), state, key, stateful)
-    meant = {path: names[form.shape[0]] for path, form in found.tensors.items()}
+    source = of_state(str(folder), state, key, stateful)
+    meant = {path: names[form.shape[0]] for path, form in source.tensors.items()}
     forms = {path: Form(tuple(entries[n].size), entries[n].properties.dtype) for path, n in meant.items()}
 
-    def read(asked: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(requested: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         batch: dict[str, torch.Tensor] = {}
         size = 0
-        for path in asked:
+        for path in requested:
             batch[path] = torch.empty(forms[path].shape, dtype=forms[path].dtype)
             size += batch[path].nbytes
             if size >= _AT_ONCE:
@@ -87,19 +87,19 @@ def _opened(folder: Path, key: str, stateful: Iterable[str]) -> Source:
                 batch, size = {}, 0
         yield from _filled(reader, batch, meant)
 
-    return checked(Source(str(folder), found.bodies, forms, read))
+    return checked(Source(str(folder), source.bodies, forms, read))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the classes of a description and nothing else."""
+    """Makes objects of the classes in a description, and of no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = {**_CLASSES, **_PATHS, **_OTHERS}.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
+        kind = {**_CLASSES, **_PATHS, **_OTHERS}.get((module, name))
+        if kind is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            kind = getattr(torch, name)
+        if kind is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of a checkpoint is made of")
-        return found
+        return kind
 
 
 class _Reader(filesystem.FileSystemReader):
@@ -114,12 +114,12 @@ class _Reader(filesystem.FileSystemReader):
         if self._described is None:
             path = self._folder / ".metadata"
             try:
-                found = _Unpickler(io.BytesIO(path.read_bytes())).load()
-                if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-                    raise TypeError(f"it holds a {type(found).__name__}")
+                described = _Unpickler(io.BytesIO(path.read_bytes())).load()
+                if not isinstance(described, Metadata) or not isinstance(described.state_dict_metadata, dict):
+                    raise TypeError(f"it holds a {type(described).__name__}")
             except Exception as e:  # a pickle that was cut or changed raises anything
                 raise FormatError(f"{path}: is no description of a checkpoint: {e!s:.300}") from e
-            self._described = found
+            self._described = described
         if getattr(self._described, "storage_meta", None) is None:
             self._described.storage_meta = StorageMeta()
         self._described.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -167,12 +167,12 @@ def _check_files(folder: Path, described: Metadata) -> None:
 
 def _values(reader: _Reader, names: list[str]) -> dict[str, Any]:
     absent = object()
-    found: dict[str, Any] = dict.fromkeys(names, absent)
-    if found:
-        _load(reader, found)
-    if lost := [name for name in names if found[name] is absent]:
+    values: dict[str, Any] = dict.fromkeys(names, absent)
+    if values:
+        _load(reader, values)
+    if lost := [name for name in names if values[name] is absent]:
         raise FormatError(f"{reader.path}: {lost[0]}: torch.distributed.checkpoint has not read it")
-    return found
+    return values
 
 
 def _filled(reader: _Reader, batch: dict[str, torch.Tensor], meant: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -191,7 +191,7 @@ def _load(reader: _Reader, state: dict[str, Any]) -> None:
         raise _translated(reader, cause_of(e)) from e
     except CheckpointError:
         raise
-    except Exception as e:  # its texts are those of whatever library it was
+    except Exception as e:  # of any library below torch's reader
         raise _translated(reader, e) from e
 
 
@@ -207,7 +207,7 @@ def _translated(reader: _Reader, cause: BaseException) -> BaseException:
 
 
 def _nested(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The tree of which each leaf is at its path; numbers in a path are places in a list."""
+    """The tree that has each leaf at its path; a number in a path is an index in a list."""
     root: dict[Any, Any] = {}
     for name, path in paths.items():
         level = root
@@ -224,7 +224,7 @@ def _nested(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], fol
 
 
 class _Leaf:
-    """A value, whatever it is made of: it is not looked into."""
+    """A leaf of the tree: its value may be a container itself, and is not changed."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -244,4 +244,4 @@ def _numbered(value: Any) -> Any:
     """An optimizer's state with numbers for its parameters, which torch writes as texts."""
     if not is_optimizer(value) or not all(str(name).isdecimal() for name in value["state"]):
         return value
-    return {**value, "state": {int(name): found for name, found in value["state"].items()}}
+    return {**value, "state": {int(name): moments for name, moments in value["state"].items()}}

@@ -49,7 +49,7 @@ def open_source(path: Path, key: str = MODEL, stateful: Iterable[str] = ()) -> S
 
 
 def is_source(path: Path) -> bool:
-    """Whether this is a file or folder that `open_source` is for, and no folder of commits."""
+    """Whether `open_source` can open this file or folder. A folder of commits is no source."""
     if path.is_dir():
         if (path / "log").is_dir():
             return False
@@ -76,12 +76,12 @@ def load_torch(path: Path) -> Any:
 
 
 def _files_of(folder: Path) -> dict[str | None, Path]:
-    """By tensor, or by None all of it: the files of a folder that Hugging Face would load."""
+    """The files of a folder that Hugging Face would load, by tensor; a file that has all tensors under None."""
     indices = sorted(folder.glob(f"*{_INDEX}"))
     singles = [p for p in sorted(folder.glob("*.safetensors")) if "-of-" not in p.name]
-    found = [p for p in (folder / f"model{_INDEX}", folder / "model.safetensors") if p.is_file()]
-    found = found or (indices if len(indices) == 1 and not singles else singles if not indices else [])
-    if len(found) != 1:
+    candidates = [p for p in (folder / f"model{_INDEX}", folder / "model.safetensors") if p.is_file()]
+    candidates = candidates or (indices if len(indices) == 1 and not singles else singles if not indices else [])
+    if len(candidates) != 1:
         raise CheckpointError(
             f"{folder}: holds {'several' if indices or singles else 'no'} checkpoints that could be meant: a .metadata "
             f"of torch.distributed.checkpoint, model{_INDEX} or model.safetensors is expected; give the file itself"
@@ -89,9 +89,9 @@ def _files_of(folder: Path) -> dict[str | None, Path]:
     if len(keys := _exported(folder)) > 1:
         raise CheckpointError(
             f"{folder}: is an export of everstep with the keys {', '.join(keys)}, and an import of safetensors takes "
-            f"one module. Give its file itself ({found[0]}), or copy the commit with `everstep ckpt restore`"
+            f"one module. Give its file itself ({candidates[0]}), or copy the commit with `everstep ckpt restore`"
         )
-    return _indexed(found[0]) if found[0].name.endswith(_INDEX) else {None: found[0]}
+    return _indexed(candidates[0]) if candidates[0].name.endswith(_INDEX) else {None: candidates[0]}
 
 
 def _exported(folder: Path) -> list[str]:
@@ -107,13 +107,13 @@ def _indexed(index: Path) -> dict[str | None, Path]:
     try:
         body = json.loads(index.read_text())
         where = body["weight_map"]
-        found: dict[str | None, Path] = {str(name): index.parent / file for name, file in where.items()}
+        files: dict[str | None, Path] = {str(name): index.parent / file for name, file in where.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise FormatError(f"{index}: is no index of safetensors files: {e!r}") from e
-    for name, file in found.items():
+    for name, file in files.items():
         if file.parent != index.parent:
             raise FormatError(f"{index}: weight_map: {name} is in {file}, outside of the folder")
-    return found
+    return files
 
 
 def _open_safetensors(what: str, files: dict[str | None, Path], key: str) -> Source:
@@ -139,8 +139,8 @@ def _open_safetensors(what: str, files: dict[str | None, Path], key: str) -> Sou
     else:
         tree = {where[path][1]: {"$tensor": path} for path in sorted(forms)}
 
-    def read(asked: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in asked:
+    def read(requested: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in requested:
             file, name = where[path]
             with _opened(file) as reader:
                 yield path, reader.get_tensor(name)
@@ -157,10 +157,10 @@ def _opened(file: Path) -> Any:
         raise FormatError(f"{file}: is no whole safetensors file: {_first_line(e)}") from e
 
 
-def _dtype(file: Path, name: str, said: str) -> torch.dtype:
-    if said not in TORCH:
-        raise FormatError(f"{file}: {name}: tensors of type {said} cannot be in a checkpoint; convert it")
-    return TORCH[said]
+def _dtype(file: Path, name: str, dtype: str) -> torch.dtype:
+    if dtype not in TORCH:
+        raise FormatError(f"{file}: {name}: tensors of type {dtype} cannot be in a checkpoint; convert it")
+    return TORCH[dtype]
 
 
 def _is_zip(path: Path) -> bool:

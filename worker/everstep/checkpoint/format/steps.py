@@ -18,8 +18,8 @@ def whole_step(step: object) -> int:
 
 
 def named_commit(step: object, n: object) -> tuple[int | None, int | None]:
-    """The step and the record number that a commit is asked for by. Raises `TypeError` for what is no integer: `"5"`
-    would fit no commit, and the error would be that there is none."""
+    """The step and the record number by which a caller names a commit. Raises `TypeError` for anything but an integer:
+    `"5"` would fit no commit, and the error would say that there is none."""
     for name, value in (("step", step), ("n", n)):
         if value is not None and _integer(value) is None:
             raise TypeError(f"{name}={value!r}: an integer is expected, and this is a {type(value).__name__}")

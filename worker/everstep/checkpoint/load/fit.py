@@ -1,7 +1,7 @@
 """Fits a commit into the state that was passed: decides which part goes where, before the first byte is read.
 
-Knows trees, shapes and names, and reads nothing. Invariant: what cannot be loaded as it was asked for is refused here,
-with every name that is at fault, while the state is still as it was; and no value is put under another name.
+Knows trees, shapes and names, and reads nothing. Invariants: a load that is not possible as requested is refused here,
+with the names at fault, before the state is changed; and no value is put under another name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.manifest import CommitRecord, Entry
 from everstep.checkpoint.load.selection import LoadReport, Selection, below
 from everstep.checkpoint.state import named
-from everstep.checkpoint.state.capture import MALFORMED, Captured, asked_of, kind_of
+from everstep.checkpoint.state.capture import MALFORMED, Captured, body_for_rank, kind_of
 from everstep.checkpoint.state.divided import DividedOptimizer
 from everstep.checkpoint.state.layouts import crossed
 from everstep.checkpoint.state.modules import Answer, bare, buffer_names, is_free, late_buffers, migrated, unset_buffers
-from everstep.checkpoint.state.tree import DTYPES, join, place, references
+from everstep.checkpoint.state.tree import DTYPES, join, memory_of, references
 from everstep.checkpoint.state.union import Union, inside
 
 # --- fitted
-# What fitting a commit into a state has found: what goes where, what is left out, and what does not fit.
+# The result of fitting a commit into a state: what goes where, what is left out, and what does not fit.
 
-NAMED: Final = 5  # how many that do not fit an error names
+NAMED: Final = 5  # problems that an error names
 
 LACKING: Final = "is in the state passed and not in the commit"
 BEYOND: Final = "is in the commit and not in the state passed"
@@ -39,9 +39,9 @@ Body = dict[str, Any]
 
 @dataclass(slots=True)
 class Fit:
-    """`bodies`: what goes into each key of the state, as `state.apply` takes it. `live`: for each of the commit's
-    tensors, the names in `Captured.tensors` of those that it is put into. `judges`: for each module that is filled in
-    part, the names that it judges by itself (`modules.is_free`)."""
+    """`bodies`: the content for each key of the state, as `state.apply` takes it. `live`: for each of the commit's
+    tensors, the names in `Captured.tensors` of the live tensors that it is put into. `judges`: for each module that is
+    filled in part, the names that the module itself accepts or reports (`modules.is_free`)."""
 
     bodies: dict[str, Body] = field(default_factory=dict)
     live: dict[str, list[str]] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Fit:
         return LoadReport(tuple(self.missing), tuple(self.not_taken), tuple(self.mismatched))
 
     def judged(self, answers: Mapping[str, Answer], selection: Selection) -> None:
-        """Add what modules said while they loaded (see `state.apply`) to the report. Raises `StateMismatch` for it if
-        what is taken must fit: only then is it known, so that the state is changed."""
+        """Add the modules' own reports (see `state.apply`) to this one. Raises `StateMismatch` for them if the
+        selection is strict. They are known only after the load, so the state is changed by then."""
         problems: list[str] = []
         for key, answer in answers.items():
             own = self.judges.get(key, ())
@@ -90,13 +90,13 @@ _MOMENTS = frozenset(
 
 def fit_optimizer(
     key: str, target: torch.optim.Optimizer, body: Body, live: Mapping[str, Any], entries: Mapping[str, Entry],
-    selection: Selection, touched: Collection[str], found: Fit,
+    selection: Selection, touched: Collection[str], fitted: Fit,
 ) -> Body | None:  # fmt: skip
-    """The body for this optimizer, with its own numbers; None if it is not to be filled, which `found` is told.
-    `touched`: the keys of the state of which anything may be taken."""
+    """The body for this optimizer, with its own numbers. None if it is not to be filled; the reason is added to
+    `fitted`. `touched`: the keys of the state that the selection may take something of."""
     was, now = body.get("class"), type(target).__name__
     if was is not None and was != now:
-        found.problems.append(
+        fitted.problems.append(
             f"{key}: the commit holds the state of {was}, the state passed in {now}: make an optimizer of that class, "
             f"or leave it out with exclude=[{key!r}]"
         )
@@ -105,7 +105,7 @@ def fit_optimizer(
     if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         if saved is None or names is None or [selection.renamed(name) for name in saved] == names:
             return body
-        (found.problems if selection.strict else found.mismatched).append(
+        (fitted.problems if selection.strict else fitted.mismatched).append(
             f"{key}: a {now} reads its state in its own way, by the numbers of its parameters, and these are other "
             "parameters than the commit's, or in another order. Give it the same parameters in the same order"
         )
@@ -118,26 +118,26 @@ def fit_optimizer(
             return body
         order = {id(p): n for p, n in zip(named.parameters_of(target), names, strict=True)}
         if not selection.whole:
-            return _partly(key, target, body, there, names, entries, selection, touched, found)
+            return _partly(key, target, body, there, names, entries, selection, touched, fitted)
         odd = sorted(set(there) ^ set(names))
         if odd:
             where = "commit" if odd[0] in there else "state passed"
-            found.problems.append(f"{key}: {odd[0]} is in the optimizer of the {where} only")
+            fitted.problems.append(f"{key}: {odd[0]} is in the optimizer of the {where} only")
             return None
         try:
             return {**body, "tree": _encoded(named.by_number(target, order, key, _by_name(tree, there)))}
         except StateMismatch as e:
-            found.problems.append(str(e))
+            fitted.problems.append(str(e))
             return None
     if not same:
         text = f"{key}: groups of {sizes} parameters in the commit, and others in the state passed"
-        (found.problems if selection.strict else found.mismatched).append(
+        (fitted.problems if selection.strict else fitted.mismatched).append(
             f"{text}; which is which cannot be told without the names, which it has if the modules are in the state too"
         )
         return None
     if (odd_one := _of_another_shape(target, tree, entries)) is not None:
         number, name, shape = odd_one
-        (found.problems if selection.strict else found.mismatched).append(
+        (fitted.problems if selection.strict else fitted.mismatched).append(
             f"{key}: {name} of parameter {number} has shape {shape} in the commit, and the parameter "
             f"{tuple(named.parameters_of(target)[number].shape)}: they are in another order. Put the modules into the "
             "state too, by whose names each gets its own"
@@ -147,8 +147,8 @@ def fit_optimizer(
 
 
 def odd_division(target: DividedOptimizer, body: Body, live: Mapping[str, Any]) -> str:
-    """Why the body is of another optimizer than this one, whose state is divided among the ranks; empty if it is not.
-    Values go to parameters by number, so these must be the same parameters in the same order."""
+    """Why the body does not fit this optimizer, whose state is divided among the ranks; empty if it fits. Values go to
+    parameters by number, so the commit must have the same parameters in the same order."""
     if body.get("class") not in (None, live.get("class")):
         return (
             f"the commit holds the state of {body['class']}, the state passed in {live.get('class')}: make it with "
@@ -168,7 +168,7 @@ def odd_division(target: DividedOptimizer, body: Body, live: Mapping[str, Any]) 
 def _of_another_shape(
     target: torch.optim.Optimizer, tree: Mapping[str, Any], entries: Mapping[str, Entry]
 ) -> tuple[int, str, tuple[int, ...]] | None:
-    """The first moment that cannot be of the parameter that has its number: the number, its name and its shape."""
+    """The first moment that cannot belong to the parameter of its number: the number, its name and its shape."""
     parameters = named.parameters_of(target)
     for number, values in tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []:
         if (moment := _moment_unlike(target, parameters[number], values, entries)) is not None:
@@ -178,11 +178,11 @@ def _of_another_shape(
 
 def _partly(
     key: str, target: torch.optim.Optimizer, body: Body, there: list[str], names: list[str],
-    entries: Mapping[str, Entry], selection: Selection, touched: Collection[str], found: Fit,
+    entries: Mapping[str, Entry], selection: Selection, touched: Collection[str], fitted: Fit,
 ) -> Body | None:  # fmt: skip
-    """State for the parameters that are taken and that the commit knows; the others, and groups of such, keep what they
-    have. A parameter that the selection leaves out of a module keeps its state too; where nothing is taken of a module,
-    the selection speaks of the optimizer alone."""
+    """The state for the parameters that the selection takes and the commit has. Other parameters, and groups of only
+    such, keep their state. If the selection leaves a parameter of a module out, its optimizer state stays too. If
+    nothing of a module is taken, all of its optimizer state may be."""
     saved = _by_name(body["tree"], there)
     originals = dict(zip(there, body["names"], strict=True))
     parameters = dict(zip(names, named.parameters_of(target), strict=True))
@@ -194,25 +194,25 @@ def _partly(
         if name not in taken:
             continue
         if name not in originals:
-            _told(found, found.missing, selection, f"{key}/{name}", LACKING)
+            _report(fitted, fitted.missing, selection, f"{key}/{name}", LACKING)
         elif odd := _odd(target, parameters[name], entries.get(originals[name]), saved["state"].get(name), entries):
-            _told(found, found.mismatched, selection, f"{key}/{name}", odd)
+            _report(fitted, fitted.mismatched, selection, f"{key}/{name}", odd)
         else:
             fits.add(name)
     for name in there:
         if name in taken and name not in parameters:
-            _told(found, found.not_taken, selection, f"{key}/{name}", BEYOND)
+            _report(fitted, fitted.not_taken, selection, f"{key}/{name}", BEYOND)
         elif name not in fits:
-            found.not_taken.append(f"{key}/{name}")
+            fitted.not_taken.append(f"{key}/{name}")
     groups = []
     for group in target.state_dict()["param_groups"]:
-        held = [names[n] for n in group["params"] if names[n] in fits]
-        options = [saved["param_groups"][name] for name in held]
-        for name, option in zip(held, options, strict=True) if selection.strict else ():
+        taken_names = [names[n] for n in group["params"] if names[n] in fits]
+        options = [saved["param_groups"][name] for name in taken_names]
+        for name, option in zip(taken_names, options, strict=True) if selection.strict else ():
             if (what := named.unlike(options[0], option)) is not None:
-                found.problems.append(
-                    f"{key}: {name} and {held[0]} are in one group, and the commit has another {what!r} for each. "
-                    "Group the parameters as the run did that saved it"
+                fitted.problems.append(
+                    f"{key}: {name} and {taken_names[0]} are in one group, and the commit has another {what!r} for "
+                    "each. Group the parameters as the run did that saved it"
                 )
                 return None
         alike = bool(options) and all(named.unlike(options[0], option) is None for option in options)
@@ -222,19 +222,19 @@ def _partly(
     return {**body, "tree": _encoded({"state": state, "param_groups": groups}), "partial": True, "kept": kept}
 
 
-def _told(found: Fit, report: list[str], selection: Selection, path: str, what: str) -> None:
+def _report(fitted: Fit, paths: list[str], selection: Selection, path: str, problem: str) -> None:
     if selection.strict:
-        found.problems.append(f"{path} {what}")
+        fitted.problems.append(f"{path} {problem}")
     else:
-        report.append(path)
+        paths.append(path)
 
 
 def _odd(
     target: torch.optim.Optimizer, parameter: torch.Tensor, saved: Entry | None, values: Any,
     entries: Mapping[str, Entry],
 ) -> str | None:  # fmt: skip
-    """Why the state of the commit's parameter is none for this one, or None. A tied parameter has no entry of its own,
-    and then the shape of its moments tells."""
+    """Why the state of the commit's parameter does not fit this one, or None. A tied parameter has no entry of its own;
+    then the shape of its moments is compared."""
     own = tuple(parameter.shape)
     if saved is not None and saved.shape != own:
         return f"has shape {saved.shape} in the commit, {own} in the state passed"
@@ -246,8 +246,8 @@ def _odd(
 def _moment_unlike(
     target: torch.optim.Optimizer, parameter: torch.Tensor, values: Any, entries: Mapping[str, Entry]
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The first moment that cannot be of this parameter, with its shape. Of torch's own optimizers: others may keep one
-    of another shape than its parameter."""
+    """The first moment that cannot belong to this parameter, with its shape. Only torch's own optimizers are checked:
+    moments of others may have another shape than the parameter."""
     if not type(target).__module__.startswith("torch.optim.") or not isinstance(values, dict):
         return None
     for name, value in values.items():
@@ -258,7 +258,7 @@ def _moment_unlike(
 
 
 def _by_name(tree: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """An encoded `state_dict` with the names for the numbers, as `named.by_name` has it."""
+    """An encoded `state_dict` with names instead of numbers, in the form of `named.by_name`."""
     pairs = tree["state"].get("$dict", []) if isinstance(tree["state"], dict) else []
     options = {
         names[number]: {option: value for option, value in group.items() if option not in ("params", "param_names")}
@@ -296,7 +296,7 @@ _INSTEAD: Final = "None in its place takes what the commit has"
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A place in a value, and what is the matter. `shape`: only the shape is another one, so it may be left."""
+    """A path in a value, and what does not fit there. `shape`: only the shape differs, so it may be left out."""
 
     path: str
     text: str
@@ -306,7 +306,7 @@ class Misfit:
 def misfits(
     tree: Any, live: Any, path: str, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor], cast: bool
 ) -> Iterator[Misfit]:
-    """The places where `live` has a tensor or an array that what stands there in `tree` does not go into."""
+    """The paths where `live` has a tensor or an array that cannot be filled with the value in `tree`."""
     if (own := _tagged(live)) is not None:
         theirs = _tagged(tree)
         if theirs is None or theirs[0] != own[0]:
@@ -329,7 +329,7 @@ def misfits(
 
 
 def _items(tree: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    """The parts of an encoded container, each with a text that tells it from the others, and its name."""
+    """The items of an encoded container: each with a text that is unique in it, and its name."""
     if isinstance(tree, list):
         yield from (((f"[{n}]", n), value) for n, value in enumerate(tree))
     elif isinstance(tree, dict) and len(tree) == 1 and isinstance(parts := tree.get("$tuple"), list):
@@ -375,42 +375,42 @@ def fit(
         if getattr(target, "everstep_per_rank", False):
             ranks = values.get("ranks", [])
             if rank < len(ranks) and key in ranks[rank]:
-                fitting.found.bodies[key] = ranks[rank][key]
+                fitting.fitted.bodies[key] = ranks[rank][key]
         elif key in saved:
             if isinstance(target, Union) and not chosen.whole:
                 raise StateMismatch(
                     f"{key}: what is marked with everstep.Union is loaded as it was saved: leave strict=False, "
                     "include=, exclude= and rename= out, or load the key in another call"
                 )
-            fitting.add(key, target, asked_of(state, key, saved[key]))
+            fitting.add(key, target, body_for_rank(state, key, saved[key]))
         elif not getattr(target, "everstep_optional", False):
             if chosen.strict:
                 raise StateMismatch(f"the commit has no {key!r}; it has {', '.join(sorted(saved)) or 'nothing'}")
-            fitting.found.missing.append(key)
-    found = fitting.found
-    found.not_taken += [key for key in saved if key not in state or key not in touched]
-    if found.problems:
-        more = f"; and {len(found.problems) - NAMED} more" * (len(found.problems) > NAMED)
+            fitting.fitted.missing.append(key)
+    fitted = fitting.fitted
+    fitted.not_taken += [key for key in saved if key not in state or key not in touched]
+    if fitted.problems:
+        more = f"; and {len(fitted.problems) - NAMED} more" * (len(fitted.problems) > NAMED)
         unmarked = [
             k for k, body in saved.items() if body.get("union") and not isinstance(state.get(k, Union({})), Union)
         ]
         partly = f". If a rank holds only some of {unmarked[0]}, mark it with everstep.Union" if unmarked else ""
         raise StateMismatch(
-            f"the commit of step {record.step} does not fit the state passed in: {'; '.join(found.problems[:NAMED])}"
+            f"the commit of step {record.step} does not fit the state passed in: {'; '.join(fitted.problems[:NAMED])}"
             f"{more}. Nothing was changed. strict=False loads what fits, cast=True converts types, and include=, "
             f"exclude= and rename= say what to take{partly}"
         )
-    return found
+    return fitted
 
 
 class _Fitting:
-    """The keys of one state, one after the other."""
+    """Fits the keys of one state, one after the other."""
 
     def __init__(
         self, state: Mapping[str, Any], captured: Captured, entries: Mapping[str, Entry], selection: Selection,
         touched: set[str],
     ) -> None:  # fmt: skip
-        self.found = Fit()
+        self.fitted = Fit()
         self._state = state
         self._captured = captured
         self._entries = entries
@@ -422,9 +422,9 @@ class _Fitting:
         try:
             self._add(key, marked, body)
         except MALFORMED as e:
-            # A fault of ours would be taken for one of the commit. The places alone: a message may quote the commit.
+            # It may be a fault of this code, so the lines are logged. The error's text is not: it may quote the commit.
             log.error("%r: values that cannot be read:\n%s", key, "".join(traceback.format_tb(e.__traceback__)))
-            self.found.problems.append(f"{key}: the commit's values for it are malformed ({e!r})")
+            self.fitted.problems.append(f"{key}: the commit's values for it are malformed ({e!r})")
 
     def _add(self, key: str, marked: Any, body: Body) -> None:
         live: Any = self._captured.values[key]
@@ -434,21 +434,21 @@ class _Fitting:
         elif saved == "optimizer" and isinstance(target, torch.optim.Optimizer):
             if body.get("class", type(target).__name__) != type(target).__name__:
                 text = f"{key}: the commit holds the state of {body['class']}, the state passed in"
-                self.found.problems.append(f"{text} {type(target).__name__}: make an optimizer of that class")
+                self.fitted.problems.append(f"{text} {type(target).__name__}: make an optimizer of that class")
                 return
-            self.found.bodies[key] = {**body, "cast": self._selection.cast}
+            self.fitted.bodies[key] = {**body, "cast": self._selection.cast}
         elif kind == "stateful" and saved == "stateful":
             self._stateful(key, target, body, live)
         elif kind == "value" and saved in ("value", "module"):
             self._value(key, target, body, live["tree"])
         else:
-            self.found.problems.append(
+            self.fitted.problems.append(
                 f"{key}: the commit holds a {_WORDS[saved]}, the state passed in a {_WORDS[kind]}"
             )
             return
-        if key in self.found.bodies:
-            for name, own in _pairs(self.found.bodies[key]["tree"], live["tree"]):
-                self.found.live.setdefault(name, []).append(own)
+        if key in self.fitted.bodies:
+            for name, own in _pairs(self.fitted.bodies[key]["tree"], live["tree"]):
+                self.fitted.live.setdefault(name, []).append(own)
 
     def _module(self, key: str, module: torch.nn.Module, body: Body, live: Any) -> None:
         own, free = live["tree"], migrated(module)
@@ -462,24 +462,24 @@ class _Fitting:
         metadata = live.get("metadata") if self._selection.rename else body.get("metadata")
         # A module that judges names by itself raises for those that it lacks, unless it is filled in part.
         partial = not complete or bool(free and not self._selection.strict)
-        self.found.bodies[key] = {"kind": "module", "tree": tree, "partial": partial}
+        self.fitted.bodies[key] = {"kind": "module", "tree": tree, "partial": partial}
         if partial:
-            self.found.judges[key] = free
+            self.fitted.judges[key] = free
         if metadata:
-            self.found.bodies[key]["metadata"] = metadata
+            self.fitted.bodies[key]["metadata"] = metadata
 
     def _named(
         self, key: str, tree: Any, own: Any, free: tuple[str, ...], unset: Collection[str], *, cast: bool
     ) -> tuple[dict[str, Any], bool]:
-        """What of a mapping of names goes into another, and whether that is all of both. What is `free` a module brings
-        into its own form by itself: that is for it to judge. `unset`: buffers that are None."""
-        found, chosen = self.found, self._selection
+        """The entries of one mapping of names that go into another, and whether that is all of both. Names in `free`
+        are left to the module, which converts them itself. `unset`: buffers that are None."""
+        fitted, chosen = self.fitted, self._selection
         taken: dict[str, Any] = {}
         complete = True
         for name, value in tree.items():
             path = join(key, name)
             if not chosen.takes(path):
-                found.not_taken.append(path)
+                fitted.not_taken.append(path)
             elif (
                 self._same_type(path, value, own.get(name), cast)
                 if is_free(name, free)
@@ -488,7 +488,7 @@ class _Fitting:
                 taken[name] = value
                 continue
             elif name not in own:
-                _told(found, found.not_taken, chosen, path, BEYOND + UNSET * (name in unset))
+                _report(fitted, fitted.not_taken, chosen, path, BEYOND + UNSET * (name in unset))
             complete = False
         for name in own:
             path = join(key, name)
@@ -496,90 +496,93 @@ class _Fitting:
                 continue
             complete = False
             if chosen.takes(path):
-                _told(found, found.missing, chosen, path, LACKING)
+                _report(fitted, fitted.missing, chosen, path, LACKING)
         return taken, complete
 
     def _same_form(self, path: str, value: Any, own: Any, cast: bool) -> bool:
-        """Whether a tensor has the shape and type of the live one; if it does not, that is told."""
+        """Whether a tensor has the shape and type of the live one. If not, the problem is added to `fitted`."""
         live, entry = self._tensor(own), self._entry(value)
         if live is None and entry is None:
             return True
-        found = self.found
+        fitted = self.fitted
         if live is None or entry is None:
-            found.problems.append(f"{path}: a tensor in the {'commit' if live is None else 'state passed'} only")
+            fitted.problems.append(f"{path}: a tensor in the {'commit' if live is None else 'state passed'} only")
             return False
         shape = tuple(live.shape)
         # A module takes one number as a scalar, as torch's load_state_dict does.
         scalar = shape == () and entry.shape == (1,) and kind_of(self._state.get(path.partition("/")[0])) == "module"
         if entry.shape != shape and not scalar:
             text = f"{path}: shape {entry.shape} in the commit, {shape} in the state passed"
-            (found.problems if self._selection.strict else found.mismatched).append(text)
+            (fitted.problems if self._selection.strict else fitted.mismatched).append(text)
             return False
         return self._same_type(path, value, own, cast)
 
     def _same_type(self, path: str, value: Any, own: Any, cast: bool) -> bool:
-        """Whether two tensors are of one dtype; if they are not, that is told. An extra state is of any type."""
+        """Whether two tensors have one dtype. If not, the problem is added to `fitted`. An extra state may have any."""
         live, entry = self._tensor(own), self._entry(value)
         if live is None or entry is None or cast or path.endswith("_extra_state"):
             return True
         if entry.dtype != DTYPES.get(live.dtype):
             text = f"{path}: {entry.dtype} in the commit, {DTYPES.get(live.dtype)} in the state passed"
-            self.found.problems.append(text)
+            self.fitted.problems.append(text)
             return False
         return True
 
     def _stateful(self, key: str, target: Any, body: Body, live: Any) -> None:
         if isinstance(target, torch.optim.Optimizer):
-            told = fit_optimizer(key, target, body, live, self._entries, self._selection, self._touched, self.found)
-            if told is None:
+            fitted_body = fit_optimizer(
+                key, target, body, live, self._entries, self._selection, self._touched, self.fitted
+            )
+            if fitted_body is None:
                 return
-            body = told
+            body = fitted_body
             for name, own in () if self._selection.cast else _pairs(body["tree"], live["tree"]):
                 entry, tensor = self._entries[name], self._captured.tensors[own]
                 if entry.shape == tuple(tensor.shape) and entry.dtype != DTYPES.get(tensor.dtype):
                     text = f"{entry.dtype} in the commit, {DTYPES.get(tensor.dtype)} in the state passed"
-                    self.found.problems.append(f"{own}: {text}")
+                    self.fitted.problems.append(f"{own}: {text}")
         elif isinstance(target, DividedOptimizer) and (why := odd_division(target, body, live)):
-            self.found.problems.append(f"{key}: {why}")
+            self.fitted.problems.append(f"{key}: {why}")
             return
-        self.found.bodies[key] = {**body, "cast": self._selection.cast}
+        self.fitted.bodies[key] = {**body, "cast": self._selection.cast}
 
     def _value(self, key: str, target: Any, body: Body, own: Any) -> None:
-        tree, found, cast = body["tree"], self.found, self._selection.cast
+        tree, fitted, cast = body["tree"], self.fitted, self._selection.cast
         if isinstance(target, torch.Tensor):
             if not self._same_form(key, tree, own, cast):
                 return
         elif body["kind"] == "module" or (_is_plain(tree) and _is_plain(own) and not self._selection.whole):
             if not _is_plain(own):
-                found.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
+                fitted.problems.append(f"{key}: the commit holds a module, the state passed in no module or dict")
                 return
             if body["kind"] == "module":
                 tree, complete = self._named(key, tree, own, (), (), cast=cast)
             else:
                 complete = False
-                found.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]
-                found.missing += [join(key, k) for k in own if k not in tree]
+                fitted.not_taken += [join(key, k) for k in tree if not self._selection.takes(join(key, k))]
+                fitted.missing += [join(key, k) for k in own if k not in tree]
                 taken = [k for k in tree if self._selection.takes(join(key, k))]
                 tree = {k: tree[k] for k in taken if k not in own or self._fits(join(key, k), tree[k], own[k])}
-            found.bodies[key] = {"kind": "value", "tree": tree, "partial": not complete, "cast": cast}
+            fitted.bodies[key] = {"kind": "value", "tree": tree, "partial": not complete, "cast": cast}
             return
         elif not self._fits(key, tree, own):
             return
         elif not isinstance(target, dict | list) and not isinstance(self._state, MutableMapping):
-            found.problems.append(f"{key}: a plain value can be restored only into a mutable mapping (a dict)")
+            fitted.problems.append(f"{key}: a plain value can be restored only into a mutable mapping (a dict)")
             return
-        found.bodies[key] = {"kind": "value", "tree": tree, "cast": cast}
+        fitted.bodies[key] = {"kind": "value", "tree": tree, "cast": cast}
 
     def _fits(self, path: str, tree: Any, own: Any) -> bool:
-        """Whether all tensors and arrays in a plain value can be filled with the commit's; if not, that is told."""
+        """Whether all tensors and arrays in a plain value can be filled with the commit's. If not, the problems are
+        added to `fitted`."""
         odd = list(misfits(tree, own, path, self._entries, self._captured.tensors, self._selection.cast))
-        if self._of_session:  # the script has begun anew, and what it keeps may have grown since it began before
+        if self._of_session:  # the script has started again, and its values in the commit may have grown by then
             odd = [misfit for misfit in odd if not misfit.shape]
         for misfit in odd:
             left = misfit.shape and not self._selection.strict
-            (self.found.mismatched if left else self.found.problems).append(misfit.text)
+            (self.fitted.mismatched if left else self.fitted.problems).append(misfit.text)
         if odd and all(misfit.path != path for misfit in odd):
-            self.found.not_taken.append(path)  # with what does fit in it
+            self.fitted.not_taken.append(path)  # all of it, also the parts that fit
         return not odd
 
     def _tensor(self, own: Any) -> torch.Tensor | None:
@@ -602,20 +605,20 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether an encoded tree is a mapping of texts, and no tagged value."""
+    """Whether an encoded tree is a mapping whose keys are texts, and no tagged value."""
     return isinstance(tree, dict) and not any(key.startswith("$") for key in tree)
 
 
 def _is_state_dict(tree: Any) -> bool:
-    """Whether it is a module's state_dict that was saved as a plain dict."""
+    """Whether an encoded tree is a module's state_dict that was saved as a plain dict."""
     return _is_plain(tree) and bool(tree) and all(_is_tensor(value) for value in tree.values())
 
 
 def _pairs(tree: Any, live: Any) -> Iterator[tuple[str, str]]:
-    """The commit's tensors and the live ones that stand in the same places of two encoded trees."""
+    """The names of the commit's tensors and of the live ones that have the same paths in two encoded trees."""
     if isinstance(tree, list) and isinstance(live, list):
-        for one, other in zip(tree, live, strict=False):
-            yield from _pairs(one, other)
+        for saved, own in zip(tree, live, strict=False):
+            yield from _pairs(saved, own)
     elif isinstance(tree, dict) and isinstance(live, dict):
         if "$dict" in tree and "$dict" in live:
             others = {repr(pair[0]): pair[1] for pair in live["$dict"]}
@@ -631,18 +634,18 @@ def _pairs(tree: Any, live: Any) -> Iterator[tuple[str, str]]:
 
 def _paths(bodies: Mapping[str, Any]) -> list[str]:
     """The names below the keys of encoded bodies, and the keys that have no names below them."""
-    found = []
+    paths = []
     for key, body in bodies.items():
         named = body["kind"] != "stateful" and _is_plain(body["tree"])
-        found += [join(key, name) for name in body["tree"]] if named and body["tree"] else [key]
-    return found
+        paths += [join(key, name) for name in body["tree"]] if named and body["tree"] else [key]
+    return paths
 
 
 def _renamed(saved: Mapping[str, Body], state: Mapping[str, Any], selection: Selection) -> dict[str, Body]:
-    """The commit's bodies under the names that they are to have. Raises `StateMismatch` if two get one name."""
+    """The commit's bodies under their names after `rename`. Raises `StateMismatch` if two get one name."""
     if not selection.rename:
         return dict(saved)
-    found: dict[str, Body] = {}
+    renamed: dict[str, Body] = {}
     for key, body in saved.items():
         if body["kind"] == "stateful" or not _is_plain(body["tree"]):
             parts = [(key, selection.renamed(key), None)]
@@ -650,26 +653,27 @@ def _renamed(saved: Mapping[str, Body], state: Mapping[str, Any], selection: Sel
             parts = [(name, selection.renamed(join(key, name)), value) for name, value in body["tree"].items()]
         for old, path, value in parts:
             if value is None:
-                if path in found:
+                if path in renamed:
                     raise StateMismatch(f"rename: {key} and another key of the commit are both to be {path!r}")
-                found[path] = body
+                renamed[path] = body
                 continue
             new = max((k for k in state if path.startswith(f"{k}/")), key=len, default=path.partition("/")[0])
-            into = found.setdefault(new, {**body, "tree": {}})
+            into = renamed.setdefault(new, {**body, "tree": {}})
             name = path[len(new) + 1 :].replace("~1", "/").replace("~0", "~")
             if name in into["tree"]:
                 raise StateMismatch(f"rename: {join(key, old)} and another name of the commit are both to be {path!r}")
             into["tree"][name] = value
-    return found
+    return renamed
 
 
 def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """The live tensors by the commit's names that its bytes may be read into: those of keys where each tensor of the
-    commit goes to one live tensor of its form, and each live one is filled. None whose memory is partly another's:
-    the commit may hold two values for it."""
-    found: dict[str, torch.Tensor] = {}
+    """The live tensors that the commit's bytes may be read into, by the commit's names.
+
+    They are those of keys where each tensor of the commit goes to one live tensor of its shape and type, and each live
+    tensor is filled. Tensors whose memory overlaps are left out: the commit may have two values for it."""
+    targets: dict[str, torch.Tensor] = {}
     shared = crossed(captured.tensors)
-    sources: dict[str, set[str]] = {}  # by live tensor, the commit's, which several keys may bring
+    sources: dict[str, set[str]] = {}  # live tensor → the commit's tensors that go into it, of any key
     for name, owns in fitted.live.items():
         for live in owns:
             sources.setdefault(live, set()).add(name)
@@ -681,11 +685,12 @@ def fillable(fitted: Fit, captured: Captured, entries: Mapping[str, Entry]) -> d
         pairs = set(_pairs(body["tree"], own["tree"]))
         ours, theirs = set(references(own["tree"])), set(references(body["tree"]))
         alone = len(pairs) == len(ours) == len(theirs) == len({o for _, o in pairs}) == len({t for t, _ in pairs})
-        # In a union tied tensors have a name each; two that were read into one memory at once would spoil each other.
-        alone = alone and (key not in captured.unions or len({place(captured.tensors[o]) for o in ours}) == len(ours))
+        # In a union each tied tensor has a name of its own. Two of them must not be read into one memory at once.
+        if key in captured.unions:
+            alone = alone and len({memory_of(captured.tensors[o]) for o in ours}) == len(ours)
         if alone and not ours & shared and all(_equal(captured.tensors[o], entries.get(t)) for t, o in pairs):
-            found |= {t: captured.tensors[o] for t, o in pairs}
-    return found
+            targets |= {t: captured.tensors[o] for t, o in pairs}
+    return targets
 
 
 def _equal(tensor: torch.Tensor, entry: Entry | None) -> bool:

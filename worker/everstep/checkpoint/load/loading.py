@@ -1,7 +1,7 @@
-"""Loads a commit into the live state: the newest whole one, or the one that was asked for.
+"""Loads a commit into the live state: the newest whole one, or the requested one.
 
 Knows nothing of writing. Invariants: what does not fit is refused before anything is changed, unless only an object's
-own `load_state_dict` can tell; a load that comes to nothing leaves no mark, as that says nothing about the commit.
+own `load_state_dict` can find out; a load that fails leaves no mark, because that is no fault of the commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Fenced, StateMi
 from everstep.checkpoint.format.manifest import CommitRecord, OpenRecord
 from everstep.checkpoint.handle import Events
 from everstep.checkpoint.load.fit import Fit, fit, tensors_of
-from everstep.checkpoint.load.restoring import Guard, asked, candidates, newest_whole
+from everstep.checkpoint.load.restoring import Guard, candidates, newest_whole, requested_commit
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.load.targets import of_all_ranks
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -45,10 +45,10 @@ from everstep.storage import ObjectStore, StorageError
 def check_cast(
     state: Mapping[str, Any], captured: Captured, fitted: Fit, tensors: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> None:
-    """Raises `StateMismatch` naming the tensors of the commit that hold a number which the state's dtype does not have;
-    on all ranks if one of them does. Collective."""
+    """Raises `StateMismatch` naming the tensors of the commit with a number that the state's dtype cannot represent. If
+    it raises on one rank, it raises on all. Collective."""
     odd = []
-    for own, name, dtype in sorted(set(_conversions(state, captured, fitted)), key=lambda found: found[:2]):
+    for own, name, dtype in sorted(set(_conversions(state, captured, fitted)), key=lambda conversion: conversion[:2]):
         tensor = tensors.get(name)
         if tensor is not None and tensor.dtype != dtype and (what := _lost(local_of(tensor), dtype)) is not None:
             kinds = f"{DTYPES.get(tensor.dtype)} in the commit"
@@ -59,7 +59,7 @@ def check_cast(
 
 
 def _conversions(state: Mapping[str, Any], captured: Captured, fitted: Fit) -> Iterator[tuple[str, str, torch.dtype]]:
-    """The path in the state, the commit's tensor, and the dtype that it is to have."""
+    """The path in the state, the name of the commit's tensor, and the dtype that it is converted to."""
     for name, owns in fitted.live.items():
         yield from ((own, name, captured.tensors[own].dtype) for own in owns)
     for key, body in fitted.bodies.items():
@@ -69,12 +69,12 @@ def _conversions(state: Mapping[str, Any], captured: Captured, fitted: Fit) -> I
         for number, names in tensors_of(body).items():
             parameter = parameters.get(number)
             if parameter is not None and parameter.is_floating_point():
-                # The step is not brought to the parameter's type.
+                # The step is not converted to the parameter's type.
                 yield from ((name, name, parameter.dtype) for name in names if not name.endswith("/step"))
 
 
 def _lost(tensor: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """The first number of `tensor` that `dtype` does not have, as a text; None if it has all, rounded."""
+    """The first number of `tensor` that `dtype` cannot represent, as a text; None if it can represent all, rounded."""
     wide = tensor.flatten()
     if wide.is_complex() and not dtype.is_complex:
         bad = wide.imag != 0
@@ -96,20 +96,20 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # --- wholeness
-# Whether the state of the script is that of one step: a restore that is cut off leaves parts of two. Who saves such a
-# mixture commits a step that never existed, and the next run goes on from it. Invariant: from the first change by a
-# restore on, no save of what it changes is taken, until a restore of the same parts has succeeded.
+# Whether the script's state is of one step: a restore that is cut off leaves parts of two steps. If such a mixture were
+# saved, the commit would be of a step that never existed, and the next run would go on from it. Invariant: after the
+# first change by a restore, no save of the keys that it changes is accepted until a restore of them has succeeded.
 
 
 class Wholeness:
     def __init__(self) -> None:
-        self._loads = False  # a restore is under way
-        self._torn: list[tuple[frozenset[str], Selection]] = []  # the keys that a restore has begun to change
+        self._loads = False  # a restore is running
+        self._torn: list[tuple[frozenset[str], Selection]] = []  # what restores have begun to change and not finished
 
     @contextmanager
     def loading(self, state: Collection[str], chosen: Selection) -> Iterator[Callable[[], None]]:
-        """A restore of this state; what it gives is to be called before the first change. Until then nothing says that
-        the state is a mapping."""
+        """The time of a restore of this state. Call the function that it gives before the first change. Until then
+        nobody has checked that the state is a mapping."""
         if self._loads:
             raise CheckpointError(
                 "restore() is called while another restore() of this Checkpointer is under way, as by a handler of "
@@ -124,11 +124,11 @@ class Wholeness:
             self._loads = False
 
     def vouched(self) -> None:
-        """The caller sees to it that the state is whole."""
+        """The caller guarantees that the state is whole now."""
         self._torn = []
 
     def problem(self, step: int, keys: Collection[str]) -> CheckpointError | None:
-        """Why a state with these keys is not to be saved."""
+        """Why a state with these keys must not be saved; None if it may be."""
         if self._loads:
             return CheckpointError(
                 f"step {step} was not saved: restore() is under way, and the state may hold parts of two steps. A "
@@ -137,7 +137,7 @@ class Wholeness:
             )
         if not self._torn:
             return None
-        torn = sorted({key for held, _ in self._torn for key in held} & set(keys))
+        torn = sorted({key for changed, _ in self._torn for key in changed} & set(keys))
         if not torn:
             return None
         return CheckpointError(
@@ -152,19 +152,19 @@ def _covers(done: tuple[frozenset[str], Selection], torn: tuple[frozenset[str], 
 
 
 # --- ties
-# Memory of a state that a commit has two values for: weights that are tied now and were not, and tensors that overlap.
-# What is in dicts and lists gives way (see `refilling`). Modules and tensors that the state holds itself are filled
-# where they are, and the last value would win. Invariant: what is one number there is not given two values without a
-# word.
+# Memory of a state for which a commit has two values: weights that were not tied when they were saved and are now, and
+# tensors that overlap. In dicts and lists one of the tensors is replaced (see `refilling`). Modules, and tensors that
+# are values of the state themselves, are filled in place, and the last value would win. Invariant: for these, two
+# different values for one memory are an error.
 
 
 def check_ties(
     live: Mapping[str, Sequence[str]], captured: Captured, tensors: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> None:
-    """Raises `StateMismatch` if memory of a module, or of a tensor that the state holds itself, is to get two values:
-    one tensor several of the commit's that are not the same, as weights that are tied now and were not when they were
-    saved; or tensors that overlap. On all ranks if one of them has such a one; before anything is filled. Collective.
-    `live`: the state's tensors that each of the commit's goes into."""
+    """Raises `StateMismatch` if memory of a module, or of a tensor that is a value of the state itself, would get two
+    values: from several of the commit's tensors that go into one live tensor, or through live tensors that overlap. If
+    it raises on one rank, it raises on all, before anything is filled. Collective. `live`: by each of the commit's
+    tensors, the live ones that it goes into."""
     sources: dict[str, list[str]] = {}
     for name in sorted(live.keys() & tensors.keys()):
         for own in live[name]:
@@ -185,9 +185,9 @@ def check_ties(
             continue
         given = {own: _Given.of(captured.tensors[own], tensors[sources[own][0]]) for own in names}
         odd += [
-            f"{one} and {other}: overlap in memory in the state passed, and the commit holds different values there"
-            for one, other in _clashes({own: g for own, g in given.items() if g is not None}, begin, end)
-            if {one, other} & captured.filled
+            f"{left} and {right}: overlap in memory in the state passed, and the commit holds different values there"
+            for left, right in _clashes({own: g for own, g in given.items() if g is not None}, begin, end)
+            if {left, right} & captured.filled
         ]
     if ranks.maximum(int(bool(odd))):
         text = "; ".join(odd[:3]) or "tied tensors would get two values on another rank, which names them"
@@ -196,59 +196,59 @@ def check_ties(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A live tensor's memory, and the bytes that it is to hold, element by element."""
+    """A live tensor's memory, and the bytes that are to be loaded into it, element by element."""
 
     memory: torch.Tensor
     rows: torch.Tensor
 
     @classmethod
-    def of(cls, live: torch.Tensor, found: torch.Tensor) -> _Given | None:
-        """None where the memory is not filled with `found` as it is: a module may read it in its own way."""
-        if live.shape != found.shape or not live.numel() or shows_twice(local_of(live).shape, local_of(live).stride()):
+    def of(cls, live: torch.Tensor, loaded: torch.Tensor) -> _Given | None:
+        """None if the memory is not simply filled with `loaded`: a module may convert it."""
+        if live.shape != loaded.shape or not live.numel() or shows_twice(local_of(live).shape, local_of(live).stride()):
             return None
-        memory, value = local_of(live), local_of(placed_as(live, found)).to(live.dtype)
+        memory, value = local_of(live), local_of(placed_as(live, loaded)).to(live.dtype)
         value = value.conj() if memory.is_conj() else value
         return cls(memory, row_of(-value if memory.is_neg() else value))
 
-    def within(self, place: torch.Tensor, begin: int) -> torch.Tensor:
-        """The memory's bytes in `place`, which stands for the memory from address `begin` on."""
+    def within(self, buffer: torch.Tensor, begin: int) -> torch.Tensor:
+        """The view of this tensor in `buffer`, which stands for the memory from address `begin` on."""
         size = self.memory.element_size()
         steps = (*(step * size for step in self.memory.stride()), 1)
-        return place.as_strided((*self.memory.shape, size), steps, self.memory.data_ptr() - begin)
+        return buffer.as_strided((*self.memory.shape, size), steps, self.memory.data_ptr() - begin)
 
     def is_lost_to(self, other: _Given) -> bool:
-        """Whether this is not there any more after `other` was filled as well."""
+        """Whether this tensor's bytes are overwritten when `other` is filled after it."""
         (begin, end), (first, last) = span(self.memory), span(other.memory)
         if begin >= last or first >= end:
             return False
         begin = min(begin, first)
-        place = torch.zeros(max(end, last) - begin, dtype=torch.uint8)
-        self.write(place, begin)
-        other.write(place, begin)
-        return not self.is_in(place, begin)
+        buffer = torch.zeros(max(end, last) - begin, dtype=torch.uint8)
+        self.write(buffer, begin)
+        other.write(buffer, begin)
+        return not self.is_in(buffer, begin)
 
-    def write(self, place: torch.Tensor, begin: int) -> None:
-        into = self.within(place, begin)
+    def write(self, buffer: torch.Tensor, begin: int) -> None:
+        into = self.within(buffer, begin)
         into.copy_(self.rows.view(into.shape))
 
-    def is_in(self, place: torch.Tensor, begin: int) -> bool:
-        there = self.within(place, begin)
+    def is_in(self, buffer: torch.Tensor, begin: int) -> bool:
+        there = self.within(buffer, begin)
         return torch.equal(there, self.rows.view(there.shape))
 
 
 def _clashes(given: Mapping[str, _Given], begin: int, end: int) -> list[tuple[str, str]]:
-    """The names of which the memory, between these addresses, overlaps and cannot hold both values."""
-    place = torch.zeros(end - begin, dtype=torch.uint8)
-    for one in given.values():
-        one.write(place, begin)
-    # Of two that clash at least one has lost; whom it has lost to is looked for only then.
-    lost = [name for name in given if not given[name].is_in(place, begin)]
-    pairs = ((one, other) for one in lost for other in given if other != one)
+    """The pairs of names whose memory, between these addresses, overlaps and cannot hold both values."""
+    buffer = torch.zeros(end - begin, dtype=torch.uint8)
+    for filling in given.values():
+        filling.write(buffer, begin)
+    # Of two that clash, at least one is overwritten. Only for these the other one is searched.
+    lost = [name for name in given if not given[name].is_in(buffer, begin)]
+    pairs = ((loser, other) for loser in lost for other in given if other != loser)
     return sorted({(min(p), max(p)) for p in pairs if given[p[0]].is_lost_to(given[p[1]])})
 
 
 def _heaps(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[str], int, int]]:
-    """The names of tensors whose spans hang together, two or more, and where these begin and end."""
+    """The groups of two or more tensors whose spans overlap one after the other: their names, begin and end."""
     heap: list[str] = []
     first = reach = 0
     for begin, end, name in [*sorted((*span(t), n) for n, t in tensors.items() if t.numel()), (-1, -1, "")]:
@@ -272,7 +272,7 @@ def put_into(
     state: Mapping[str, Any], captured: Captured, record: CommitRecord, tensors: dict[str, torch.Tensor], ranks: Ranks,
     chosen: Selection, *, whole: bool,
 ) -> LoadReport:  # fmt: skip
-    """Put what was read of a commit into the state; what was left out. Collective."""
+    """Put the tensors and values of a commit into the state; returns what was left out. Collective."""
     assert isinstance(record.values, dict)
     fitted = fit(state, captured, record, ranks.rank, chosen)
     check_ties(fitted.live, captured, tensors, ranks)
@@ -284,39 +284,39 @@ def put_into(
 
 
 class Loader:
-    """The loads of one Checkpointer, and what they have found about the log's commits."""
+    """The loads of one Checkpointer, and which commits they found unusable."""
 
     def __init__(self, store: ObjectStore, log: CommitLog, settings: Settings, events: Events) -> None:
         self._store, self._log, self._settings, self._events = store, log, settings, events
         self.mark = LoadMark()
         self._whole = Wholeness()
-        self.report = LoadReport()  # what the newest load left out
+        self.report = LoadReport()  # of the newest load
         self.damaged: set[int] = set()
-        self.suspected: set[int] = set()  # whole, and earlier runs that loaded them came to nothing
+        self.suspected: set[int] = set()  # commits that are whole, but earlier runs that loaded them died
 
     def move(self) -> None:
-        """Go on in another world, whose members have a whole state or are given one."""
+        """Go on in another world, whose members have a whole state, or get one."""
         self.mark.give_up()
         self._whole.vouched()
 
     def torn(self, step: int, state: Mapping[str, Any]) -> CheckpointError | None:
-        """Why the state after `step` may be a mixture of two steps."""
+        """The error if the state after `step` may be a mixture of two steps."""
         return self._whole.problem(step, state)
 
     def load(
         self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, *, holders: Holders,
         step: int | None, n: int | None, idle: Callable[[], object], end: Callable[[], int], has_writer: bool,
     ) -> CommitRecord | None:  # fmt: skip
-        """The commit that `state` is filled from; None if there is none. Collective. `holders` have met for this state.
-        Saves of this run's own are waited for by `idle`; commits below record `end()` are looked at."""
+        """Fill `state`, and return the commit; None if there is none. Collective. `holders` have agreed on the unions
+        of this state. `idle` waits for this run's own saves. Commits below record `end()` are tried."""
         with self._whole.loading(state, chosen) as changes:
-            captured = capture(state, ranks.rank)  # what cannot be saved is refused now, not at the first save
+            captured = capture(state, ranks.rank)  # a state that cannot be saved is refused now, not at the first save
             holders.check_cuts(captured, ranks)
             wanted = partial(of_all_ranks, state, captured, ranks, bool(holders.unions), selection=chosen)
             idle()
             passed: list[str] = []
 
-            def told(n: int, reason: str, *, suspected: bool = False) -> None:
+            def rejected(n: int, reason: str, *, suspected: bool = False) -> None:
                 if not suspected and (fenced := self._fenced(own)) is not None:
                     raise fenced
                 stepped_over(n, reason, suspected=suspected)
@@ -337,13 +337,15 @@ class Loader:
             guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
             named = step is not None or n is not None
             try:
-                tried = (
-                    asked(Catalog(self._store), guard, step, n) if named else candidates(self._log, end, guard, told)
-                )  # rank 0's
-                found = newest_whole(self._store, ranks, wanted, tried, unreadable, changes)
+                tried = (  # used on rank 0
+                    requested_commit(Catalog(self._store), guard, step, n)
+                    if named
+                    else candidates(self._log, end, guard, rejected)
+                )
+                loaded = newest_whole(self._store, ranks, wanted, tried, unreadable, changes)
                 self.report = LoadReport()
-                if found is not None:
-                    self.report = put_into(state, captured, *found, ranks, chosen, whole=chosen.whole)
+                if loaded is not None:
+                    self.report = put_into(state, captured, *loaded, ranks, chosen, whole=chosen.whole)
             except (CheckpointError, StorageError, KeyboardInterrupt) as e:
                 self.mark.failed()
                 if isinstance(e, CheckpointError) and refusal.find(e) is None:
@@ -354,12 +356,12 @@ class Loader:
                 if named and passed and isinstance(e, CheckpointError):
                     raise Damaged(f"{self._store.url}: {passed[-1]}") from e
                 raise
-            self.mark.loaded(None if found is None else found[0].step, ranks.rank)
-            return None if found is None else found[0]
+            self.mark.loaded(None if loaded is None else loaded[0].step, ranks.rank)
+            return None if loaded is None else loaded[0]
 
     def _fenced(self, own: OpenRecord) -> Fenced | None:
-        """Whether a newer run has taken the log since. It deletes what it does not keep: the commits that are missing
-        are no damage, and this run has nothing to go on for."""
+        """The error if a newer run has taken the log since. That run deletes the commits that it does not keep, so
+        missing ones are no damage, and this run must end."""
         try:
             by = self._log.opened_after(own.n)[1]
         except StorageError:

@@ -1,8 +1,8 @@
-"""Brings what ranks need of a commit into tensors: each chunk is read once, checked, and only then used.
+"""Reads the parts of a commit that ranks need into tensors: each chunk is read once, checked, and only then used.
 
-Work is divided by chunks, the units that have a checksum. What only this rank needs it reads itself; what all ranks
-need is read by one of them, each an even part, and `exchange` brings it to the others. Planning does no I/O. Invariant:
-the bytes of a tensor are those that were saved, or an error names the file.
+Work is divided by chunks, the units that have a checksum. Chunks that only this rank needs it reads itself. Of the
+chunks that all ranks need each rank reads an even part, and `exchange` sends it to the others. Planning does no I/O.
+Invariant: the bytes of a tensor are those that were saved, or an error names the file.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from everstep.checkpoint.state.sharding import Read, reads
 from everstep.storage import NotFound, ObjectStore, Truncated
 
 # --- filling
-# Reads a chunk straight to where its bytes belong, and checks it on the same pass. Segments are read into their places,
-# many with one request; what lies between them, and what is too short for a place of its own, goes through one small
-# buffer. Each read is hashed while the processor's caches still hold it. Invariant: when `fill` returns, all bytes that
-# it placed are covered by a checksum that matched; when it raises, what it placed must not be used.
+# Reads a chunk directly into the memory of the tensors, and checks it on the same pass. Many segments are read with one
+# request. Bytes between segments, and short segments, go through one small buffer. Each read is hashed while the
+# processor's caches still have it. Invariant: when `fill` returns, a checksum that matched covers all bytes that it
+# wrote; when it raises, these bytes must not be used.
 
-_SHORT: Final = 64 * 2**10  # below this it takes longer to pass a place on than to copy the bytes there
+_SHORT: Final = 64 * 2**10  # a smaller segment is copied faster from the spare buffer than read into its own memory
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`size` bytes of a chunk from `begin`, which belong at `at` of buffer number `buffer`."""
+    """`size` bytes of a chunk from `begin`, which go to offset `at` of buffer number `buffer`."""
 
     begin: int
     size: int
@@ -54,11 +54,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes `begin` to `end` of a chunk, read into `place` if there is one, and copied from there to `others`."""
+    """Bytes `begin` to `end` of a chunk. They are read into the memory of `segment`, or without one into the spare
+    buffer, and copied from there to `others`."""
 
     begin: int
     end: int
-    place: Segment | None
+    segment: Segment | None
     others: tuple[Segment, ...]
 
 
@@ -71,7 +72,7 @@ class Filler:
         self._spare = np.empty(0, dtype=np.uint8)
 
     def fill(self, shard: Shard, chunk: int, segments: Sequence[Segment]) -> None:
-        """Read a chunk, check it and place its segments. Raises `Damaged` naming the file, or what the store raises."""
+        """Read a chunk, check it and fill its segments. Raises `Damaged` naming the file, or what the store raises."""
         start, digest = chunk * shard.chunk_bytes, xxhash.xxh3_128()
         most = min(self._store.capabilities.read_size, shard.chunk_bytes)
         try:
@@ -89,12 +90,12 @@ class Filler:
             raise Damaged(f"{shard.path}: chunk {chunk} fails its checksum: the bytes were changed")
 
     def _view(self, run: Run, into: int, most: int) -> Any:
-        """The memory into which a run is read; without a place, `into` bytes from the spare buffer's beginning."""
+        """The memory into which a run is read: its segment's, or else the spare buffer from offset `into` on."""
         size = run.end - run.begin
-        if run.place is not None:
-            at = run.place.at + run.begin - run.place.begin
-            return self._buffers[run.place.buffer][at : at + size]
-        if len(self._spare) < most:  # once, and not larger from read to read: to touch memory costs more than to read
+        if run.segment is not None:
+            at = run.segment.at + run.begin - run.segment.begin
+            return self._buffers[run.segment.buffer][at : at + size]
+        if len(self._spare) < most:  # allocated once, in full size: the first use of memory costs more than reading
             self._spare = np.empty(most, dtype=np.uint8)
         return self._spare[into : into + size]
 
@@ -107,26 +108,27 @@ class Filler:
 
 def reads_into(segments: Sequence[Segment], size: int, most: int) -> Iterator[list[Run]]:
     """The reads of a chunk of `size` bytes: all of it once and in order, at most `most` bytes each, cut into runs."""
-    found: list[Run] = []
+    runs: list[Run] = []
     waiting = sorted(segments, key=lambda s: s.begin, reverse=True)  # the next one last
-    active: list[Segment] = []  # begun, and not over: each run looks at these, not at all that there are
-    for begin, end, place in _places(segments, size, min(most, _SHORT)):
+    active: list[Segment] = []  # segments that have begun and not ended: a run copies to these only
+    for begin, end, segment in _spans(segments, size, min(most, _SHORT)):
         at = begin
         while at < end:
             stop = min(end, at // most * most + most)
             while waiting and waiting[-1].begin < stop:
                 active.append(waiting.pop())
             active = [s for s in active if s.end > at]
-            others = tuple(s for s in active if s is not place)
-            found.append(Run(at, stop, place, others))
+            others = tuple(s for s in active if s is not segment)
+            runs.append(Run(at, stop, segment, others))
             if stop % most == 0 or stop == size:
-                yield found
-                found = []
+                yield runs
+                runs = []
             at = stop
 
 
-def _places(segments: Sequence[Segment], size: int, least: int) -> Iterator[tuple[int, int, Segment | None]]:
-    """The chunk's bytes as begin, end and the segment of `least` bytes or more that they are, if they are one."""
+def _spans(segments: Sequence[Segment], size: int, least: int) -> Iterator[tuple[int, int, Segment | None]]:
+    """The chunk divided into spans: begin, end, and the segment that the span is. None for bytes between segments, and
+    for segments of less than `least` bytes or that overlap the one before."""
     position = 0
     for s in sorted(segments, key=lambda s: s.begin):
         if s.size >= least and s.begin >= position:
@@ -137,17 +139,18 @@ def _places(segments: Sequence[Segment], size: int, least: int) -> Iterator[tupl
 
 
 # --- exchange
-# Brings what each rank has read to all others, over the process group, in messages of bounded size. Every rank derives
-# the same messages from the same plan, so nothing is said but the bytes. Memory: a few messages beside the tensors
-# themselves; large runs are sent from, and received into, their place.
+# Sends the bytes that each rank has read to all others, over the process group, in messages of bounded size. Every rank
+# derives the same messages from the same plan, so only the bytes are sent. Memory: a few messages beside the tensors
+# themselves. Large runs are sent from the tensors' own memory, and received into it.
 
 MESSAGE: Final = 32 * 2**20
 PACKED: Final = 2**20  # runs below this share a message
-WINDOW: Final = 4  # messages under way at once
+WINDOW: Final = 4  # messages in flight at once
 
 
 def exchange(divided: Sequence[Sequence[Task]], buffers: Sequence[Any], ranks: Ranks) -> None:
-    """After it, the bytes of every task are in every rank's buffers; before, those of `divided[r]` are in rank r's.
+    """Before the call, the bytes of `divided[r]` are in rank r's buffers; after it, those of every task are on every
+    rank.
 
     Collective: every rank passes the same tasks. Raises what the process group raises.
     """
@@ -219,7 +222,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A buffer that holds rows of a piece, of which a box goes to a box of a target's tensor."""
+    """A buffer that holds rows of a piece. Their box `source` is copied to `box` of a target's tensor."""
 
     buffer: int
     rows: tuple[int, ...]
@@ -239,7 +242,7 @@ class Plan:
 
 
 def plan(record: CommitRecord, targets: Sequence[Target]) -> Plan:
-    """The tasks for these targets; the shared ones are the same on every rank whose shared targets are."""
+    """The tasks for these targets. Ranks with the same shared targets get the same shared tasks."""
     result = Plan([t.box.elements * torch_dtype(t.entry).itemsize for t in targets])
     segments: dict[bool, dict[tuple[int, int], list[Segment]]] = {False: {}, True: {}}
     for number, target in enumerate(targets):
@@ -251,19 +254,19 @@ def plan(record: CommitRecord, targets: Sequence[Target]) -> Plan:
             begin, size, buffer, at = _landing(result, read, piece, number, target, width)
             _cut(record.shards[piece.shard], piece.shard, begin, size, buffer, at, segments[target.shared])
     for wanted, tasks in ((False, result.own), (True, result.shared)):
-        tasks += [Task(*key, tuple(found)) for key, found in sorted(segments[wanted].items())]
+        tasks += [Task(*key, tuple(parts)) for key, parts in sorted(segments[wanted].items())]
     return result
 
 
 def _landing(
     result: Plan, read: Read, piece: Piece, number: int, target: Target, width: int
 ) -> tuple[int, int, int, int]:
-    """The bytes of the shard that a read needs, as begin and size, and the buffer and place where they land."""
+    """The bytes of the shard that a read needs, as begin and size, and the number of their buffer and offset in it."""
     begin = flat_begin(piece.shape, read.source)
     at = flat_begin(target.box.shape, read.target)
     if begin is not None and at is not None:
         return piece.begin + begin * width, read.source.elements * width, number, at * width
-    # Not one run of bytes on both sides: the rows that hold it are kept until they are complete, then copied.
+    # It is not one run of bytes on both sides. So its rows are read into a buffer of their own, and copied at the end.
     rows = (read.source.shape[0], *piece.shape[1:])
     source = Box((0, *read.source.offset[1:]), read.source.shape)
     row = math.prod(piece.shape[1:]) * width
@@ -274,20 +277,20 @@ def _landing(
 
 def _cut(
     shard: Shard, number: int, begin: int, size: int, buffer: int, at: int,
-    found: dict[tuple[int, int], list[Segment]],
+    segments: dict[tuple[int, int], list[Segment]],
 ) -> None:  # fmt: skip
     """Cut a run of bytes at the borders of the shard's chunks."""
     end = begin + size
     while begin < end:
         chunk, into = divmod(begin, shard.chunk_bytes)
         count = min(end - begin, shard.chunk_bytes - into)
-        found.setdefault((number, chunk), []).append(Segment(into, count, buffer, at))
+        segments.setdefault((number, chunk), []).append(Segment(into, count, buffer, at))
         begin, at = begin + count, at + count
 
 
 def divide(tasks: Sequence[Task], shards: Sequence[Shard], parts: int) -> list[list[Task]]:
-    """Neighbouring tasks to each of `parts` ranks, even by bytes to read. At the world size that saved a replicated
-    state, each rank gets the shard that it wrote."""
+    """The tasks divided among `parts` ranks, evenly by bytes; each rank gets neighbouring ones. At the world size that
+    saved a replicated state, each rank gets the shard that it wrote."""
     sizes = [chunk_size(shards[t.shard], t.chunk) for t in tasks]
     total, position = sum(sizes), 0
     divided: list[list[Task]] = [[] for _ in range(parts)]
@@ -298,7 +301,7 @@ def divide(tasks: Sequence[Task], shards: Sequence[Shard], parts: int) -> list[l
 
 
 class Buffers:
-    """The memory that a plan's bytes land in: the live tensors' own where it may be, else new."""
+    """The memory that a plan's bytes are read into: that of the live tensors where possible, else new memory."""
 
     def __init__(self, plan: Plan, targets: Sequence[Target]) -> None:
         self.tensors = [
@@ -310,7 +313,7 @@ class Buffers:
         self._targets = targets
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, once all bytes have landed."""
+        """The tensors by name, after all bytes were read."""
         for fold in self._folds:
             into = self.tensors[fold.target]
             rows = torch.from_numpy(self.bytes[fold.buffer]).view(into.dtype).view(fold.rows)
@@ -320,21 +323,21 @@ class Buffers:
 
 
 def fetch(store: ObjectStore, shards: Sequence[Shard], tasks: Iterable[Task], buffers: Sequence[Any]) -> None:
-    """Read, check and place the chunks of `tasks`. Raises `Damaged` or `StorageError`."""
+    """Read and check the chunks of `tasks`, and fill their segments. Raises `Damaged` or `StorageError`."""
     threads = threading.local()
 
-    def one(task: Task) -> None:
+    def fill(task: Task) -> None:
         if not hasattr(threads, "filler"):
             threads.filler = Filler(store, buffers)
         threads.filler.fill(shards[task.shard], task.chunk, task.segments)
 
-    in_parallel(one, tasks)
+    in_parallel(fill, tasks)
 
 
 def load_whole(store: ObjectStore, record: CommitRecord, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a commit by name, or those of these names: all of each, in this process alone."""
-    asked = None if names is None else set(names)
-    wanted = [Target(e, whole(e.shape), False) for e in record.entries if asked is None or e.name in asked]
+    """All tensors of a commit, or those in `names`, by name. Each is read whole, in this process alone."""
+    chosen = None if names is None else set(names)
+    wanted = [Target(e, whole(e.shape), False) for e in record.entries if chosen is None or e.name in chosen]
     return _read(store, record, wanted)
 
 

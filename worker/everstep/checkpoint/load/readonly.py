@@ -22,7 +22,7 @@ from everstep.checkpoint.format.manifest import CommitRecord, Entry, is_compacte
 from everstep.checkpoint.format.steps import named_commit
 from everstep.checkpoint.load.loading import put_into
 from everstep.checkpoint.load.reading import load_whole, read_box
-from everstep.checkpoint.load.restoring import newest_whole, unfit
+from everstep.checkpoint.load.restoring import SteppedOver, newest_whole, unfit
 from everstep.checkpoint.load.selection import LoadReport, Selection
 from everstep.checkpoint.load.targets import of_all_ranks
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -36,8 +36,8 @@ from everstep.checkpoint.state.tree import references, unflatten
 from everstep.storage import NotFound, ObjectStore, RetryingStore, open_store
 
 # --- opened
-# `everstep.open_commit`: a commit whose tensors are read one by one, or by slices, when they are asked for. Invariant:
-# nothing is written, and no byte is handed out that a checksum does not cover; so a slice costs the chunks that it lies
+# `everstep.open_commit`: a commit whose tensors are read one by one, or by slices, when they are used. Invariant:
+# nothing is written, and no byte is returned that a checksum does not cover. So a slice costs all chunks that it lies
 # in, of at most 64 MiB each.
 
 _NEAR: Final = 5
@@ -118,14 +118,14 @@ def open_commit(
     if step is not None or n is not None:
         return OpenCommit(opened, Catalog(opened, start).find(step, n))
     log = CommitLog(opened, start)
-    for found in log.commits(log.head().last + 1):
-        if isinstance(found, CommitRecord) and unfit(found) is None:
-            return OpenCommit(opened, found)
+    for record in log.commits(log.head().last + 1):
+        if isinstance(record, CommitRecord) and unfit(record) is None:
+            return OpenCommit(opened, record)
     raise NoCommit(f"{opened.url}: there is no commit")
 
 
 def _box(entry: Entry, index: tuple[Any, ...]) -> tuple[Box, tuple[Any, ...]]:
-    """The least box that holds what is asked for, and how to take that from the box."""
+    """The smallest box that contains the indexed elements, and the index of these elements in the box."""
     shape = entry.shape
     if ... in index:
         at = index.index(...)
@@ -158,14 +158,14 @@ def _box(entry: Entry, index: tuple[Any, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 log = logging.getLogger("everstep.checkpoint")
 
-MAX_RACES: Final = 5  # commits that may go, one after the other, while they are read
+MAX_RACES: Final = 5  # commits in a row that may be deleted while they are read
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A commit that was read: its step, its number in the log, and `state`: the mapping that was passed, filled, or
-    what the commit holds: of an object with a `state_dict` that, of anything else its value. `report`: what was left
-    out of a load into a state."""
+    """A commit that was read: its step and its number in the log. `state` is the mapping that was passed, filled; or
+    else the commit's content: the `state_dict` of an object that has one, and any other value itself. `report`: what a
+    load into a state left out."""
 
     step: int
     n: int
@@ -203,7 +203,7 @@ def load(
     - `start`: the number of a log record that exists, where the store cannot be listed (`https://`).
     - `map_location`, without `state`: the device to put tensors on; else the CPU.
 
-    Raises `NoCommit` if there is none such, `Damaged` if what was asked for by `step` or `n` is, `StateMismatch` if it
+    Raises `NoCommit` if there is no such commit, `Damaged` if that of `step` or `n` is damaged, `StateMismatch` if it
     does not fit or has nothing of that name, and `StorageError`.
     """
     if (url is None) == (store is None):
@@ -248,7 +248,7 @@ def _load(
     passed: list[str] = []
 
     def stepped_over(n: int, reason: str, *, suspected: bool = False) -> None:
-        del suspected  # nobody asks here what became of other readers
+        del suspected  # load marks do not count for a reader
         passed.append(reason)
         log.error("log record %d is stepped over: %s", n, reason)
 
@@ -261,15 +261,16 @@ def _load(
             return
         log_ = CommitLog(store, start)
         end = log_.head().last
-        for found in log_.commits(end + 1):
+        for record in log_.commits(end + 1):
             if passed and log_.head().last > end:
-                raise CheckpointError(passed[-1])  # it went while it was read: not an older one, but the newest
-            if isinstance(found, CommitRecord) and is_compacted(found) and passed:
-                continue  # as deleted as those before it
-            if (reason := unfit(found)) is not None:
-                stepped_over(found.n, reason)
-            elif isinstance(found, CommitRecord):
-                yield found
+                # A newer commit exists, and the one that was read was deleted: read the newest, not an older one.
+                raise CheckpointError(passed[-1])
+            if isinstance(record, CommitRecord) and is_compacted(record) and passed:
+                continue  # deleted, as the newer ones that were reported
+            if (reason := unfit(record)) is not None:
+                stepped_over(record.n, reason)
+            elif isinstance(record, CommitRecord):
+                yield record
 
     unions = ranks.world_size > 1 and any_union(state, ranks)
     captured = capture(state, ranks.rank) if state is not None else None
@@ -280,7 +281,7 @@ def _load(
             record, values = _read_values(store, candidates(), only, map_location, stepped_over)
             return Loaded(record.step, record.n, values)
         wanted = partial(of_all_ranks, state, captured, ranks, unions, selection=selection)
-        found = newest_whole(store, ranks, wanted, candidates(), stepped_over)
+        loaded = newest_whole(store, ranks, wanted, candidates(), stepped_over)
     except CheckpointError as e:  # on all ranks
         moved = end >= 0 and CommitLog(store, start).head().last > end
         if ranks.maximum(int(moved)) and not isinstance(e, StateMismatch):
@@ -288,26 +289,27 @@ def _load(
         if (step is not None or n is not None) and passed:
             raise Damaged(f"{store.url}: {passed[-1]}") from e
         raise
-    if found is None:
+    if loaded is None:
         raise NoCommit(f"{store.url}: there is no commit")
-    record, tensors = found
+    record, tensors = loaded
     report = put_into(state, captured, record, tensors, ranks, selection, whole=False)
     return Loaded(record.step, record.n, state, report)
 
 
 def _read_values(
-    store: ObjectStore, candidates: Iterator[CommitRecord], only: tuple[str, ...] | None, map_location: Any, told: Any
-) -> tuple[CommitRecord, dict[str, Any]]:
+    store: ObjectStore, candidates: Iterator[CommitRecord], only: tuple[str, ...] | None, map_location: Any,
+    stepped_over: SteppedOver,
+) -> tuple[CommitRecord, dict[str, Any]]:  # fmt: skip
     """The content of the first readable commit."""
     tried = False
     for record in candidates:
         tried = True
-        bodies = _asked(record, only)
+        bodies = _requested(record, only)
         names = {name for body in bodies.values() for name in references(body)}
         try:
             tensors = load_whole(store, record, names)
         except (Damaged, FormatError, NotFound) as e:
-            told(record.n, str(e))
+            stepped_over(record.n, str(e))
             continue
         if map_location is not None:
             tensors = {name: tensor.to(map_location) for name, tensor in tensors.items()}
@@ -317,23 +319,23 @@ def _read_values(
     raise NoCommit(f"{store.url}: there is no commit")
 
 
-def _asked(record: CommitRecord, only: tuple[str, ...] | None) -> dict[str, Any]:
-    """The encoded trees by key, or the parts of them that were asked for, by the path that was said."""
+def _requested(record: CommitRecord, only: tuple[str, ...] | None) -> dict[str, Any]:
+    """The encoded trees by key; with `only`, the requested parts of them, by their paths."""
     values: Any = record.values if isinstance(record.values, dict) else {}
     trees = {key: body["tree"] for key, body in values.get("state", {}).items()}
     if only is None:
         return trees
     names = {entry.name for entry in record.entries}
-    found: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     for path in only:
         if path in trees:
-            found[path] = trees[path]
+            requested[path] = trees[path]
         elif path in names:
-            found[path] = {"$tensor": path}
+            requested[path] = {"$tensor": path}
         else:
             near = [name for name in sorted(names) if name.startswith(path.split("/")[0])][:5]
             raise StateMismatch(
                 f"the commit of step {record.step} has no key or tensor {path!r}; it has "
                 f"{', '.join(sorted(trees)) or 'nothing'}{', with ' + ', '.join(near) if near else ''}"
             )
-    return found
+    return requested

@@ -1,4 +1,4 @@
-"""Finds the newest commit that every rank can read whole, walking down past those that somebody cannot.
+"""Finds the newest commit that every rank can read whole, and steps over the others.
 
 Rank 0 reads the log and proposes; every rank reads the shards; a commit counts only if all of them succeed, because
 ranks that restore different steps would train a state that never existed.
@@ -45,24 +45,25 @@ _GOOD, _DAMAGED, _BROKEN, _REFUSED = 0, 1, 2, 3
 
 
 class SteppedOver(Protocol):
-    """Told which commit was not taken, and why; `suspected`: it is whole, but runs that loaded it came to nothing."""
+    """Called with the record number of a commit that is stepped over, and the reason. `suspected`: it is whole, but
+    runs that loaded it died."""
 
     def __call__(self, n: int, reason: str, *, suspected: bool = False) -> None: ...
 
 
-def unfit(found: CommitRecord | Unreadable) -> str | None:
-    """Why nobody goes on from this record, or None."""
-    if isinstance(found, Unreadable):
-        return found.reason
-    if is_compacted(found):
-        return f"step {found.step}: it was deleted, and its log record is compacted"
-    if names := nonfinite_in(found):
-        return f"step {found.step}: {', '.join(names[:3])} hold NaN or infinity"
+def unfit(record: CommitRecord | Unreadable) -> str | None:
+    """Why no run may go on from this record, or None."""
+    if isinstance(record, Unreadable):
+        return record.reason
+    if is_compacted(record):
+        return f"step {record.step}: it was deleted, and its log record is compacted"
+    if names := nonfinite_in(record):
+        return f"step {record.step}: {', '.join(names[:3])} hold NaN or infinity"
     return None
 
 
 class Guard:
-    """Says which commits not to take, of those that can be read, and notes which one is being loaded. Rank 0's."""
+    """Decides on rank 0 which readable commits are not to be loaded, and marks the one that is being loaded."""
 
     def __init__(self, loads: Loads, max_loads: int, nonfinite: Nonfinite) -> None:
         self._loads = loads
@@ -70,20 +71,20 @@ class Guard:
         self._nonfinite = nonfinite
         self._failed: dict[int, int] | None = None
 
-    def against(self, found: CommitRecord | Unreadable) -> str | None:
-        """Why not to take it, or None."""
-        if self._nonfinite != "allow" or isinstance(found, Unreadable) or is_compacted(found):
-            reason = unfit(found)
+    def against(self, record: CommitRecord | Unreadable) -> str | None:
+        """Why this record is not to be loaded, or None."""
+        if self._nonfinite != "allow" or isinstance(record, Unreadable) or is_compacted(record):
+            reason = unfit(record)
             if reason is not None:
                 return reason
-        assert isinstance(found, CommitRecord)
+        assert isinstance(record, CommitRecord)
         if self._most == 0:
             return None
         if self._failed is None:
             self._failed = self._loads.failed()
-        count = self._failed.get(found.n, 0)
+        count = self._failed.get(record.n, 0)
         return (
-            f"step {found.step}: {count} runs loaded it and ended without another commit"
+            f"step {record.step}: {count} runs loaded it and ended without another commit"
             if count >= self._most
             else None
         )
@@ -103,8 +104,8 @@ def newest_whole(
 ) -> tuple[CommitRecord, dict[str, torch.Tensor]] | None:
     """The first of rank 0's `candidates` that loads on all ranks, with this rank's `wanted` tensors of it. Collective.
 
-    `changes` is called before a live tensor is read into. Raises `CheckpointError` if there are commits and none of
-    them loads: to start from nothing then would throw the training away; and what a store raises.
+    `changes` is called before the first live tensor is changed. Raises `CheckpointError` if there are commits and none
+    of them loads, because a start from nothing would throw the training away; and what a store raises.
     """
     for tried in range(MAX_TRIES):
         record = _propose(candidates, ranks)
@@ -122,10 +123,10 @@ def newest_whole(
 def load(
     store: ObjectStore, record: CommitRecord, wanted: Wanted, ranks: Ranks, changes: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """This rank's tensors of a commit. What all need is read by one of them, or by each through one page cache:
-    measured over gloo, to receive a byte costs several times the copy. Collective.
+    """This rank's tensors of a commit. Bytes that all ranks need are read by one of them; or by each, if they share a
+    page cache: over gloo, receiving a byte was measured to cost several times the copy. Collective.
 
-    Every rank raises if one does: `Damaged` if that is all that was found, else another error.
+    Every rank raises if one does: `Damaged` if damage is the only problem, else another error.
     """
     problem: Exception | None = None
     targets: list[Target] = []
@@ -146,7 +147,7 @@ def load(
             in_parallel(partial(check_size, store), _to_check(record, tasks, ranks))
         except (StorageError, CheckpointError) as e:
             problem = e
-    # Before any memory is taken: a record may claim more bytes than its shards have, and each rank has looked at some.
+    # Before any memory is taken: a record may claim more bytes than its shards have, and each rank has checked some.
     _agreed(problem, store, ranks)
     buffers = reading.Buffers(todo, targets)
     changes()
@@ -161,7 +162,7 @@ def load(
 
 
 def _agreed(problem: Exception | None, store: ObjectStore, ranks: Ranks) -> None:
-    """Raise on every rank if one has a problem: `Damaged` if that is all that was found, else another error."""
+    """Raise on every rank if one has a problem: `Damaged` if damage is the only problem, else another error."""
     if isinstance(problem, FormatError):
         problem = Damaged(str(problem))
     worst = ranks.maximum(_kind_of(problem))
@@ -184,13 +185,13 @@ def _kind_of(problem: Exception | None) -> int:
 
 
 def _digest(targets: Sequence[Target]) -> int:
-    """A number of 62 bits for what this rank wants together with the others."""
+    """A number of 62 bits that identifies the shared tensors that this rank wants."""
     names = "\n".join(t.entry.name for t in targets if t.shared)
     return xxhash.xxh3_64_intdigest(names.encode("utf-8", "surrogatepass")) >> 2
 
 
 def _page_cache(store: ObjectStore, rank: int) -> int:
-    """A number that is the same on ranks whose reads meet in one page cache: files, under one kernel."""
+    """A number that is equal on ranks that share a page cache: they read files, under one kernel."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_bytes() if store.url.startswith("file:") else b""
     except OSError:
@@ -203,46 +204,47 @@ def _agree(ranks: Ranks, number: int) -> bool:
 
 
 def _to_check(record: CommitRecord, tasks: Sequence[reading.Task], ranks: Ranks) -> list[Shard]:
-    """The shards whose presence and size this rank checks: those that it reads, and its part of all."""
+    """The shards whose presence and size this rank checks: those that it reads, and an even part of all."""
     mine = {task.shard for task in tasks} | set(range(ranks.rank, len(record.shards), ranks.world_size))
     return [record.shards[number] for number in sorted(mine)]
 
 
-def asked(catalog: Catalog, guard: Guard, step: int | None, n: int | None) -> Iterator[CommitRecord]:
-    """The commit that somebody has named: whatever earlier runs that loaded it came to, and whatever it holds."""
-    found = catalog.find(step, n)
-    guard.loading(found)
-    yield found
+def requested_commit(catalog: Catalog, guard: Guard, step: int | None, n: int | None) -> Iterator[CommitRecord]:
+    """The commit that the caller has named. It is tried although earlier runs may have died of it, and although it may
+    hold NaN or infinity."""
+    record = catalog.find(step, n)
+    guard.loading(record)
+    yield record
 
 
 def candidates(
     log: CommitLog, end: Callable[[], int], guard: Guard, stepped_over: SteppedOver
 ) -> Iterator[CommitRecord]:
-    """The commits below record `end()` to try, newest first: those that were poison to earlier runs only when nothing
-    else is left."""
+    """The commits below record `end()` to try, newest first. Those that earlier runs died of are tried only when no
+    other is left."""
     passed: list[str] = []
     poison: list[tuple[CommitRecord, str]] = []
     tried = False
     deleted = 0
-    for found in log.commits(end()):
-        if isinstance(found, CommitRecord) and is_compacted(found):
+    for candidate in log.commits(end()):
+        if isinstance(candidate, CommitRecord) and is_compacted(candidate):
             deleted += 1
             if deleted == MAX_TRIES:
                 break
             if deleted > 1:
-                continue  # the older ones are too, unless somebody pinned one; the first has said it
-        reason = guard.against(found)
-        if reason is None and isinstance(found, CommitRecord):
+                continue  # older ones are deleted too, unless one is pinned; the first was reported
+        reason = guard.against(candidate)
+        if reason is None and isinstance(candidate, CommitRecord):
             for record, why in poison if not tried else ():
                 stepped_over(record.n, why, suspected=True)
             tried = True
-            guard.loading(found)
-            yield found
-        elif isinstance(found, CommitRecord) and not unfit(found):
-            poison.append((found, str(reason)))
+            guard.loading(candidate)
+            yield candidate
+        elif isinstance(candidate, CommitRecord) and not unfit(candidate):
+            poison.append((candidate, str(reason)))
         else:
             passed.append(str(reason))
-            stepped_over(found.n, str(reason))
+            stepped_over(candidate.n, str(reason))
     for record, _ in poison:
         tried = True
         guard.loading(record)
@@ -267,9 +269,9 @@ def _propose(candidates: Iterator[CommitRecord], ranks: Ranks) -> CommitRecord |
     if record is not None or not answer:
         return record
     head, _, body = answer.partition(b"\n")
-    told = json.loads(head)
-    if "error" in told:
-        raise cause or CheckpointError(f"rank 0: {told['error']}")
-    found = decode_record(body, told["n"], "rank 0's proposal")
-    assert isinstance(found, CommitRecord)
-    return found
+    header = json.loads(head)
+    if "error" in header:
+        raise cause or CheckpointError(f"rank 0: {header['error']}")
+    proposed = decode_record(body, header["n"], "rank 0's proposal")
+    assert isinstance(proposed, CommitRecord)
+    return proposed

@@ -15,8 +15,8 @@ from everstep.checkpoint.errors import SettingUnusable, StateMismatch
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load left out, as paths: `missing`: in the state that was passed, and not in the commit; they are as they
-    were. `not_taken`: in the commit, and not put anywhere. `mismatched`: in both with another shape; as they were."""
+    """What a load left out, as paths. `missing`: in the state that was passed, and not in the commit. `not_taken`: in
+    the commit, and not loaded. `mismatched`: in both, with different shapes. The load has not changed these values."""
 
     missing: tuple[str, ...] = ()
     not_taken: tuple[str, ...] = ()
@@ -56,20 +56,20 @@ class Selection:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the commit is to go into all of the state."""
+        """Whether all of the commit has to go into all of the state."""
         return self.strict and self.include is None and not self.exclude and not self.rename
 
     def takes(self, path: str) -> bool:
-        """Whether what has this path, after `rename`, is to be taken."""
+        """Whether the selection takes this path (after `rename`)."""
         included = self.include is None or any(below(path, pattern) for pattern in self.include)
         return included and not any(below(path, pattern) for pattern in self.exclude)
 
     def touches(self, paths: Iterable[str]) -> bool:
-        """Whether anything of a key of the state may be taken: one of its paths, the key itself if it has no parts."""
+        """Whether the selection takes one of these paths of a key; a key without parts has itself as its path."""
         return any(self.takes(path) for path in paths)
 
     def renamed(self, path: str) -> str:
-        """The path in the state of what has this path in the commit: by the longest prefix that is to be renamed."""
+        """The path in the state for a path in the commit: the longest prefix in `rename` that fits is replaced."""
         for old, new in self.rename:
             if not below(path, old, literally=True):
                 continue
@@ -78,8 +78,8 @@ class Selection:
         return path
 
     def check(self, saved: Iterable[str], targets: Iterable[str]) -> None:
-        """Raises `StateMismatch` for an `include` that fits none of the state's paths (nothing would be loaded by it),
-        an `exclude` that fits none of the commit's and none of the state's, and a `rename` of what is not there."""
+        """Raises `StateMismatch` for an `include` that fits no path of the state (it would load nothing), an `exclude`
+        that fits no path of the commit or the state, and a `rename` of a path that the commit does not have."""
         saved, targets = list(saved), list(targets)
         known = {self.renamed(path) for path in saved} | set(targets)
         for pattern in self.include or ():

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Final, assert_never
 
 from everstep.checkpoint.errors import CheckpointError, Fenced, FormatError, NoCommit, OwnerUnknown, SaveFailed
+from everstep.checkpoint.format.complete import read_complete
 from everstep.checkpoint.format.layout import (
     LOG,
     MAX_RECORD_NUMBER,
@@ -32,7 +33,6 @@ from everstep.checkpoint.format.manifest import (
     decode_record,
     encode_record,
 )
-from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.log import decisions
 from everstep.checkpoint.log import decisions as log
 from everstep.checkpoint.log.decisions import Again, Append, Claim, Done, Head, Refuse, Unknown, Unreadable
@@ -137,7 +137,7 @@ class CommitLog:
         """Record `n`, or why it cannot be read. Raises `UnsupportedVersion` for a newer format."""
         name = record_name(n)
         try:
-            return read_settled(self._store, name, lambda data: decode_record(data, n, f"{self._store.url}/{name}"))
+            return read_complete(self._store, name, lambda data: decode_record(data, n, f"{self._store.url}/{name}"))
         except NotFound:
             return Unreadable(n, f"{name} is missing")
         except FormatError as e:
@@ -229,8 +229,8 @@ class CommitLog:
         return max((n for n in numbers if n is not None), default=NONE)
 
     def _probed(self) -> int:
-        """The greatest number where nothing can be listed, asked for by doubling steps, then by halves: about 2 log2
-        requests. The log is dense from its oldest record on.
+        """The greatest record number in a store that cannot be listed: searched by doubling steps, then by halves. That
+        takes about 2 log2 requests. The log is dense from its oldest record on.
 
         Raises `NoCommit` if no record is found to begin from, `StoreUnusable` if every name seems to be there: the
         search would have no end.
@@ -291,7 +291,7 @@ class CommitLog:
     def commit(self, head: Head, own: OpenRecord, draft: CommitRecord) -> tuple[Head, CommitRecord]:
         """Append `draft`, whose shards are written. `head` is what the writer knew last.
 
-        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that cannot be told, `FormatError`
+        Raises `Fenced` if another writer has opened the log since, `SaveFailed` if that is unknown, and `FormatError`
         for a record that nobody could read: it is decoded before it is created.
         """
         self.check_own(own)
@@ -323,7 +323,7 @@ class CommitLog:
         name = record_name(own.n)
         where = f"{self._store.url}: {name}, with which this run has opened the log,"
         try:
-            record = read_settled(self._store, name, lambda data: decode_record(data, own.n, name))
+            record = read_complete(self._store, name, lambda data: decode_record(data, own.n, name))
         except NotFound as e:
             raise SaveFailed(
                 f"{where} is gone: the place was deleted, emptied or replaced, or its mount has fallen away. Nothing "

@@ -1,7 +1,7 @@
-"""The commits of a store, seen from outside of training: found, checked, pinned and cleaned up without taking the log.
+"""The commits of a store for use outside of training: they are found, checked, pinned and cleaned up without the log.
 
-Knows no torch: the command line uses it as it is. Invariant: nothing here can disturb the run that has the log: what it
-deletes, that run's own clean-up might delete too.
+Knows no torch: the command line uses it as it is. Invariant: nothing here can disturb the run that owns the log. It
+only deletes what that run's own clean-up might delete too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNFINISHED: Final = "left unfinished by a killed writer"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A commit in the log. Of its shards only names and sizes were looked at, not the bytes."""
+    """A commit in the log. Only names and sizes of its shards were checked, not the bytes."""
 
     step: int
     n: int
@@ -54,21 +54,21 @@ class Found:
     world_size: int
     bytes: int
     pinned: bool = False
-    missing: tuple[str, ...] = ()  # shards that are not there, or of another size
-    nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for it
-    kept: bool = False  # beyond the newest ones, by the rules of the run: see `Keep`
+    missing: tuple[str, ...] = ()  # shards that are missing, or of another size
+    nonfinite: tuple[str, ...] = ()  # parameters that hold NaN or infinity, if the commit was marked for them
+    kept: bool = False  # whether a rule of the run keeps it beyond the newest ones: see `Keep`
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # that `save` and `add_metrics` were given
 
     @classmethod
     def of(
-        cls, record: CommitRecord, held: Holds = NOTHING, missing: tuple[str, ...] = (),
+        cls, record: CommitRecord, holds: Holds = NOTHING, missing: tuple[str, ...] = (),
         later: Mapping[str, float] = MappingProxyType({}),
     ) -> Found:  # fmt: skip
         size, save = sum(s.bytes for s in record.shards), record.save_id
         return cls(
-            record.step, record.n, save, record.at, record.world_size, size, save in held.pinned, missing,
-            nonfinite_in(record), save in held.kept, held.tags_of(save),
+            record.step, record.n, save, record.at, record.world_size, size, save in holds.pinned, missing,
+            nonfinite_in(record), save in holds.kept, holds.tags_of(save),
             {**metrics_of(record.values), **later},
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ class Catalog:
         self._log = CommitLog(store, start)
 
     def latest(self) -> CommitRecord | None:
-        """The newest commit in the log, of whatever writer."""
+        """The newest commit in the log, of any writer."""
         return next((record for record in self._commits() if not is_compacted(record)), None)
 
     def begun(self) -> bool:
@@ -89,23 +89,24 @@ class Catalog:
         return self._log.head().last >= 0
 
     def list(self, limit: int = 1000) -> tuple[Found, ...]:
-        """The newest commits that have their data, newest first. Older ones are history: their shards are deleted."""
-        end = self._log.head().last  # first: what commits until now has its shards in the listing that follows
+        """The newest commits that have their data, newest first. The shards of older ones are deleted."""
+        end = self._log.head().last  # read first: commits up to here have their shards in the listing that follows
         sizes = sizes_in(self._store)
-        held = pins.holds(self._store)
-        free = {save: there for save, there in sizes.items() if save not in held.saves}
+        holds = pins.holds(self._store)
+        free = {save: there for save, there in sizes.items() if save not in holds.saves}
         walked = {r.n: r for r in itertools.islice(self._down_to_the_last(end, free), limit)}
-        walked |= {r.n: r for r in self._held(held) if r.n <= end and not is_compacted(r)}
+        walked |= {r.n: r for r in self._held_commits(holds) if r.n <= end and not is_compacted(r)}
         newest_first = (walked[n] for n in sorted(walked, reverse=True))
         present = (r for r in newest_first if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
         return tuple(
-            Found.of(r, held, missing(r, sizes), later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
+            Found.of(r, holds, missing(r, sizes), later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
             for r in present
         )
 
     def find(self, step: int | None = None, n: int | None = None, tag: str | None = None) -> CommitRecord:
         """The newest commit, or the newest of `step`, or record `n`, or that of `tag`. Raises `NoCommit` if there is
-        none, `CheckpointError` if more than one of them is said, and `TypeError` for a step that is no integer."""
+        none, `CheckpointError` if a tag is given beside one of the others, and `TypeError` for a step that is no
+        integer."""
         step, n = named_commit(step, n)
         if tag is not None:
             if step is not None or n is not None:
@@ -115,7 +116,7 @@ class Catalog:
             return self._record(n, step)
         steps = []
         deleted = ""
-        for record in itertools.chain(self._commits(), self._held()):
+        for record in itertools.chain(self._commits(), self._held_commits()):
             if is_compacted(record):
                 if record.step == step and not deleted:
                     deleted = f": it was deleted, and record {record.n} is compacted"
@@ -133,13 +134,13 @@ class Catalog:
         return verify(self._store, self.find(step, n))
 
     def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
-        """Keep a commit until `unpin`, whatever `keep` says and whoever cleans up. Raises `CheckpointError`."""
+        """Keep a commit until `unpin`: no clean-up deletes it, whatever its rules are. Raises `CheckpointError`."""
         record = self.find(step, n)
         pins.pin(self._store, record, _now())
         return record
 
     def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
-        """Take a pin back, and what a run's rules keep it by beyond the newest ones. A tag stays, and holds as well.
+        """Remove a commit's pin, and the mark by which a run's rules keep it. A tag stays, and still keeps the commit.
         Raises `CheckpointError` if there is no such commit."""
         record = self.find(step, n)
         pins.unpin(self._store, record)
@@ -158,31 +159,31 @@ class Catalog:
             raise NoCommit(self._unknown(tag, pins.holds(self._store)))
 
     def tagged(self, tag: str) -> CommitRecord:
-        """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if it was not moved whole."""
-        held = pins.holds(self._store)
-        tagged = held.of_tag(tag)
-        found = {r.n: r for r in self._held(tagged) if r.save_id in tagged.saves}
-        if tagged.saves and not found:  # the tag's object is damaged; its name still says which save
-            found = {r.n: r for r in self._commits() if r.save_id in tagged.saves}
-        if len(found) > 1:
-            steps = " and ".join(str(r.step) for r in found.values())
+        """The commit of this tag. Raises `NoCommit` if there is none, `CheckpointError` if a move of it was cut off."""
+        holds = pins.holds(self._store)
+        tagged = holds.of_tag(tag)
+        by_number = {r.n: r for r in self._held_commits(tagged) if r.save_id in tagged.saves}
+        if tagged.saves and not by_number:  # the tag's object is damaged; its name still says which save
+            by_number = {r.n: r for r in self._commits() if r.save_id in tagged.saves}
+        if len(by_number) > 1:
+            steps = " and ".join(str(r.step) for r in by_number.values())
             raise CheckpointError(
                 f"{self._store.url}: tag {tag!r} is on steps {steps}, because a move of it was interrupted: tag the "
                 "right one again"
             )
-        for record in found.values():
+        for record in by_number.values():
             return record
-        raise NoCommit(self._unknown(tag, held))
+        raise NoCommit(self._unknown(tag, holds))
 
-    def _unknown(self, tag: str, held: Holds) -> str:
-        return f"{self._store.url}: no commit is tagged {tag!r}; there are {', '.join(held.tags) or 'no tags'}"
+    def _unknown(self, tag: str, holds: Holds) -> str:
+        return f"{self._store.url}: no commit is tagged {tag!r}; there are {', '.join(holds.tags) or 'no tags'}"
 
     def gc(self, keep: int, *, really: bool = True) -> tuple[Delete, ...]:
-        """Delete the saves that are older than the newest `keep` commits that are there whole (by names and sizes), not
-        pinned, and of no run in flight; those that were, or without `really`, that would be.
+        """Delete the saves that are older than the newest `keep` whole commits (by names and sizes), are not pinned,
+        and are of no save in flight. Returns the deletions; without `really` only those that would be made.
 
-        Unfinished uploads go too: those of fenced writers, and any that is a day old. Safe beside a run that has the
-        log: what it may still commit is known by its open record's number.
+        Unfinished uploads are deleted too: those of fenced writers, and any that is a day old. Safe beside a run that
+        owns the log: the saves that it may still commit are known by its open record's number.
         """
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least 1 commit must be kept")
@@ -190,8 +191,8 @@ class Catalog:
         if head.open is None:
             return ()
         sizes = sizes_in(self._store)
-        held = pins.held(self._store)
-        free = {save: there for save, there in sizes.items() if save not in held}
+        held_saves = pins.held_saves(self._store)
+        free = {save: there for save, there in sizes.items() if save not in held_saves}
         walked = list(self._down_to_the_last(head.last, free))
         damaged = frozenset(r.n for r in walked if has_lost(self._store, r, sizes))
         commits = enough(walked, keep, lambda r: r.n in damaged)
@@ -209,7 +210,8 @@ class Catalog:
         return (*deleted, *(Delete(save, UNFINISHED) for save in sorted(swept - {d.save_id for d in deleted})))
 
     def _sweep(self, open_n: int, really: bool) -> set[str]:
-        """Remove unfinished uploads, or only look for them; the saves of fenced writers that they are of."""
+        """Remove unfinished uploads; without `really` only list them. Returns the saves of fenced writers among
+        them."""
         saves = set[str]()
 
         def is_dead(name: str) -> bool:
@@ -236,8 +238,8 @@ class Catalog:
 
     def _commits(self, end: int | None = None) -> Iterator[CommitRecord]:
         """The readable commits up to record `end`, newest first."""
-        found = self._log.commits((self._log.head().last if end is None else end) + 1)
-        return (record for record in found if isinstance(record, CommitRecord))
+        records = self._log.commits((self._log.head().last if end is None else end) + 1)
+        return (record for record in records if isinstance(record, CommitRecord))
 
     def _down_to_the_last(self, end: int, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[CommitRecord]:
         """The commits down to the oldest that may have data: save ids grow with the log."""
@@ -251,10 +253,10 @@ class Catalog:
             if not is_compacted(record):
                 yield record
 
-    def _held(self, held: Holds | None = None) -> Iterator[CommitRecord]:
-        """The commits that are held: they may be older than a walk of the log goes."""
-        found = pins.holds(self._store) if held is None else held
-        records = (self._log.read(n) for n in pins.held_commits(self._store, found))
+    def _held_commits(self, holds: Holds | None = None) -> Iterator[CommitRecord]:
+        """The commits that a pin, tag or mark holds. A walk of the log may end before it reaches them."""
+        numbers = pins.held_commits(self._store, pins.holds(self._store) if holds is None else holds)
+        records = (self._log.read(n) for n in numbers)
         return (record for record in records if isinstance(record, CommitRecord))
 
 

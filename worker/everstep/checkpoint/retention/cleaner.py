@@ -1,4 +1,4 @@
-"""Deletes what `retention` says, after a commit and before a writer's first save, and never fails a save over it."""
+"""Deletes old saves, after a commit and before a writer's first save. Its errors never make a save fail."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Unreadable
 from everstep.checkpoint.log.loads import Loads
 from everstep.checkpoint.retention.late_metrics import later_metrics
-from everstep.checkpoint.retention.pins import delete_save, held, holds, is_held, mark_kept, read_kept, saves_of
+from everstep.checkpoint.retention.pins import delete_save, held_saves, holds, is_held, mark_kept, read_kept, saves_of
 from everstep.storage import ObjectStore, StorageError
 
 # --- plan
-# Which saves' objects may be deleted: a pure function of what the log and the listing say. Invariants: the newest
-# `keep` usable commits keep every shard they name; what belongs to a newer open record than the caller's, to a save
-# that may be in flight, to a pinned one, or to nobody that `layout` knows is never touched. Log records are never
-# deleted, as finding the end of the log rests on that; those of deleted commits are compacted.
+# Which saves' objects may be deleted: a pure function of the log and the listing. Invariants: the newest `keep` usable
+# commits keep every shard they name. Never deleted are objects of a newer open record than the caller's, of a save that
+# may be in flight, of a pinned save, and objects that `layout` does not know. Log records are never deleted, because
+# finding the end of the log needs them; those of deleted commits are compacted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ def plan_retention(
     `save_ids` are the folders that exist, `commits` the newest commits, newest first and at least `keep` of them not
     in `damaged` if there are so many; `open_n` is the caller's own open record and `sequence` that of its newest
     commit; `pinned` are the save ids that somebody pinned. `marked` are commits of a diverged state, and those that
-    runs died of: the newest `keep` of them stay for whoever looks into it, but no run goes on from them, so they do
-    not count. Raises `ValueError` for `keep` < 1.
+    runs died of. The newest `keep` of these stay, so that people can examine them, but they do not count, because no
+    run goes on from them. Raises `ValueError` for `keep` < 1.
 
-    A save of an earlier open that is in no kept commit can never become one, because the caller's open fences it. A
-    save of the caller's own open is finished, one way or the other, once a later one has been committed.
+    A save of an earlier open record that is in no kept commit can never become one, because the caller's open record
+    fences it. A save of the caller's own open record has ended once a later one was committed.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least 1 commit must be kept")
@@ -84,25 +84,26 @@ def plan_retention(
 
 
 # --- survey
-# Which saves of earlier writers are commits: what a writer has to know that deletes before its first commit. A save of
-# an earlier open that is in no record can never become a commit: the newer open fences its writer. A damaged record may
-# be a commit's, and until a newer commit exists that may be all that is left of the newest state. Invariant: records
-# are read one by one, without a jump over any, and what lies below a damaged one counts as unknown.
+# Which saves of earlier writers are commits: a writer must know this to delete saves before its first commit. A save of
+# an earlier open record that is in no record can never become a commit, because its writer is fenced. A damaged record
+# may be a commit's, and as long as there is no newer commit, it may have the newest state. Invariant: records are read
+# one by one, none is left out, and the saves below a damaged record count as unknown.
 
 MOST: Final = 256  # records read; more of them only where many writers in a row died before their first save
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The newest commits below an open record, newest first, and the saves of which the log did not tell. What is in
-    neither is no commit."""
+    """The newest commits below an open record, newest first, and the saves that may or may not be commits. A save that
+    is in neither is no commit."""
 
     commits: tuple[CommitRecord, ...]
     unknown: frozenset[str]
 
 
 def survey(log: CommitLog, below: int, saves: Collection[str]) -> Survey:
-    """Read the log down from record `below` until it tells of each of `saves`. Save ids grow with the log."""
+    """Read the log down from record `below` until it is known for each of `saves` whether it is a commit. Save ids grow
+    with the log."""
     left = {identifier: order for identifier in saves if (order := owner_of(identifier)) is not None}
     commits = []
     for n in range(below - 1, max(-1, below - 1 - MOST), -1):
@@ -122,31 +123,30 @@ def survey(log: CommitLog, below: int, saves: Collection[str]) -> Survey:
 
 
 def is_absent(log: CommitLog, save: str) -> bool:
-    """Whether the log tells now that this save is no commit."""
-    found = survey(log, log.head().last + 1, [save])
-    return save not in found.unknown and not any(save in saves_of(record) for record in found.commits)
+    """Whether the log shows that this save is no commit."""
+    surveyed = survey(log, log.head().last + 1, [save])
+    return save not in surveyed.unknown and not any(save in saves_of(record) for record in surveyed.commits)
 
 
 def is_fenced(name: str, open_n: int) -> bool:
-    """Whether the object of this name is a shard of a save that began before record `open_n` opened the log: only its
-    own writer writes it, and that one can commit no more."""
+    """Whether the object of this name is a shard of a save that began before record `open_n` opened the log. Only its
+    own writer writes it, and that writer can no longer commit."""
     owner = shard_owner(name)
     return owner is not None and owner < open_n
 
 
 # --- tenure
-# Whether a writer still owns the log, asked again and again while it deletes. What a writer may delete follows from its
-# own rules and from what it knew of the log. Another one that has taken the log may keep more, so the right to delete
-# ends with a newer open record. A store has no deletion with a condition, so there is a look at the end of the log
-# before, and it counts for `LOOK_SECONDS` only, by two clocks: a process that was stopped between a look and a request
-# looks again when it wakes. One request that is already on its way cannot be called back. Invariant: between two
-# deletions lie at most `LOOK_SECONDS`, or a look.
+# Whether a writer still owns the log, checked again and again while it deletes. A writer deletes by its own rules and
+# by what it knows of the log. Another writer that has taken the log may keep more, so the right to delete ends with a
+# newer open record. A store has no conditional deletion, so the end of the log is read before. This counts for
+# `LOOK_SECONDS` only, by two clocks: a process that was stopped in between reads it again when it wakes. A request that
+# was sent already cannot be taken back. Invariant: between two deletions there are at most `LOOK_SECONDS`, or a check.
 
 LOOK_SECONDS: Final = 5.0
 
 
 class Tenure:
-    """Of the writer whose newest commit is record `newest`, above its own open record. Raises `StorageError`."""
+    """The right of a writer to delete. `newest`: the record of its newest commit. Raises `StorageError`."""
 
     def __init__(
         self, log: CommitLog, newest: int, now: Callable[[], float] = time.time,
@@ -159,9 +159,9 @@ class Tenure:
         self.ended_by: int | None = None  # the record by which another writer took the log
 
     def lasts(self) -> bool:
-        """Whether nobody else had opened the log at the last look, which is at most `LOOK_SECONDS` old."""
+        """Whether no other writer had opened the log at the last check, which is at most `LOOK_SECONDS` old."""
         if self.ended_by is None and not self._is_fresh():
-            # Before the look: what it shows may be as old as its beginning.
+            # The times are read first: the answer may be as old as the beginning of the request.
             self._looked = self._now(), self._clock()
             self._last, self.ended_by = self._log.opened_after(self._last)
         return self.ended_by is None
@@ -175,15 +175,14 @@ class Tenure:
 
 # --- compactor
 # Compacts the records of commits whose shards are deleted, after a clean-up. Invariant: a record is replaced only by
-# what `compacted` makes of it, and only when no shard of its commit is left and nobody has pinned it: then
-# no reader could have restored it. Whoever else compacts the same record writes the same bytes, so nobody has to be
-# kept out.
+# the result of `compacted`, and only when no shard of its commit is left and nobody has pinned it: then no reader could
+# have restored it. Two processes that compact the same record write the same bytes, so they need no lock.
 
-A_PASS: Final = 8  # records: one is retired by each save; more of them catch up with what a crash left
+A_PASS: Final = 8  # records for each clean-up: a save retires one, and the others are left of a crash
 
 
 class Compactor:
-    """Knows which records of one log may have become history. Methods raise `StorageError`; calling again goes on."""
+    """Knows which records of one log may be compacted. Methods raise `StorageError`; a later call goes on."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -191,17 +190,17 @@ class Compactor:
         self._todo: dict[int, CommitRecord | None] = {}  # None: not read yet
 
     def retire(self, records: Iterable[CommitRecord]) -> None:
-        """These commits are not among those to keep any more."""
+        """These commits need not be kept any more."""
         self._todo.update((record.n, record) for record in records)
 
     def again(self, numbers: Iterable[int]) -> None:
-        """The commits of these records are not held any more; they are read again."""
+        """The commits of these records have lost their marks; read the records again."""
         for n in numbers:
             self._todo.setdefault(n, None)
 
     def look(self, below: int) -> None:
-        """Take up the records below `below`, the oldest commit to keep, that are too large to be compacted ones: a
-        writer that died left them, or one of a release that did not compact."""
+        """Add the records below `below`, the oldest commit to keep, that are too large to be compacted. A writer that
+        died may have left them, or one of a release that did not compact."""
         for info in self._store.list(LOG):
             n = record_number(info.name)
             if n is not None and n < below and info.size > SMALL_BYTES:
@@ -210,8 +209,8 @@ class Compactor:
     def run(
         self, there: Collection[str], most: int = A_PASS, *, may: Callable[[], bool] = lambda: True
     ) -> int:  # fmt: skip
-        """Compact at most `most` records, oldest first; how many were. `there` are the saves that have objects; `may`
-        is asked before each record whether the caller still may."""
+        """Compact at most `most` records, oldest first; returns how many were compacted. `there` are the saves that
+        have objects. `may` is called before each record: whether the caller still has the right to."""
         done = 0
         for n in sorted(self._todo)[:most]:
             if not may():
@@ -219,19 +218,19 @@ class Compactor:
             record = self._todo[n] or self._log.read(n)
             if isinstance(record, CommitRecord) and not is_compacted(record):
                 done += self._compact(record, there, may)
-            del self._todo[n]  # what is pinned, or damaged, is looked at again by the next writer
+            del self._todo[n]  # the next writer checks pinned and damaged ones again
         return done
 
     def _compact(self, record: CommitRecord, there: Collection[str], may: Callable[[], bool]) -> bool:
-        """Compact a record unless somebody could restore its commit; whether it was done. A listing may be stale, so
-        the store is asked for a shard."""
+        """Compact a record unless its commit could still be restored; returns whether it was compacted. A listing may
+        be stale, so one shard is looked up."""
         saves = saves_of(record)
         if any(save in there for save in saves):
             return False
         if not record.shards:
             # All of the commit is in its record: to compact that is to delete it.
             return delete_save(self._store, record.save_id, (), lambda: self._log.compact(record), may=may)
-        # Shards that are missing may come back, and somebody who holds the commit counts on that.
+        # Missing shards may come back, so the record of a commit that is pinned or marked is kept whole.
         if self._store.size(record.shards[0].path) is not None or is_held(self._store, saves):
             return False
         self._log.compact(record)
@@ -239,8 +238,8 @@ class Compactor:
 
 
 # --- marker
-# Writes what `keep` decides about the commits of a log, before a clean-up: the marks of what stays beyond the newest.
-# Invariant: a commit is looked at before its data may be deleted, also one whose writer died before it could mark it.
+# Writes the marks that `keep` decides on, before a clean-up: on commits that stay beyond the newest ones. Invariant:
+# `keep` decides on each commit before its data may be deleted, also if its writer died before it could mark it.
 
 log = logging.getLogger("everstep.checkpoint")
 
@@ -261,24 +260,24 @@ class Marker:
         sizes: Mapping[str, Collection[str]],
         unfit: Callable[[CommitRecord], bool],
     ) -> list[int]:
-        """Bring the marks up to date; the records of commits that lost theirs. `recent` are the newest commits, up to
-        record `newest`; `sizes` has the saves that have data, and the names of their objects."""
-        found = holds(self._store)
+        """Update the marks; returns the records of commits that have lost their mark. `recent` are the newest commits,
+        up to record `newest`; `sizes` has the saves that have data, and the names of their objects."""
+        all_holds = holds(self._store)
         marks = []
-        for identifier in sorted(found.kept):
-            mark = self._known.get(identifier) or read_kept(self._store, identifier, found.names(identifier, KEPT))
+        for identifier in sorted(all_holds.kept):
+            mark = self._known.get(identifier) or read_kept(self._store, identifier, all_holds.names(identifier, KEPT))
             if mark is not None:
                 self._known[identifier] = mark
                 marks.append(mark)
         commits = {record.n: record for record in recent}
         if not self._walked:  # commits of writers that died may be older than those that are to stay
-            commits |= {record.n: record for record in self._with_data(newest, set(sizes) - found.saves)}
+            commits |= {record.n: record for record in self._with_data(newest, set(sizes) - all_holds.saves)}
         usable = [
             kept_of(r, later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
             for r in commits.values()
             if not is_compacted(r) and not unfit(r)
         ]
-        shards = {r.save_id: r.shards for r in commits.values() if r.save_id not in found.kept}
+        shards = {r.save_id: r.shards for r in commits.values() if r.save_id not in all_holds.kept}
         lost = []
         for mark in plan_marks(self._keep, marks, usable):
             if mark_kept(self._store, mark, shards.get(mark.save_id, ())):
@@ -324,9 +323,10 @@ Sizes = Mapping[str, Mapping[str, int]]  # save id → object → bytes
 
 
 class Cleaner:
-    """Keeps what `keep` says of a log that `own` has open; a number is that of the newest commits. `damaged` are
-    records found unusable at restore, `suspected` those that are whole, and that earlier runs died of; `restored` the
-    saves that the run goes on from, which stay until its first commit. A later restore changes them."""
+    """Deletes the saves of a log that `keep` does not keep; a number keeps so many of the newest commits. `own` has
+    opened the log. `damaged` are records that were unusable at restore, `suspected` whole ones that earlier runs died
+    of, and `restored` the saves that the run goes on from, which stay until its first commit. A later restore changes
+    these three."""
 
     def __init__(
         self,
@@ -351,16 +351,16 @@ class Cleaner:
         self._loads = loads
         self._compactor = Compactor(store)
         self._recent: list[CommitRecord] = []
-        self._unusable: Set[int] = frozenset()  # of which `_recent` knows
-        self._read_below = False  # whether `_recent` holds all commits that are to be kept
+        self._unusable: Set[int] = frozenset()  # the damaged and suspected records when `_recent` was read
+        self._read_below = False  # whether `_recent` has all commits that are to be kept
         self._lost: Set[int] = frozenset()  # those of `_recent` that are known to have lost shards
-        self._has_looked = False  # for what earlier writers left uncompacted
+        self._has_looked = False  # whether records that earlier writers left uncompacted were searched
 
     def committed(self, record: CommitRecord) -> None:
         """A new newest commit exists.
 
-        If the commit below it is not the one this writer knew, an append of its own whose outcome was never learnt
-        did succeed: then what is known is read again, or its shards would be taken for abandoned ones.
+        If the commit below it is not the one that this writer knew, an earlier append of its own has succeeded although
+        the response was lost. Then the log is read again, or the shards of that commit would count as abandoned.
         """
         known = self._recent[0].n if self._recent else NONE
         if self._read_below and record.commit == known:
@@ -369,13 +369,12 @@ class Cleaner:
             self._recent, self._read_below = [record], False
 
     def make_room(self, void: frozenset[str], *, failed: bool) -> None:
-        """Delete what no commit needs, before the bytes of a save are written: a disk may have room for no more states
-        than `keep` and that save. Called before the first save, and before each one after a save that `failed` by more
-        than an outage.
+        """Delete what no commit needs before a save is written: a disk may have no room for more states than `keep` and
+        that save. Called before the first save, and before each one after a save that `failed` by more than an outage.
 
-        The writers before this one are fenced: their unfinished uploads are dead at any age, and so are their saves
-        that are in no record. Commits of the log stay until the first one of this writer, but for those beyond `keep`
-        once a save has failed. `void` are failed saves of this writer, which are in no record.
+        Earlier writers are fenced, so their unfinished uploads can be deleted at any age, and so can their saves that
+        are in no record. Commits in the log stay until the first commit of this writer; but once a save has failed,
+        those beyond `keep` are deleted. `void` are failed saves of this writer, which are in no record.
         """
         try:
             self._store.sweep_uploads(UPLOAD_SECONDS, lambda name: is_fenced(name, self._own.n))
@@ -389,15 +388,15 @@ class Cleaner:
             log.warning("the clean-up before a save failed: %s", e)
 
     def _clean_below(self, void: frozenset[str], failed: bool) -> None:
-        """Before the first commit: by what the log holds below this writer's own open record."""
+        """Clean up before the first commit, by the log below this writer's own open record."""
         sizes = sizes_in(self._store)
         older = {save for save in sizes if (order := owner_of(save)) is not None and order[0] < self._own.n}
         if not older and void.isdisjoint(sizes):
             return
-        pinned = held(self._store)
-        found = survey(self._log, self._own.n, older - pinned)
-        committed = {save for record in found.commits for save in saves_of(record)}
-        spared = found.unknown.union(self._restored)
+        pinned = held_saves(self._store)
+        surveyed = survey(self._log, self._own.n, older - pinned)
+        committed = {save for record in surveyed.commits for save in saves_of(record)}
+        spared = surveyed.unknown.union(self._restored)
         tenure = Tenure(self._log, self._own.n)
         self._delete((older - pinned - committed - spared) | void, sizes, tenure)
         if not failed or not tenure.lasts():
@@ -406,10 +405,10 @@ class Cleaner:
         def is_lost(record: CommitRecord) -> bool:
             return has_lost(self._store, record, sizes)
 
-        recent = self._enough(found.commits, is_lost)
+        recent = self._enough(surveyed.commits, is_lost)
         if self._marker is not None:
             self._compactor.again(
-                self._marker.mark(self._own.n - 1, found.commits, sizes, lambda r: self._unfit(r, is_lost))
+                self._marker.mark(self._own.n - 1, surveyed.commits, sizes, lambda r: self._unfit(r, is_lost))
             )
         damaged = frozenset(self._damaged | {r.n for r in recent if is_lost(r)})
         clean(
@@ -418,8 +417,8 @@ class Cleaner:
         )  # fmt: skip
 
     def _delete(self, saves: Set[str], sizes: Sizes, tenure: Tenure) -> None:
-        """Delete saves that are no commits. Nobody can pin them, so this needs no object that says so, for which a
-        full disk has no room."""
+        """Delete saves that are no commits. Nobody can pin them, so no object has to announce their deletion; a full
+        disk would have no room for one."""
         for save in sorted(saves & sizes.keys()):
             for name in sizes[save]:
                 if not tenure.lasts():
@@ -428,11 +427,11 @@ class Cleaner:
             log.info("deleted %s: it never became a commit", save_folder(save))
 
     def clean(self) -> None:
-        """Delete the saves that are not needed any more. Called after `committed`. A writer that another has taken the
-        log from deletes nothing: see `tenure`.
+        """Delete the saves that are not needed any more. Called after `committed`. A writer that has lost the log
+        deletes nothing: see `Tenure`.
 
-        A commit counts only if it can be read: the newest record is read back, and shards that are not there, or not of
-        their size, make room for none that are.
+        A commit counts only if it can be read: the newest record is read back, and a commit with shards that are
+        missing, or have another size, does not count as one that is kept.
         """
         try:
             self._clean(sizes_in(self._store))
@@ -445,9 +444,9 @@ class Cleaner:
         if not tenure.lasts():
             log.warning("another writer has opened the log (record %d): nothing is deleted", tenure.ended_by)
             return
-        if isinstance(found := self._log.read(newest.n), Unreadable):
+        if isinstance(record := self._log.read(newest.n), Unreadable):
             log.error(
-                "log record %d was just written, and cannot be read: %s; nothing is deleted", found.n, found.reason
+                "log record %d was just written, and cannot be read: %s; nothing is deleted", record.n, record.reason
             )
             return
         answers: dict[int, bool] = {}  # the store is asked once for each commit
@@ -487,7 +486,7 @@ class Cleaner:
         self._compactor.run(set(sizes) - {d.save_id for d in deleted}, may=tenure.lasts)
 
     def _unfit(self, record: CommitRecord, is_lost: Callable[[CommitRecord], bool]) -> bool:
-        """Whether no run would go on from it."""
+        """Whether no run would go on from this commit."""
         return bool(nonfinite_in(record)) or record.n in self._damaged | self._suspected or is_lost(record)
 
     def _enough(self, commits: Iterable[CommitRecord], is_lost: Callable[[CommitRecord], bool]) -> list[CommitRecord]:
@@ -497,9 +496,8 @@ class Cleaner:
 def stored(
     commits: Iterable[CommitRecord | Unreadable], sizes: Sizes, is_lost: Callable[[CommitRecord], bool]
 ) -> Iterator[CommitRecord]:
-    """Of commits, newest first, those that still have data, down to the oldest save that has: save ids grow with the
-    log. A run that keeps more commits than the one before it would else read all of a long log for those that are
-    deleted."""
+    """Those of the commits, newest first, that still have data. Ends at the oldest save that has data, because save ids
+    grow with the log: else a run that keeps more commits than the one before it would read all of a long log."""
     oldest = min((owner for owner in map(owner_of, sizes) if owner is not None), default=None)
     for commit in commits:
         if isinstance(commit, Unreadable):
@@ -517,8 +515,8 @@ def enough(
     damaged: Callable[[CommitRecord], bool],
     suspected: frozenset[int] = frozenset(),
 ) -> list[CommitRecord]:
-    """Of commits, newest first, those that `plan_retention` must know of: down to the `keep`-th that is usable."""
-    found: list[CommitRecord] = []
+    """Those of the commits, newest first, that `plan_retention` needs: down to the `keep`-th usable one."""
+    needed: list[CommitRecord] = []
     usable = marked = 0
     for commit in commits:
         if nonfinite_in(commit) or commit.n in suspected:
@@ -527,10 +525,10 @@ def enough(
                 continue
         elif not damaged(commit):
             usable += 1
-        found.append(commit)
+        needed.append(commit)
         if usable == keep:
             break
-    return found
+    return needed
 
 
 def sizes_in(store: ObjectStore) -> dict[str, dict[str, int]]:
@@ -547,12 +545,12 @@ def missing(record: CommitRecord, sizes: Sizes) -> tuple[str, ...]:
 
 
 def has_lost(store: ObjectStore, record: CommitRecord, sizes: Sizes) -> bool:
-    """Whether a shard of the commit is not there, or of another size. A listing may be stale, so the store is asked for
-    those that it lacks, up to the first that is lost: of a commit that was deleted, one."""
+    """Whether a shard of the commit is missing, or has another size. A listing may be stale, so the shards that it
+    lacks are looked up one by one, up to the first one that is lost."""
     if is_compacted(record):
         return True
-    told = {s.path: s.bytes for s in record.shards}
-    return any(store.size(path) != told[path] for path in missing(record, sizes))
+    expected = {s.path: s.bytes for s in record.shards}
+    return any(store.size(path) != expected[path] for path in missing(record, sizes))
 
 
 def clean(
@@ -569,10 +567,10 @@ def clean(
     really: bool = True,
     may: Callable[[], bool] = lambda: True,
 ) -> tuple[Delete, ...]:
-    """Delete what `plan_retention` says of these commits and of the folders that exist; what was deleted.
+    """Delete the saves that `plan_retention` plans for these commits and folders; returns the deletions.
 
-    Without `really`, what would be. `spared` are saves that stay. `may` is asked before each object, whether the
-    caller still may delete it.
+    Without `really`, nothing is deleted, and the plan is returned. `spared` are saves that stay. `may` is called before
+    each object: whether the caller may still delete it.
     """
     marked = suspected | {c.n for c in commits if nonfinite_in(c)}
     plan = plan_retention(
@@ -582,7 +580,7 @@ def clean(
         damaged=damaged,
         open_n=open_n,
         sequence=sequence,
-        pinned=held(store) | spared,
+        pinned=held_saves(store) | spared,
         marked=marked,
     )
     if not really:

@@ -3,7 +3,7 @@ step N has begun, and its result belongs to that commit.
 
 A commit's record never changes, so such metrics are an object beside the shards, which goes with them. Only rank 0
 writes it. An evaluation that lost a peer is repeated in another world, or after a restart: its metrics go to the newest
-commit, if that is of its step. Invariant: a metric is put beside no other commit than that of the state that it is of.
+commit, if that is of its step. Invariant: a metric is only put beside the commit of the state that it belongs to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final
 
 from everstep.checkpoint.errors import CheckpointError, FormatError
 from everstep.checkpoint.format import wire
+from everstep.checkpoint.format.complete import read_complete
 from everstep.checkpoint.format.layout import metrics_name
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord, is_compacted
-from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.handle import Committed, SaveHandle
 from everstep.checkpoint.keep import Keep, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -27,26 +27,26 @@ log = logging.getLogger("everstep.checkpoint")
 
 Later = Callable[[Callable[[], None]], object]  # does something on the writer's thread, after what is in flight
 
-_MOST: Final = 64  # saves whose metrics may still come
+_MOST: Final = 64  # saves that still accept metrics
 
 
 class LateMetrics:
-    """The newest saves of a run, and what was said of each of them so far."""
+    """The newest saves of a run, and the metrics of each of them so far."""
 
     def __init__(self, store: ObjectStore, keep: Keep) -> None:
         self._store = store
         self._keep = keep
         self._saves: dict[int, tuple[SaveHandle, dict[str, float]]] = {}  # by step
-        self._later: dict[int, dict[str, float]] = {}  # what came after the save, by step
+        self._later: dict[int, dict[str, float]] = {}  # the metrics that were added after the save, by step
         self._rank = 0
-        self._told = False  # that a commit is without the metric by which the best are kept
+        self._has_warned = False  # about a commit without the metric by which the best are kept
         # The step of the commit that this world goes on from; -1 if there is none, None if this process does not know.
         self._standing: int | None = -1
-        self._restored_id: str | None = None  # its save; None if it is the newest
-        self._waiting: Callable[[], None] | None = None  # what is to be done once the log is taken again
+        self._restored_id: str | None = None  # the id of that commit's save; None if it is the newest commit
+        self._waiting: Callable[[], None] | None = None  # a task for the time when the log is taken again
 
     def saved(self, handle: SaveHandle, metrics: Mapping[str, float]) -> SaveHandle:
-        """A save has begun, with these metrics, or failed at once; its handle."""
+        """A save has begun with these metrics, or failed at once. Returns its handle."""
         if self._standing is None:
             self._standing = -1
         self._saves.pop(handle.step, None)
@@ -59,7 +59,7 @@ class LateMetrics:
         return handle
 
     def move(self, rank: int) -> None:
-        """The world is another one, and this process has this rank: a save in flight may come to nothing."""
+        """The world has changed, and this process has this rank now. A save in flight may never be committed."""
         self._rank = rank
         if self._saves:
             self._standing, self._restored_id = next(reversed(self._saves)), None
@@ -69,13 +69,13 @@ class LateMetrics:
         self._later.clear()
 
     def restored(self, record: CommitRecord | None, rank: int) -> None:
-        """The state is that of this commit, in the process of this rank."""
+        """This process, of this rank, has restored the commit."""
         self._rank = rank
         self._standing, self._restored_id = (-1, None) if record is None else (record.step, record.save_id)
         self._waiting = None
         saved = self._saves.get(record.step) if record is not None else None
         if record is not None and (saved is None or saved[0].save_id != record.save_id):
-            # This run has saved the step again, on another way there: what comes now is of the commit that was loaded.
+            # This run has saved the same step in another save. Metrics that are added now belong to the loaded commit.
             self._saves.pop(record.step, None)
             self._later.pop(record.step, None)
 
@@ -84,23 +84,23 @@ class LateMetrics:
         return step in self._saves or self._standing in (step, None)
 
     def taken(self, later: Later) -> None:
-        """The log is taken, and `later` does what is to be done before the next save."""
+        """The log is taken: run the waiting task by `later`, which does it before the next save."""
         task, self._waiting = self._waiting, None
         if task is not None:
             later(task)
 
     def check(self, rank: int, *, by_session: bool) -> None:
-        """The next save begins: say once if the one before is still without the metric by which the best are kept."""
-        if rank or self._told or not self._saves:
+        """The next save begins: warn, once, if the one before lacks the metric by which the best are kept."""
+        if rank or self._has_warned or not self._saves:
             return
         handle, metrics = next(reversed(self._saves.values()))
         if self._keep.lacks(metrics):
-            self._told = True
+            self._has_warned = True
             log.warning("step %d: %s", handle.step, self._keep.advice(by_session=by_session))
 
     def add(self, step: int, metrics: Mapping[str, float], later: Later | None) -> None:
-        """More metrics of the state after `step`. Rank 0 puts them beside its commit by `later`, once its save is over;
-        by that of `taken` where there is none.
+        """Add metrics of the state after `step`. Rank 0 puts them beside the commit by `later`, after the save; without
+        `later`, by that of `taken`.
 
         Raises `CheckpointError` for a step that is not among the newest saves.
         """
@@ -110,21 +110,21 @@ class LateMetrics:
                 f"add_metrics({step}): no save of this step is among the newest of this run (of steps {known}). "
                 "Call it after save() of the same step"
             )
-        found = self._later.setdefault(step, {})
-        found.update(metrics)
+        added = self._later.setdefault(step, {})
+        added.update(metrics)
         if not metrics:
             return
         if step not in self._saves:
             self._standing = step
             if self._rank == 0:
-                self._waiting = partial(_put_beside_older, self._store, step, self._restored_id, dict(found))
+                self._waiting = partial(_put_beside_older, self._store, step, self._restored_id, dict(added))
                 if later is not None:
                     self.taken(later)
             return
         handle, given = self._saves[step]
         given.update(metrics)
         if later is not None:
-            later(partial(_put, self._store, handle, dict(found)))
+            later(partial(_put, self._store, handle, dict(added)))
 
 
 def _put(store: ObjectStore, handle: SaveHandle, metrics: Mapping[str, float]) -> None:
@@ -134,19 +134,20 @@ def _put(store: ObjectStore, handle: SaveHandle, metrics: Mapping[str, float]) -
 
 
 def _put_beside_older(store: ObjectStore, step: int, save_id: str | None, metrics: Mapping[str, float]) -> None:
-    """Of a commit that another world of this run, or another run, has made. The world may have ended before it did."""
+    """Put metrics beside a commit that another world of this run, or another run, has made. That world may have ended
+    before it made the commit."""
     if save_id is None:
         log_ = CommitLog(store)
         newest = next((r for r in log_.commits(log_.head().last + 1) if isinstance(r, CommitRecord)), None)
         if newest is None or newest.step != step or is_compacted(newest):
             return
         save_id = newest.save_id
-    found = {**_read(store, save_id, absent=logging.DEBUG), **metrics}
-    store.put(metrics_name(save_id), wire.encode({"version": VERSION, "metrics": dict(found)}))
+    merged = {**_read(store, save_id, absent=logging.DEBUG), **metrics}
+    store.put(metrics_name(save_id), wire.encode({"version": VERSION, "metrics": dict(merged)}))
 
 
 def later_metrics(store: ObjectStore, save_id: str, listed: Collection[str]) -> dict[str, float]:
-    """The metrics that were put beside a save, of which `listed` are the objects. Raises `StorageError`."""
+    """The metrics that were put beside a save whose objects are `listed`. Raises `StorageError`."""
     return _read(store, save_id, absent=logging.WARNING) if metrics_name(save_id) in listed else {}
 
 
@@ -158,7 +159,7 @@ def all_metrics(store: ObjectStore, record: CommitRecord) -> dict[str, float]:
 def _read(store: ObjectStore, save_id: str, absent: int) -> dict[str, float]:
     name = metrics_name(save_id)
     try:
-        return metrics_of(read_settled(store, name, lambda data: wire.decode(data, name)))
+        return metrics_of(read_complete(store, name, lambda data: wire.decode(data, name)))
     except NotFound as e:
         log.log(absent, "%s was not read: %s", name, e)
     except FormatError as e:

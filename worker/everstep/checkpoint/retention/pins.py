@@ -26,6 +26,7 @@ from typing import Final
 from everstep.checkpoint.errors import CheckpointError, Damaged, FormatError
 from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.chunks import check_size
+from everstep.checkpoint.format.complete import read_complete
 from everstep.checkpoint.format.layout import (
     KEPT,
     PIN,
@@ -43,7 +44,6 @@ from everstep.checkpoint.format.layout import (
     withdrawal_name,
 )
 from everstep.checkpoint.format.manifest import VERSION, CommitRecord, Shard, is_compacted
-from everstep.checkpoint.format.settled import read_settled
 from everstep.checkpoint.format.wire import Fields
 from everstep.checkpoint.keep import Kept, finite, metrics_of
 from everstep.checkpoint.log.commitlog import CommitLog
@@ -103,12 +103,12 @@ def holds(store: ObjectStore) -> Holds:
     """All holds in the store, found by one listing."""
     objects = dict[tuple[str, str], list[str]]()
     for info in store.list(PINS):
-        if (found := held_save(info.name)) is not None:
-            objects.setdefault(found, []).append(info.name)
+        if (key := held_save(info.name)) is not None:
+            objects.setdefault(key, []).append(info.name)
     return Holds({by: tuple(names) for by, names in objects.items()})
 
 
-def held(store: ObjectStore) -> frozenset[str]:
+def held_saves(store: ObjectStore) -> frozenset[str]:
     """The save ids that are pinned, tagged, or marked by retention."""
     return holds(store).saves
 
@@ -118,10 +118,10 @@ def is_held(store: ObjectStore, identifiers: Iterable[str]) -> bool:
     return any(store.size(pin_name(i)) is not None or store.list(holds_folder(i)) for i in identifiers)
 
 
-def held_commits(store: ObjectStore, found: Holds) -> list[int]:
+def held_commits(store: ObjectStore, holds: Holds) -> list[int]:
     """The numbers of the commits that are held, newest first. A hold that cannot be read is left out."""
     numbers = set()
-    for name in found.all_names():
+    for name in holds.all_names():
         try:
             numbers.add(_fields(store, name).integer("n"))
         except (NotFound, FormatError):
@@ -134,16 +134,16 @@ def pin(
     now: Callable[[], float] = time.time,
 ) -> None:  # fmt: skip
     """Keep the shards of a commit until `unpin`. Raises `CheckpointError` if they are deleted, or being deleted."""
-    found = holds(store)
-    older = [name for identifier in saves_of(record) for name in found.names(identifier, PIN)]
+    all_holds = holds(store)
+    older = [name for identifier in saves_of(record) for name in all_holds.names(identifier, PIN)]
     _hold(store, record, PIN, _body(record, at), older, sleep, now)
 
 
 def unpin(store: ObjectStore, record: CommitRecord) -> None:
     """Remove the pins and retention's marks of a commit, so that it can be deleted when it is old enough."""
-    found = holds(store)
+    all_holds = holds(store)
     for identifier in saves_of(record):
-        _delete(store, (*found.names(identifier, PIN), *found.names(identifier, KEPT)))
+        _delete(store, (*all_holds.names(identifier, PIN), *all_holds.names(identifier, KEPT)))
 
 
 def tag(
@@ -164,16 +164,17 @@ def tag(
 
 def untag(store: ObjectStore, name: str) -> bool:
     """Remove a tag. Returns whether there was one."""
-    found = holds(store).of_tag(name).all_names()
-    _delete(store, found)
-    return bool(found)
+    names = holds(store).of_tag(name).all_names()
+    _delete(store, names)
+    return bool(names)
 
 
 def mark_kept(
     store: ObjectStore, mark: Kept, shards: Iterable[Shard] = (), now: Callable[[], float] = time.time
 ) -> bool:
-    """Write retention's mark of a commit, or take it away if it says no reason; whether that was done. It is not if
-    somebody else has begun to delete the commit, or has done so: `shards` are those of one that has no mark yet."""
+    """Write retention's mark of a commit, or remove it if it has no reason. Returns whether that was done: a mark is
+    not written if another process has begun to delete the commit, or has deleted it. `shards`: those of a commit that
+    has no mark yet."""
     folder = holds_folder(mark.save_id)
     older = [info.name for info in store.list(folder) if held_save(info.name) == (mark.save_id, KEPT)]
     if not mark.why:
@@ -185,7 +186,7 @@ def mark_kept(
     }  # fmt: skip
     own = hold_name(mark.save_id, KEPT, _random())
     store.put(own, wire.encode(body))
-    # In this order: a deletion that has ended before the first look has left no shards, or a compacted record.
+    # The order matters: a deletion that has ended before the first check has left no shards, or a compacted record.
     parts = tuple(shards)
     whole = not _is_being_deleted(store, mark.save_id, now()) and all(store.size(p.path) == p.bytes for p in parts)
     if whole and (parts or older or not _is_compacted(store, mark.n)):
@@ -196,8 +197,9 @@ def mark_kept(
 
 
 def read_kept(store: ObjectStore, identifier: str, names: Iterable[str]) -> Kept | None:
-    """Retention's mark of a save. `names` are its objects: more than one if the program died while it replaced one by
-    another, and then the reasons of all count. None if all are gone or damaged; a damaged one still holds it."""
+    """Retention's mark of a save. `names` are its objects: there is more than one if the program died while it replaced
+    one by another, and then the reasons of all count. None if all are gone or damaged. A damaged one still keeps the
+    save."""
     mark: Kept | None = None
     for name in names:
         try:
@@ -310,7 +312,7 @@ def _is_over(store: ObjectStore, identifier: str, mark: str, now: float) -> bool
 
 
 def _fields(store: ObjectStore, name: str) -> Fields:
-    return Fields(read_settled(store, name, lambda data: wire.decode(data, name)), name)
+    return Fields(read_complete(store, name, lambda data: wire.decode(data, name)), name)
 
 
 def _delete(store: ObjectStore, names: Iterable[str]) -> None:

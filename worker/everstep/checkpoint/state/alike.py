@@ -1,6 +1,6 @@
-"""Whether all ranks hold what a commit holds once.
+"""Digests of what a commit has once and all ranks have: they show whether the ranks' content is the same.
 
-Invariant: a digest says nothing that differs between ranks that hold the same.
+Invariant: ranks that have the same content have equal digests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from everstep.checkpoint.state.tree import references
 from everstep.checkpoint.state.union import canonical, inside
 from everstep.torch_private.modules import is_state_dict
 
-BUDGET: Final = 2**26  # bytes that are looked at; of a larger state an equal part of each tensor
-LEAST: Final = 2**12  # bytes of each tensor
+BUDGET: Final = 2**26  # bytes that are hashed; in a larger state only the beginning of each tensor is
+LEAST: Final = 2**12  # bytes that are hashed of each tensor, at least
 
 
-def differing(told: Sequence[Mapping[str, int]]) -> list[str]:
-    """The keys of which the ranks have told other digests than each other, or that not all of them have."""
-    return sorted({key for one in told for key in one if len({other.get(key) for other in told}) > 1})
+def differing(by_rank: Sequence[Mapping[str, int]]) -> list[str]:
+    """The keys whose digests are not equal on all ranks, or that some ranks lack."""
+    return sorted({key for digests in by_rank for key in digests if len({other.get(key) for other in by_rank}) > 1})
 
 
 def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
-    """62 bits of each key that is replicated: its values, and its tensors but for modules' buffers. Of a sharded tensor
-    its presence alone, and of what may hold buffers without saying so (an average's `state_dict`) its values alone."""
-    found: dict[str, int] = {}
+    """A digest of 62 bits for each replicated key, over its values and its tensors.
+
+    Left out are modules' buffers, the content of sharded tensors, and all tensors of a key that may have buffers which
+    cannot be recognized (the `state_dict` of an average of models)."""
+    by_key: dict[str, int] = {}
     listed = {name: t.detach() for name, t in captured.tensors.items() if name not in captured.buffers}
     whole = {name: t for name, t in listed.items() if not is_sharded(t)}
     most = bytes_of_each(whole.values())
@@ -44,28 +46,30 @@ def digests(state: Mapping[str, Any], captured: Captured) -> dict[str, int]:
         for name, tensor in sorted(whole.items() if _is_known(state[key]) else ()):
             if name == key or name.startswith(f"{key}/"):
                 digest.update(first_bytes(tensor, most))
-        found[key] = digest.intdigest() >> 2
-    return found
+        by_key[key] = digest.intdigest() >> 2
+    return by_key
 
 
 def digests_of_union(state: Mapping[str, Any], captured: Captured, teams: Teams) -> dict[str, int]:
-    """62 bits of what several ranks hold alike of a union's tensors, by the name and these ranks; but for modules'
-    buffers, as in `digests`. Parts of sharded tensors too: two stages may call different things by one name."""
+    """A digest of 62 bits for each tensor of a union that several ranks have, by its name and these ranks. Modules'
+    buffers are left out, as in `digests`. Parts of sharded tensors are not: two stages may give one name to different
+    tensors."""
     known = {key for key in captured.unions if _is_known(inside(state[key]))}
-    held: dict[str, torch.Tensor] = {}
+    parts: dict[str, torch.Tensor] = {}
     for name in (name for key in sorted(known) for name in references(captured.values[key])):
         if len(team := teams.get(name, ())) > 1 and name not in captured.buffers:
             part = local_of(captured.tensors[name].detach())
-            held[f"{name} of ranks {', '.join(str(rank) for rank in team)}"] = part
-    most = bytes_of_each(held.values())
-    return {name: xxhash.xxh3_64_intdigest(first_bytes(tensor, most)) >> 2 for name, tensor in held.items()}
+            parts[f"{name} of ranks {', '.join(str(rank) for rank in team)}"] = part
+    most = bytes_of_each(parts.values())
+    return {name: xxhash.xxh3_64_intdigest(first_bytes(tensor, most)) >> 2 for name, tensor in parts.items()}
 
 
-def unlike(told: Sequence[Mapping[str, int]]) -> str | None:
-    """The complaint about the first name of which ranks that hold it have told other digests, or None."""
-    for name in sorted({name for one in told for name in one}):
-        ranks = [rank for rank, one in enumerate(told) if name in one]
-        if odd := [rank for rank in ranks if told[rank][name] != told[ranks[0]][name]]:
+def unlike(by_rank: Sequence[Mapping[str, int]]) -> str | None:
+    """The error's text for the first name whose digests are not equal on all ranks that have it; None if there is
+    none."""
+    for name in sorted({name for digests in by_rank for name in digests}):
+        ranks = [rank for rank, digests in enumerate(by_rank) if name in digests]
+        if odd := [rank for rank in ranks if by_rank[rank][name] != by_rank[ranks[0]][name]]:
             return (
                 f"{name}: rank {odd[0]} holds it with other content than rank {ranks[0]}. A commit has one value of "
                 "what several ranks of a union hold: broadcast it, or give it another name on each rank, such as the "
@@ -75,7 +79,7 @@ def unlike(told: Sequence[Mapping[str, int]]) -> str | None:
 
 
 def _is_known(target: Any) -> bool:
-    """Whether it is known which of its tensors are buffers, or that none is."""
+    """Whether it is known which tensors in the target are buffers."""
     if isinstance(target, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
         return True
     if hasattr(target, "state_dict") or is_state_dict(target):  # as a module's state_dict has
@@ -85,14 +89,14 @@ def _is_known(target: Any) -> bool:
 
 
 def bytes_of_each(tensors: Collection[torch.Tensor]) -> int:
-    """How many bytes of each tensor are looked at, at most."""
+    """How many bytes of each tensor are hashed, at most."""
     size = sum(map(layouts.size_of, tensors))
     return size if size <= BUDGET else max(LEAST, BUDGET // len(tensors))
 
 
 def first_bytes(tensor: torch.Tensor, most: int) -> Any:
-    """At most so many bytes of a tensor, cut before they are copied from a device. Of one that is not dense, what it is
-    and at most so many bytes of each of its parts."""
+    """The first bytes of a tensor, at most `most`, cut before they are copied from a device. Of a tensor that is not
+    dense, its description and the first bytes of each of its parts."""
     if not layouts.is_dense(tensor):
         head, parts = layouts.parts_of(tensor)
         return b"".join([head.encode(), *(bytes(first_bytes(part, most)) for part in parts)])

@@ -3,11 +3,12 @@
 Knows torch's protocols (`state_dict`, `load_state_dict`) and nothing of files. Invariant: `apply` checks that every
 key fits before it changes the first object.
 
-What is saved is replicated: each rank holds the same, and the commit holds it once. Of modules' buffers the ranks may
-hold others (BatchNorm): the commit has rank 0's, as DDP's next forward pass has. An object whose class sets
-`everstep_per_rank = True` (`RngState`) is the exception: the commit holds each rank's own. One whose class sets
-`everstep_optional = True` stays as it is where a commit does not have it. Of what is marked with `Union` each rank may
-hold other names: the commit holds all of them, and each rank gets its own.
+A state is replicated: each rank has the same, and the commit has it once. Exceptions:
+
+- Modules' buffers may differ between ranks (BatchNorm). The commit has rank 0's, which DDP's next forward pass uses.
+- If an object's class sets `everstep_per_rank = True` (`RngState`), the commit has each rank's own.
+- If an object's class sets `everstep_optional = True`, it stays as it is when a commit does not have it.
+- If an object is marked with `Union`, each rank may have other names. The commit has all, and each rank gets its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from everstep.torch_private.modules import set_versions, versions_in
 
 log = logging.getLogger("everstep.checkpoint")
 
-# What values of other types and shapes than an object's own make of it.
+# The errors that an object may raise for values of other types and shapes than its own.
 MALFORMED = (RuntimeError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError)
 
 
@@ -56,11 +57,11 @@ class Captured:
     own_values: dict[str, Json]
     own_tensors: dict[str, torch.Tensor]
     parameters: frozenset[str]  # the tensors that are parameters of modules
-    buffers: frozenset[str]  # those that are modules' too, and no parameters
-    united: frozenset[str] = frozenset()  # the tensors of what is marked with `Union`
-    unions: frozenset[str] = frozenset()  # the keys of it
-    filled: frozenset[str] = frozenset()  # the tensors of modules, and those that the state holds itself
-    refilled: frozenset[str] = frozenset()  # those in its dicts and lists
+    buffers: frozenset[str]  # the other tensors of modules
+    united: frozenset[str] = frozenset()  # the tensors of objects that are marked with `Union`
+    unions: frozenset[str] = frozenset()  # the keys of these objects
+    filled: frozenset[str] = frozenset()  # the tensors of modules, and those that are values of the state themselves
+    refilled: frozenset[str] = frozenset()  # the tensors in the state's dicts and lists
 
 
 def capture(state: Mapping[str, Any], rank: int) -> Captured:
@@ -109,7 +110,7 @@ def capture(state: Mapping[str, Any], rank: int) -> Captured:
 
 
 def _name_parameters(state: Mapping[str, Any], values: Mapping[str, Json]) -> None:
-    """Say beside each optimizer's state of which class it is, and which parameter each of its numbers is."""
+    """Add to each optimizer's state its class, and the path of each parameter by its number."""
     paths: dict[int, str] | None = None
     for key, marked in state.items():
         body, target, stepped = values.get(key), marked, marked
@@ -153,9 +154,9 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) -> dict[str, Mapping[str, Any]]:
-    """The commit's content for each key of `state`. A rank that the commit did not have keeps its own per-rank state.
+    """The commit's content for each key of `state`. A rank that the commit does not know keeps its own per-rank state.
 
-    Raises `StateMismatch` for a key that the commit does not have and that is not optional, or has as something else.
+    Raises `StateMismatch` for a key that the commit lacks and that is not optional, or that is of another kind there.
     """
     values, ranks = saved.get("state", {}), saved.get("ranks", [])
     bodies: dict[str, Mapping[str, Any]] = {}
@@ -177,8 +178,9 @@ def bodies_for(state: Mapping[str, Any], saved: Mapping[str, Any], rank: int) ->
     return bodies
 
 
-def asked_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a key's body that is for this rank: all, or the names that it holds. Raises `StateMismatch`."""
+def body_for_rank(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a key's body that this rank needs: all of it, or only the names that it has. Raises
+    `StateMismatch`."""
     target = inside(state[key])
     if body["kind"] == "stateful" and kind_of(state[key]) == "optimizer":
         raise StateMismatch(
@@ -202,7 +204,7 @@ def _names(state: Mapping[str, Any]) -> dict[int, str]:
 
 
 def parameters_of(state: Mapping[str, Any], key: str, body: Mapping[str, Any]) -> dict[str | int, Any]:
-    """The parameters of an optimizer by what `body`, its state in a commit, calls them: names, or numbers."""
+    """The parameters of an optimizer by the names or numbers that they have in `body`, its state in a commit."""
     optimizer = inside(state[key])
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if body["kind"] == "optimizer":
@@ -219,13 +221,13 @@ def apply(
     whole: bool = True,
     bodies: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Answer]:
-    """Put a commit's values back into `state`, in place. `whole`: a key of the commit that `state` lacks is told.
-    `bodies`: what `fit` made of the commit for this state; without it the commit's own.
+    """Put a commit's values back into `state`, in place. `whole`: log each key of the commit that `state` lacks.
+    `bodies`: the bodies that `fit` made for this state; without them the commit's own.
 
-    Modules, optimizers and other objects get `load_state_dict`; tensors are copied into; mappings and lists are
-    refilled, and so is what they hold: a script may have names of its own for it. Plain values are set in `state`
-    itself, which must then be mutable. What modules that are filled in part say that they left out, by key; see
-    `Fit.judged`. Raises `StateMismatch`.
+    Modules, optimizers and other objects get `load_state_dict`. Tensors are copied into. Mappings and lists are
+    refilled, and so are the objects in them, because a script may have names of its own for these. Plain values are set
+    in `state` itself, which must then be mutable. Returns, by key, what each partly filled module reported (see
+    `Fit.judged`). Raises `StateMismatch`.
     """
     answers: dict[str, Answer] = {}
     if bodies is None:
@@ -242,7 +244,7 @@ def apply(
             elif (answer := _decode(state, key, tree, body, taken)) is not None:
                 answers[key] = answer
         except torch.OutOfMemoryError:
-            raise  # it says nothing about the commit
+            raise  # this is no fault of the commit
         except MALFORMED as e:
             raise StateMismatch(f"{key}: the commit does not fit the object passed in: {e}") from e
     return answers
@@ -312,16 +314,16 @@ def _decode(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, An
 
 def _of_its_classes(target: Any, tree: Any) -> Any:
     if isinstance(target, torch.optim.Optimizer) or type(target).__module__.startswith(OWN_MODULES):
-        return tree  # they make their own of it
+        return tree  # these convert the values themselves
     try:
         live = target.state_dict()
-    except Exception:  # it may need to be loaded first
+    except Exception:  # perhaps it has a state only after a load
         return tree
     return in_classes_of(live, tree)
 
 
 def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mapping[str, Any]) -> None:
-    """Of one that was saved by the names of its parameters."""
+    """Fill an optimizer whose state was saved by the names of its parameters."""
     target = inside(state[key])
     numbered = named.by_number(target, _names(state), key, tree)
     target.load_state_dict(numbered)
@@ -330,7 +332,7 @@ def _decode_optimizer(state: Mapping[str, Any], key: str, tree: Any, body: Mappi
 
 
 def _shows_twice(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements are one in memory."""
+    """Whether several elements of the tensor share memory."""
     if not layouts.is_dense(tensor) or torch.nn.parameter.is_lazy(tensor):
         return False
     own = local_of(tensor.detach())

@@ -26,9 +26,10 @@ def is_divided(target: object) -> bool:
 
 
 def stepped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that makes the steps, and holds their state: of a divided one that of this rank's parameters."""
-    found: torch.optim.Optimizer = optimizer.optim if is_divided(optimizer) else optimizer
-    return found
+    """The optimizer that makes the steps and has their state. In a divided optimizer it is the one of this rank's
+    parameters."""
+    inner: torch.optim.Optimizer = optimizer.optim if is_divided(optimizer) else optimizer
+    return inner
 
 
 def undividable(key: str, optimizer: Any) -> str:
@@ -47,12 +48,12 @@ def undividable(key: str, optimizer: Any) -> str:
 
 
 class DividedOptimizer:
-    """`optimizer`, a `ZeroRedundancyOptimizer`, as this rank saves and restores it. `held`: the state to give, by
-    parameter, in place of the present one."""
+    """`optimizer`, a `ZeroRedundancyOptimizer`, as this rank saves and restores it. `own_state`: the state by parameter
+    that `state_dict` returns instead of the present one."""
 
-    def __init__(self, optimizer: Any, held: Mapping[Any, Any] | None = None) -> None:
+    def __init__(self, optimizer: Any, own_state: Mapping[Any, Any] | None = None) -> None:
         self.optimizer = optimizer
-        self._held = held
+        self._own_state = own_state
 
     @property
     def of_own(self) -> Any:
@@ -70,20 +71,20 @@ class DividedOptimizer:
         return frozenset(number for number, p in enumerate(self.parameters) if id(p) in mine)
 
     def state_dict(self) -> dict[str, Any]:
-        held = self.optimizer.optim.state if self._held is None else self._held
+        state = self.optimizer.optim.state if self._own_state is None else self._own_state
         return {
-            "state": {number: held[p] for number, p in enumerate(self.parameters) if p in held},
+            "state": {number: state[p] for number, p in enumerate(self.parameters) if p in state},
             "param_groups": hyperparameters(self.optimizer),
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take this rank's part in place of the present state. `tree` may have more than that."""
+        """Replace the present state with this rank's part of `tree`, which may have more."""
         self.optimizer.optim.state.clear()
         self.optimizer.state.clear()  # `ZeroRedundancyOptimizer.load_state_dict` keeps the tensors there, too
         self.add(tree)
 
     def add(self, tree: Mapping[str, Any]) -> None:
-        """Take what `tree` has of this rank's part. Raises `ValueError` if it is that of other groups."""
+        """Add the part of `tree` that is this rank's. Raises `ValueError` if `tree` has other groups."""
         groups, inner = self.optimizer.param_groups, self.optimizer.optim
         sizes = [len(group["params"]) for group in tree["param_groups"]]
         if sizes != [len(group["params"]) for group in groups]:
@@ -102,13 +103,13 @@ class DividedOptimizer:
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
     """The groups, with numbers for parameters, as `Optimizer.state_dict` has them."""
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     begin = 0
     for group in optimizer.param_groups:
         end = begin + len(group["params"])
-        found.append({**group, "params": list(range(begin, end))})
+        groups.append({**group, "params": list(range(begin, end))})
         begin = end
-    return found
+    return groups
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
@@ -146,14 +147,14 @@ class DividedState(MutableMapping[str, Any]):
         return len(self._state)
 
 
-def by_parts(state: Mapping[str, Any], places: int = 1) -> Mapping[str, Any]:
-    """`state` as it is saved: itself if no optimizer in it is divided. `places`: how many ranks of a replica have a
-    model of their own. Raises `StateMismatch` for an optimizer that cannot be saved."""
+def by_parts(state: Mapping[str, Any], model_size: int = 1) -> Mapping[str, Any]:
+    """`state` as it is saved: itself if no optimizer in it is divided. `model_size`: over how many ranks one replica of
+    the model is divided. Raises `StateMismatch` for an optimizer that cannot be saved."""
     divided = [key for key, target in state.items() if is_divided(target)]
     for key in divided:
         if why := undividable(key, state[key]):
             raise StateMismatch(why)
-        if places > 1:
+        if model_size > 1:
             raise StateMismatch(
                 f"{key}: with run.mesh(model=N) each rank of a replica has an optimizer of its own, which {NAME} would "
                 "divide further, and a commit cannot tell those parts apart. Use an undivided optimizer"

@@ -1,7 +1,7 @@
-"""Whether staged parameters are finite, so that a diverged state does not become the one that a run goes back to.
+"""Checks that staged parameters are finite, so that a run never goes back to a diverged state.
 
 Runs on the writer's thread over host memory, so training does not wait for it. One pass at memory speed: a sum is NaN
-or infinite if any element is; only then are the elements looked at, for a sum of large finite ones may overflow.
+or infinite if any element is. Only then each element is checked, because a sum of large finite ones may overflow.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Checked:
 def nonfinite(data: bytearray | memoryview, spans: Iterable[Checked]) -> list[str]:
     """The names, sorted, of the tensors that hold NaN or infinity."""
     whole = torch.frombuffer(data, dtype=torch.uint8)
-    found = set()
+    names = set()
     for span in spans:
         if span.end > span.begin and span.dtype.is_floating_point and span.dtype.itemsize > 1:
             part = whole[span.begin : span.end].view(span.dtype)
             if not torch.isfinite(part.sum()) and not bool(torch.isfinite(part).all()):
-                found.add(span.name)
-    return sorted(found)
+                names.add(span.name)
+    return sorted(names)

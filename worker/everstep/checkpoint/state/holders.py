@@ -1,9 +1,9 @@
-"""Which ranks hold what of a union, so that each name is written once, its holders an even part each.
+"""Which ranks hold which tensors of a union, so that each name is written once, an even part by each of its holders.
 
-Ranks cannot tell that from what they hold themselves, as they can of a replicated state: so they ask each other, in the
-first save and whenever the names, shapes or placements of one of them have changed. Invariants: whether a world has
-unions is agreed before any rank asks another, so that no rank waits for one that does not know of it; what is refused
-is refused on every rank, before anything is written.
+A rank cannot know this from its own tensors, as it can in a replicated state. So the ranks exchange descriptions: in
+the first save, and whenever names, shapes or placements have changed on one of them. Invariants: the ranks agree first
+whether there are unions, so that no rank waits in an exchange that another one does not make; what is refused is
+refused on every rank, before anything is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everstep.checkpoint.state.sharding import cut_uncertainly, elsewhere, holdi
 from everstep.checkpoint.state.tree import DTYPES
 from everstep.checkpoint.state.union import Union
 
-Teams = Mapping[str, tuple[int, ...]]  # by name: the ranks that hold what this rank holds of the tensor, in order
+Teams = Mapping[str, tuple[int, ...]]  # by name: the ranks, in order, that hold the same part of the tensor as this one
 
 _SAME, _CHANGED, _BROKEN, _FENCED = 0, 1, 2, 3
 
@@ -35,7 +35,7 @@ def any_union(state: Any, ranks: Ranks) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RankPart:
     """One rank's part of a tensor: `box` of `shape`."""
 
     rank: int
@@ -45,25 +45,26 @@ class _Held:
 
 
 class Holders:
-    """Asks who holds what, and remembers it from save to save. Of one world."""
+    """The holders in one world. They are exchanged once, and remembered from save to save."""
 
     def __init__(self) -> None:
-        self.unions: bool | None = None  # whether any rank's state has one; None: not yet asked
+        self.unions: bool | None = None  # whether any rank's state has a union; None: not agreed yet
         self._signature: object = None
         self._teams: Teams = {}
-        self._cuts = set[object]()  # shapes and placements of which each rank holds the part that it should
+        self._cuts = set[object]()  # shapes and placements that passed `check_cuts`
 
-    def meet(self, state: Any, ranks: Ranks) -> bool:
-        """Agree whether there are unions. Collective."""
+    def agree_on_unions(self, state: Any, ranks: Ranks) -> bool:
+        """Agree with the other ranks whether any rank's state has a union. Collective."""
         self.unions = any_union(state, ranks)
         return self.unions
 
     def capture(
         self, state: Mapping[str, Any], ranks: Ranks, problem: CheckpointError | None
     ) -> tuple[Captured, Teams]:
-        """The state taken apart, and which ranks hold what of its unions. `problem`: why this rank saves nothing. Where
-        there are unions it is collective, and raises on every rank if it does on one: the ranks that went on would wait
-        for it in their next save. Raises `problem`, and what `teams` raises."""
+        """The state taken apart, and the holders of its unions. `problem`: why this rank saves nothing.
+
+        With unions it is collective, and if it raises on one rank it raises on all of them: else the other ranks would
+        wait for that rank in their next save. Raises `problem`, and what `teams` raises."""
         if not self.unions:
             if problem is not None:
                 raise problem
@@ -75,18 +76,18 @@ class Holders:
                 )
             self.check_cuts(captured, ranks)
             return captured, {}
-        found: Captured | None = None
+        own: Captured | None = None
         try:
-            found = capture(state, ranks.rank) if problem is None else None
+            own = capture(state, ranks.rank) if problem is None else None
         except CheckpointError as e:
             problem = e
         try:
-            teams = self.teams(found, ranks, fenced=isinstance(problem, Fenced))
+            teams = self.teams(own, ranks, fenced=isinstance(problem, Fenced))
         except CheckpointError as e:
             raise problem or e from None
-        assert found is not None
-        self.check_cuts(found, ranks)
-        return found, teams
+        assert own is not None
+        self.check_cuts(own, ranks)
+        return own, teams
 
     def check_cuts(self, captured: Captured, ranks: Ranks) -> None:
         """Raises `StateMismatch` on every rank if one holds another part of a tensor than its placements say. It is
@@ -126,7 +127,7 @@ class Holders:
         worst = ranks.maximum(here)
         if worst >= _BROKEN or captured is None:
             self._signature = None
-            if worst == _FENCED:  # each process ends by it, and with its exit code
+            if worst == _FENCED:  # this error ends each process, with its exit code
                 raise Fenced("another rank was fenced by a newer writer, which owns the log now: no rank saves")
             raise problem or CheckpointError(
                 "the state of another rank cannot be saved, and that rank says why: no rank saves it"
@@ -134,40 +135,41 @@ class Holders:
         if worst == _CHANGED:
             self._signature = None
             described = described or _all_described(captured, ranks)
-            told = ranks.from_each(zlib.compress(json.dumps(described).encode(), 1))
-            self._teams = agreed([json.loads(zlib.decompress(data)) for data in told], ranks.rank)
+            replies = ranks.from_each(zlib.compress(json.dumps(described).encode(), 1))
+            self._teams = agreed([json.loads(zlib.decompress(data)) for data in replies], ranks.rank)
             self._signature = signature
         return self._teams
 
 
-def agreed(told: Iterable[Mapping[str, Any]], rank: int) -> Teams:
-    """The teams of `rank`, of what each rank said: name → type, shape, offset and shape of the box it holds."""
-    held: dict[str, list[_Held]] = {}
-    for number, said in enumerate(told):
-        for name, (dtype, shape, box) in said.items():
+def agreed(by_rank: Iterable[Mapping[str, Any]], rank: int) -> Teams:
+    """The teams of `rank`. `by_rank`: each rank's description of its tensors: name → type, shape, and its box (offset
+    and shape)."""
+    parts: dict[str, list[_RankPart]] = {}
+    for number, described in enumerate(by_rank):
+        for name, (dtype, shape, box) in described.items():
             part = None if box is None else Box(tuple(box[0]), tuple(box[1]))
             if part is not None:
-                held.setdefault(name, []).append(_Held(number, dtype, tuple(shape), part))
+                parts.setdefault(name, []).append(_RankPart(number, dtype, tuple(shape), part))
     teams: dict[str, tuple[int, ...]] = {}
-    for name in sorted(held):
-        _check(name, held[name])
-        mine = [h.box for h in held[name] if h.rank == rank]
+    for name in sorted(parts):
+        _check(name, parts[name])
+        mine = [p.box for p in parts[name] if p.rank == rank]
         if mine:
-            teams[name] = tuple(h.rank for h in held[name] if h.box == mine[0])
+            teams[name] = tuple(p.rank for p in parts[name] if p.box == mine[0])
     return teams
 
 
-def _check(name: str, held: list[_Held]) -> None:
-    """Raise `StateMismatch` unless what the ranks hold is one tensor, all of it."""
-    first = held[0]
-    for other in held:
+def _check(name: str, parts: list[_RankPart]) -> None:
+    """Raise `StateMismatch` unless the ranks' parts make up one whole tensor."""
+    first = parts[0]
+    for other in parts:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise StateMismatch(
                 f"{name}: rank {first.rank} holds {first.dtype} {first.shape}, rank {other.rank} {other.dtype} "
                 f"{other.shape}, under one name. A name is one tensor in a union: name it as the whole model does, "
                 "with the number of its layer or expert in the whole"
             )
-    boxes = {h.box for h in held if h.box.elements or h.box == whole(h.shape)}
+    boxes = {p.box for p in parts if p.box.elements or p.box == whole(p.shape)}
     pieces = tuple(
         Piece(0, name, b.offset, b.shape, 0, b.elements * DTYPE_BYTES[first.dtype])
         for b in sorted(boxes, key=lambda b: b.offset)
@@ -175,7 +177,7 @@ def _check(name: str, held: list[_Held]) -> None:
     try:
         check_tiling(first.shape, pieces, name)
     except FormatError as e:
-        ranks = ", ".join(str(h.rank) for h in held[:8])
+        ranks = ", ".join(str(p.rank) for p in parts[:8])
         raise StateMismatch(
             f"{e}, and no other rank than {ranks} holds one. In a union ranks hold either equal parts of a tensor or "
             "parts that do not overlap, and together all of it"
@@ -197,9 +199,9 @@ def _described(name: str, tensor: Any, ranks: Ranks) -> tuple[str, tuple[int, ..
 
 def _signature(captured: Captured) -> object:
     """Everything that `_described` depends on."""
-    found = []
+    signature = []
     for name in sorted(captured.united):
         tensor: Any = captured.tensors[name]
         placed = (tensor.device_mesh, tensor.placements, local_of(tensor).shape) if is_sharded(tensor) else None
-        found.append((name, tensor.dtype, tuple(tensor.shape), placed))
-    return found
+        signature.append((name, tensor.dtype, tuple(tensor.shape), placed))
+    return signature

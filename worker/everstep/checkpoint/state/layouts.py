@@ -32,7 +32,7 @@ def shows_twice(shape: Sequence[int], strides: Sequence[int]) -> bool:
     if 0 in shape:
         return False
     steps = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
-    reach = 0  # of the axes before: where an axis steps beyond it, no two elements can meet
+    reach = 0  # the largest offset within the axes before; an axis with a larger stride cannot repeat an element
     for stride, size in steps:
         if not stride:
             return True
@@ -41,30 +41,30 @@ def shows_twice(shape: Sequence[int], strides: Sequence[int]) -> bool:
         reach += stride * (size - 1)
     else:
         return False
-    places = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64)
     for stride, size in steps:
-        places = (places[:, None] + torch.arange(size) * stride).view(-1)
-    places = places.sort().values
-    return bool((places[1:] == places[:-1]).any())
+        offsets = (offsets[:, None] + torch.arange(size) * stride).view(-1)
+    offsets = offsets.sort().values
+    return bool((offsets[1:] == offsets[:-1]).any())
 
 
 def crossed(tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """The names of the tensors that share some memory with another one."""
     spans = sorted((*span(local_of(tensor)), name) for name, tensor in tensors.items())
-    found: set[str] = set()
-    reach, widest = 0, ""  # the furthest end so far, and whose it is
+    names: set[str] = set()
+    reach, widest = 0, ""  # the furthest end so far, and the name of its tensor
     for begin, end, name in spans:
         if begin < min(reach, end):
-            found |= {widest, name}
+            names |= {widest, name}
         if end > reach:
             reach, widest = end, name
-    return found
+    return names
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same."""
     with torch.no_grad(), below_subclasses():
-        return torch.equal(row_of(one), row_of(other))
+        return torch.equal(row_of(left), row_of(right))
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _COMPRESSED_ROWS: Final = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS: Final = (torch.sparse_csc, torch.sparse_bsc)
-# Of these torch can make no copy.
+# torch cannot copy tensors of these types.
 _PACKED: Final = (torch.quint4x2, torch.quint2x4)
 _KEEP_DENSE: Final = (
     "Keep a dense tensor in its place, and make the other from it in forward(); or register it with persistent=False "
@@ -86,17 +86,17 @@ _KEEP_DENSE: Final = (
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has strides, and its elements are its bytes."""
+    """Whether the tensor has strides, and its bytes are those of its elements."""
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def is_copied(tensor: torch.Tensor) -> bool:
-    """Whether torch can copy it."""
+    """Whether torch can copy the tensor."""
     return tensor.dtype not in _PACKED
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """What it is, for a person."""
+    """A description of the tensor's kind for an error's text."""
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values"
     kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else "a"
@@ -104,7 +104,7 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 
 def advice(tensor: torch.Tensor) -> str:
-    """What to write instead of it in what is saved."""
+    """What to save instead of the tensor, for an error's text."""
     if tensor.is_meta:
         return "Give it memory and values before it is tracked: module.to_empty(device=…), then its reset_parameters()"
     if tensor.is_nested:
@@ -114,12 +114,12 @@ def advice(tensor: torch.Tensor) -> str:
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
-    """A description, and the dense tensors that it consists of: equal for equal tensors, on all ranks."""
+    """A description of the tensor, and the dense tensors that it consists of: equal for equal tensors, on all ranks."""
     tensor = tensor.detach()
     head = f"{tensor.layout} {tensor.dtype}"
     if tensor.is_nested:
-        each = [one.contiguous() for one in tensor.unbind()]
-        return f"nested {head} {[tuple(one.shape) for one in each]}", each
+        each = [part.contiguous() for part in tensor.unbind()]
+        return f"nested {head} {[tuple(part.shape) for part in each]}", each
     head = f"{head} {tuple(tensor.shape)}"
     if tensor.is_meta:
         return f"meta {head}", []
@@ -138,12 +138,12 @@ def parts_of(tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
 
 
 def _quantized(head: str, tensor: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
-    found: Any = tensor  # torch's stubs know these methods as returning anything
+    quantized: Any = tensor  # torch's stubs know these methods as returning anything
     head = f"{head} {tensor.qscheme()}"
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return f"{head} {found.q_scale()!r} {found.q_zero_point()}", [found.int_repr()]
-    scales, zeros = found.q_per_channel_scales(), found.q_per_channel_zero_points()
-    return f"{head} {found.q_per_channel_axis()}", [found.int_repr(), scales, zeros]
+        return f"{head} {quantized.q_scale()!r} {quantized.q_zero_point()}", [quantized.int_repr()]
+    scales, zeros = quantized.q_per_channel_scales(), quantized.q_per_channel_zero_points()
+    return f"{head} {quantized.q_per_channel_axis()}", [quantized.int_repr(), scales, zeros]
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -154,6 +154,6 @@ def size_of(tensor: torch.Tensor) -> int:
 def write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give a tensor that is not dense the values of another one like it, of the same layout."""
     if tensor.layout is torch.jagged or tensor.layout in (*_COMPRESSED_ROWS, *_COMPRESSED_COLUMNS):
-        tensor.copy_(values)  # `data` of these cannot be set, and torch says nothing
+        tensor.copy_(values)  # `data` of these cannot be set, and torch raises nothing
     else:
         tensor.data = values.detach().clone()  # `copy_` wants as many stored elements, or the same scale

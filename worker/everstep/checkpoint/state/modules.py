@@ -1,7 +1,7 @@
-"""How a module takes a `state_dict`: without its wrappers, in its own form, and what it says that it left out.
+"""Loads a `state_dict` into a module, without its wrappers, and reports which names the module left out.
 
-Knows torch's modules and nothing of commits. Invariant: a module that is filled in part is asked what was missing and
-what it did not expect; its own word counts, because hooks may rename, make up or consume names.
+Knows torch's modules and nothing of commits. Invariant: for a module that is filled in part, the module's own report of
+missing and unexpected names counts, because its hooks may rename, add or consume names.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("everstep.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The names that a module says it did not get, and those that it got and has no place for."""
+    """A module's report after a load: the names that it did not get, and those that it got and does not know."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
 def fill(module: torch.nn.Module, tree: dict[str, Any], *, partial: bool) -> Answer | None:
-    """Load a `state_dict`: all of it, or with `partial` what there is, and then what the module left out.
+    """Load a `state_dict`: all of it, or with `partial` the names that it has. Then the module's report is returned.
 
     Raises what the module's `load_state_dict` raises.
     """
@@ -50,17 +50,17 @@ def fill(module: torch.nn.Module, tree: dict[str, Any], *, partial: bool) -> Ans
         module.load_state_dict(tree)
         return None
     given = tuple(tree)  # hooks may take names out of it
-    told: Any = module.load_state_dict(tree, strict=False)
-    if hasattr(told, "missing_keys") and hasattr(told, "unexpected_keys"):
-        return Answer(tuple(told.missing_keys), tuple(told.unexpected_keys))
-    # A `load_state_dict` of the class's own that says nothing: then the names have to do.
+    result: Any = module.load_state_dict(tree, strict=False)
+    if hasattr(result, "missing_keys") and hasattr(result, "unexpected_keys"):
+        return Answer(tuple(result.missing_keys), tuple(result.unexpected_keys))
+    # The class has its own `load_state_dict`, which reports nothing. So the names are compared.
     own = module.state_dict()
     return Answer(tuple(n for n in own if n not in given), tuple(n for n in given if n not in own))
 
 
 def make_writable(module: torch.nn.Module) -> None:
-    """Give buffers memory of their own that `load_state_dict` cannot write to: expanded ones, in which one number shows
-    many times, and those that were made in inference mode."""
+    """Give new memory to buffers that `load_state_dict` cannot write to: expanded ones, whose elements share memory,
+    and those that were made in inference mode."""
     for part in module.modules():
         own = buffers_of(part)
         for name, buffer in own.items():
@@ -71,12 +71,12 @@ def make_writable(module: torch.nn.Module) -> None:
 
 
 def make_buffer(part: torch.nn.Module, name: str, like: torch.Tensor | None, shape: Any, dtype: torch.dtype) -> None:
-    """A buffer of zeros, for a value that is about to be loaded. `like`: it is to be on the same device."""
+    """Make a buffer of zeros, for a value that is about to be loaded, on the device of `like`."""
     buffers_of(part)[name] = torch.zeros(shape, dtype=dtype, device=like.device if like is not None else None)
 
 
 def _make_late_buffers(module: torch.nn.Module, tree: dict[str, Any]) -> None:
-    """Make those that are None until the first forward pass, and for which there is a value."""
+    """Make the buffers that are None until the first forward pass and that have a value in `tree`."""
     late = late_buffers(module)
     for path, part in module.named_modules() if late else ():
         for name in _kept(part):
@@ -88,19 +88,21 @@ def _make_late_buffers(module: torch.nn.Module, tree: dict[str, Any]) -> None:
 
 
 def buffer_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names that its buffers have in a `state_dict`, also of those that are None and so not in it."""
+    """The names of the module's buffers in a `state_dict`. Buffers that are None are included, although a `state_dict`
+    does not have them."""
     return tuple(f"{path}." * bool(path) + name for path, part in module.named_modules() for name in _kept(part))
 
 
 def late_buffers(module: torch.nn.Module) -> frozenset[str]:
-    """The names of buffers that are None, and not by a setting of one of torch's modules (`track_running_stats`)."""
+    """The names of buffers that are None, except where a setting of a torch module makes them None
+    (`track_running_stats`)."""
     return unset_buffers(
         module, lambda part: not type(part).__module__.startswith("torch.") and not is_normalization(part)
     )
 
 
 def unset_buffers(module: torch.nn.Module, of: Callable[[torch.nn.Module], bool] = lambda part: True) -> frozenset[str]:
-    """The names of buffers that are None. `of`: whose."""
+    """The names of buffers that are None, in the modules for which `of` is true."""
     parts = ((path, part) for path, part in module.named_modules() if of(part))
     return frozenset(
         f"{path}." * bool(path) + name for path, part in parts for name in _kept(part) if buffers_of(part)[name] is None
@@ -112,29 +114,29 @@ def _kept(part: torch.nn.Module) -> list[str]:
 
 
 def is_free(name: str, free: tuple[str, ...]) -> bool:
-    """Whether `name` is one of these, or below one that ends with a dot; "" is everything."""
-    return any(name == one or not one or (one.endswith(".") and name.startswith(one)) for one in free)
+    """Whether `name` is one of the names in `free`, or below one that ends with a dot; "" matches every name."""
+    return any(name == entry or not entry or (entry.endswith(".") and name.startswith(entry)) for entry in free)
 
 
 def migrated(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names that a module reads from a `state_dict` in its own way, for `is_free`: renames of old versions, names
-    that may be absent. What fits there only the module itself can say, while it loads."""
+    """The names, for `is_free`, that a module reads from a `state_dict` in its own way: it may rename those of old
+    versions, or do without some. Whether they fit, only the module itself finds out while it loads."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict or "load_state_dict" in vars(module):
         return ("",)
-    found = []
+    names = []
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         if reads_as_normalization(part):
-            found.append(f"{prefix}num_batches_tracked")  # absent in old ones
+            names.append(f"{prefix}num_batches_tracked")  # absent in old ones
         elif reads_in_own_way(part):
-            found.append(prefix)
+            names.append(prefix)
         extra = (type(part).get_extra_state, type(part).set_extra_state)
         if extra != (torch.nn.Module.get_extra_state, torch.nn.Module.set_extra_state):
-            found.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
-        # FSDP2's only sees to it that the parameters are sharded.
+            names.append(f"{prefix}_extra_state")  # of any kind and size: FP8 modules have none before their first step
+        # FSDP2's hook changes no names: it makes sure that the parameters are sharded.
         if any(not getattr(hook, "__module__", "").startswith("torch.distributed.") for hook in load_hooks(part)):
-            found.append(prefix)
-    return tuple(found)
+            names.append(prefix)
+    return tuple(names)
 
 
 def bare(target: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 
 from everstep.checkpoint.errors import StateMismatch
 
-# Of a group: the numbers, and torch's own list of names, which says what the live optimizer was made with.
-_PLACES: Final = ("params", "param_names")
+# The entries of a group that list its parameters: by number, and by the names that the optimizer was made with.
+_PARAMETER_LISTS: Final = ("params", "param_names")
 
 
 def names_of(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
@@ -24,7 +24,7 @@ def names_of(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
 
     Raises `StateMismatch` if two parameters have one name.
     """
-    found: dict[int, str] = {}
+    by_id: dict[int, str] = {}
     owner: dict[str, int] = {}
     for key, module in modules.items():
         for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -33,8 +33,8 @@ def names_of(modules: Mapping[str, torch.nn.Module]) -> dict[int, str]:
                 raise StateMismatch(
                     f"{name}: two parameters of the state have this name; rename one of the state's keys"
                 )
-            found.setdefault(id(parameter), name)
-    return found
+            by_id.setdefault(id(parameter), name)
+    return by_id
 
 
 def numbered(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> list[str]:
@@ -42,7 +42,7 @@ def numbered(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: st
 
     Raises `StateMismatch` for a parameter without a name, or if two have the same.
     """
-    found: list[str] = []
+    order: list[str] = []
     for at, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -50,16 +50,16 @@ def numbered(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: st
                     f"{key}: parameter {number} of group {at}, of shape {tuple(parameter.shape)}, belongs to no module "
                     "of the state, so it has no name. Give the module that holds it in the same state"
                 )
-            found.append(names[id(parameter)])
-    if len(set(found)) < len(found):
-        twice = sorted({name for name in found if found.count(name) > 1})
+            order.append(names[id(parameter)])
+    if len(set(order)) < len(order):
+        twice = sorted({name for name in order if order.count(name) > 1})
         raise StateMismatch(f"{key}: {twice[0]} is in the optimizer twice; give each parameter once")
-    return found
+    return order
 
 
 def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str) -> dict[str, Any]:
-    """`optimizer.state_dict()` with names for numbers. Groups are taken apart, because another rank, or a later run,
-    may group its parameters otherwise: `{"state": {name: …}, "param_groups": {name: the options of its group}}`.
+    """`optimizer.state_dict()` with names instead of numbers: `{"state": {name: …}, "param_groups": {name: the options
+    of its group}}`. Each parameter has its own options, because another rank, or a later run, may group them otherwise.
 
     Raises `StateMismatch` as `numbered` does, and for state that belongs to no parameter.
     """
@@ -71,7 +71,7 @@ def by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], key: str
             raise StateMismatch(f"{key}: its state has {number!r}, which is the number of no parameter")
         state[order[number]] = value
     options = {
-        order[number]: {name: value for name, value in group.items() if name not in _PLACES}
+        order[number]: {name: value for name, value in group.items() if name not in _PARAMETER_LISTS}
         for group in tree["param_groups"]
         for number in group["params"]
     }
@@ -90,7 +90,7 @@ def by_number(
     options, state = tree["param_groups"], tree["state"]
     groups = []
     for group in optimizer.state_dict()["param_groups"]:
-        found = {name: value for name, value in group.items() if name in _PLACES or not group["params"]}
+        new_group = {name: value for name, value in group.items() if name in _PARAMETER_LISTS or not group["params"]}
         for number in group["params"]:
             name = order[number]
             if name not in options:
@@ -101,47 +101,47 @@ def by_number(
                     f"{key}: {name} and {order[group['params'][0]]} are in one group, and the commit has another "
                     f"{what!r} for each. Group the parameters as the run did that saved it"
                 )
-            found |= first
-        groups.append(found)
+            new_group |= first
+        groups.append(new_group)
     rest = {name: value for name, value in tree.items() if name not in ("state", "param_groups")}
     numbers = {number: state[name] for number, name in enumerate(order) if name in state}
     return {**rest, "state": numbers, "param_groups": groups}
 
 
 def keep_types(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
-    """Put back what torch has cast: it brings an optimizer's state to the type of the parameter, and so would make
-    float32 moments of a bfloat16 parameter lose bits."""
+    """Put back the values that torch has cast. It casts an optimizer's state to the parameter's type, so float32
+    moments of a bfloat16 parameter would lose bits."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in tree["state"].items() if isinstance(tree.get("state"), dict) else ():
         if not isinstance(number, int) or number >= len(parameters) or not isinstance(values, dict):
             continue
         live = optimizer.state.get(parameters[number], {})
         for name, value in values.items():
-            found = live.get(name)
-            if name == "step" or not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
-                continue  # torch has its own rule for the step, by what the optimizer computes it on
-            if value.dtype != found.dtype:
-                live[name] = value.to(device=found.device)
+            current = live.get(name)
+            if name == "step" or not isinstance(value, torch.Tensor) or not isinstance(current, torch.Tensor):
+                continue  # torch chooses the step's type by the device that the optimizer computes it on
+            if value.dtype != current.dtype:
+                live[name] = value.to(device=current.device)
 
 
-def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first option that two parameters have of different value."""
-    for name in sorted(set(one) | set(other)):
-        if name not in one or name not in other or not _same(one[name], other[name]):
+def unlike(left: Mapping[str, Any], right: Mapping[str, Any]) -> str | None:
+    """The first option whose value is not the same for two parameters; None if there is none."""
+    for name in sorted(set(left) | set(right)):
+        if name not in left or name not in right or not _same(left[name], right[name]):
             return name
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
 
 
 def names_in(optimizer: torch.optim.Optimizer, paths: Mapping[int, str]) -> list[str] | None:
-    """The paths of an optimizer's parameters by number, if each has one of its own."""
-    found = [paths.get(id(parameter), "") for parameter in parameters_of(optimizer)]
-    return found if all(found) and len(set(found)) == len(found) else None
+    """The paths of an optimizer's parameters in the order of their numbers; None unless each has a path of its own."""
+    in_order = [paths.get(id(parameter), "") for parameter in parameters_of(optimizer)]
+    return in_order if all(in_order) and len(set(in_order)) == len(in_order) else None
 
 
 def parameters_of(target: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Puts a commit's plain values into those that a script has, in place where they can hold them.
 
-Knows containers, tensors, arrays and enumerations. Invariant: what the script has a name for is filled itself. Memory
-that two places share is filled once: the second place stays as it is if the commit has the same for it, and is replaced
-if the commit has another value.
+Knows containers, tensors, arrays and enumerations. Invariant: an object that the script has a name for is filled in
+place. Memory that two values share is filled once: the second value stays as it is if the commit has the same for it,
+and is replaced if the commit has another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Taken:
     ends: list[int] = field(default_factory=list)
 
     def meets(self, begin: int, end: int) -> bool:
-        """Whether some of this memory was filled. If none was, it is noted as filled."""
+        """Whether some of this memory was filled already. If not, the memory now counts as filled."""
         at = bisect(self.begins, begin)
         if begin < end and ((at and self.ends[at - 1] > begin) or (at < len(self.begins) and self.begins[at] < end)):
             return True
@@ -42,9 +42,9 @@ class Taken:
 
 
 def refilled(live: Any, tree: Any, taken: Taken, keep: bool = False, cast: bool = False) -> Any:
-    """`live` with the values of `tree`, where it can hold them; else `tree`. `taken`: what was refilled by now, which
-    may stand in two places, and the commit may hold two values for them. `keep`: what only `live` has stays. `cast`:
-    tensors and arrays get the dtype of the live ones.
+    """`live` filled with the values of `tree`, if it can hold them; else `tree`. `taken`: the objects refilled so far;
+    the state may contain one of them twice, with two values in the commit. `keep`: keep entries that only `live` has.
+    `cast`: tensors and arrays get the dtype of the live ones.
 
     Raises `ValueError` for the value of an enumeration that has no such member.
     """
@@ -71,25 +71,25 @@ def refilled(live: Any, tree: Any, taken: Taken, keep: bool = False, cast: bool 
     if isinstance(live, enum.Enum) and type(tree) is type(live.value):
         return type(live)(tree)
     if type(live).__module__ == "numpy" and getattr(live, "shape", None) == () and type(tree) is type(live.item()):
-        return type(live)(tree)  # a number of numpy's, which the commit has as Python's
+        return type(live)(tree)  # a numpy number, which is a Python number in the commit
     return tree
 
 
 def in_classes_of(live: Any, tree: Any) -> Any:
-    """`tree` with mappings of the classes that `live` has in their places, for an object that is given the values of a
-    commit and may use them as what they were: a commit has a `Counter` as a plain dictionary. `live` is not changed."""
+    """`tree` with its mappings converted to the classes that they have in `live`, for an object that needs these
+    classes: a commit has a `Counter` as a plain dictionary. `live` is not changed."""
     if isinstance(tree, dict) and isinstance(live, Mapping):
-        found = {key: in_classes_of(live.get(key), value) for key, value in tree.items()}
+        values = {key: in_classes_of(live.get(key), value) for key, value in tree.items()}
         if isinstance(live, defaultdict):
-            return defaultdict(live.default_factory, found)
-        return type(live)(found) if isinstance(live, Counter | OrderedDict) else found
+            return defaultdict(live.default_factory, values)
+        return type(live)(values) if isinstance(live, Counter | OrderedDict) else values
     if type(tree) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(tree):
-        return type(tree)(in_classes_of(one, value) for one, value in zip(live, tree, strict=True))
+        return type(tree)(in_classes_of(item, value) for item, value in zip(live, tree, strict=True))
     return tree
 
 
 def _refilled_mapping(live: Any, tree: dict[Any, Any], taken: Taken, keep: bool, cast: bool) -> Any:
-    # Those that Python does not find by what the commit has: a member of an enumeration, NaN, or a tuple with it.
+    # Python does not find some keys by the commit's form of them: a member of an enumeration, NaN, a tuple with NaN.
     names = Counter(_name(key) for key in live)
     own = {name: key for key in live if names[name := _name(key)] == 1}
     keys = [own.get(_name(key), key) for key in tree]
@@ -97,12 +97,12 @@ def _refilled_mapping(live: Any, tree: dict[Any, Any], taken: Taken, keep: bool,
     if mutable:
         taken.objects.add(id(live))
     values = [refilled(live.get(key), value, taken, keep, cast) for key, value in zip(keys, tree.values(), strict=True)]
-    found = dict(zip(keys, values, strict=True))
+    entries = dict(zip(keys, values, strict=True))
     if not mutable:  # a view of another mapping, or a frozen one
-        return type(live)({**live, **found} if keep else found)
+        return type(live)({**live, **entries} if keep else entries)
     if not keep:
         live.clear()
-    live.update(found)
+    live.update(entries)
     return live
 
 
@@ -126,10 +126,10 @@ def _refilled_tensor(live: torch.Tensor, tree: torch.Tensor, taken: Taken, cast:
 
 
 def _refilled_part(live: Any, tree: Any, taken: Taken) -> torch.Tensor:
-    """Of two tensors that are sharded alike: the rank's own part is filled."""
+    """Fill this rank's part of a sharded tensor from `tree`, which is sharded in the same way."""
     with torch.no_grad():
-        own, found = live.to_local(), tree.to_local()
-    part = _refilled_tensor(own, found, taken, cast=False)
+        own, source = live.to_local(), tree.to_local()
+    part = _refilled_tensor(own, source, taken, cast=False)
     kept: torch.Tensor = live if part is own else tree
     return kept
 
@@ -150,16 +150,16 @@ def _refilled_tuple(live: Any, tree: tuple[Any, ...], taken: Taken, keep: bool, 
         return torch.Size(tree)
     if len(live) != len(tree):
         return tree
-    items = [refilled(one, other, taken, keep, cast) for one, other in zip(live, tree, strict=True)]
+    items = [refilled(item, other, taken, keep, cast) for item, other in zip(live, tree, strict=True)]
     if hasattr(type(live), "n_sequence_fields"):  # a struct sequence, as Tensor.max returns one
         made: Any = type(live)
-        found: tuple[Any, ...] = made(items)
-        return found
+        filled: tuple[Any, ...] = made(items)
+        return filled
     return tuple.__new__(type(live), items)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's that can be written to; only states that hold some need numpy."""
+    """Whether the value is a writable numpy array. numpy is not imported for this: not all states need it."""
     return _is_numpy(value) and bool(value.flags.writeable) and not shows_twice(value.shape, value.strides)
 
 
@@ -176,7 +176,7 @@ def _is_numpy(value: Any) -> bool:
 
 
 def is_alike(live: Any, tree: Any) -> bool:
-    """Whether an array of numpy's is of the form of another, whose bytes may be in another order."""
+    """Whether two numpy arrays have the same shape and type; the byte order may differ."""
     if not (_is_numpy(live) and _is_numpy(tree)):
         return False
     return bool(tree.shape == live.shape and tree.dtype == live.dtype.newbyteorder("="))

@@ -1,9 +1,9 @@
 """The state of a schedule that has other schedules inside of it.
 
-torch's own (`SequentialLR`, `ChainedScheduler`) have the states of their parts in their `state_dict`. A class of a
-script's or a library's inherits `LRScheduler.state_dict`, which gives all attributes: with a schedule among them
-(`after_scheduler`) that is an object, which no commit can hold. Invariant: what `state_of` gives contains no schedule,
-and `load` leaves the script's own objects in their places.
+The `state_dict` of torch's own (`SequentialLR`, `ChainedScheduler`) has the states of their parts. A class of a script
+or a library inherits `LRScheduler.state_dict`, which returns all attributes. If one of these is a schedule
+(`after_scheduler`), the state contains an object, which no commit can hold. Invariant: the result of `state_of`
+contains no schedule, and `load` keeps the script's own objects.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from everstep.checkpoint.state.refilling import in_classes_of
 
 
 def state_of(schedule: LRScheduler) -> dict[str, Any]:
-    """Its `state_dict`, with each schedule in it replaced by that one's."""
-    found: dict[str, Any] = _packed(schedule.state_dict(), (schedule,))
-    return found
+    """The `state_dict` of a schedule, with each schedule in it replaced by its own `state_dict`."""
+    state: dict[str, Any] = _packed(schedule.state_dict(), (schedule,))
+    return state
 
 
 def load(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
@@ -28,22 +28,22 @@ def load(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def parts_of(schedule: LRScheduler) -> Iterator[LRScheduler]:
-    """The schedules among its attributes whose state is in its own."""
+    """The schedules among the attributes that `state_dict` saves."""
     kept = schedule.state_dict()
     for name, value in vars(schedule).items():
         if name in kept:
             each = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from (one for one in each if isinstance(one, LRScheduler))
+            yield from (item for item in each if isinstance(item, LRScheduler))
 
 
 def _packed(value: Any, outside: tuple[LRScheduler, ...]) -> Any:
     if isinstance(value, LRScheduler):
-        # One that contains itself stays as it is, and is refused by name as what no commit can hold.
+        # A schedule that contains itself is left as it is. It is refused by name later: no commit can hold it.
         return value if value in outside else _packed(value.state_dict(), (*outside, value))
     if isinstance(value, dict):
-        return {key: _packed(one, outside) for key, one in value.items()}
+        return {key: _packed(item, outside) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_packed(one, outside) for one in value)
+        return type(value)(_packed(item, outside) for item in value)
     return value
 
 
@@ -58,7 +58,7 @@ def _unpacked(live: Any, saved: Any, outside: tuple[LRScheduler, ...]) -> Any:
             _load(live, saved, (*outside, live))
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
-        return {key: _unpacked(live.get(key), one, outside) for key, one in saved.items()}
+        return {key: _unpacked(live.get(key), item, outside) for key, item in saved.items()}
     if type(live) in (list, tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
-        return type(live)(_unpacked(one, other, outside) for one, other in zip(live, saved, strict=True))
+        return type(live)(_unpacked(item, other, outside) for item, other in zip(live, saved, strict=True))
     return saved

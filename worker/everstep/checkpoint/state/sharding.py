@@ -1,9 +1,9 @@
-"""Finds this rank's part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP), and what it needs of a commit.
+"""Finds this rank's part of a sharded tensor (DTensor: FSDP2, tensor parallelism, HSDP), and its reads from a commit.
 
-The resharding is that of torch DCP's planner (`create_read_items_for_chunk_list`). The boxes are computed here: DCP's
-plan gives other ones than FSDP2 over tensor parallelism holds where an axis does not divide evenly (7 rows over 3 x 2
-ranks). DCP's writer and reader are not used. This module alone imports `torch.distributed.tensor` and `.checkpoint`,
-and only once a DTensor is met: they cost seconds.
+The resharding is that of torch DCP's planner (`create_read_items_for_chunk_list`). The boxes are computed here: where
+an axis does not divide evenly (7 rows over 3 x 2 ranks), DCP's plan has other boxes than FSDP2 over tensor parallelism.
+DCP's writer and reader are not used. Only this module imports `torch.distributed.tensor` and `.checkpoint`, and only
+when there is a DTensor, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a sharded tensor; another one itself."""
-    found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return found
+    """This rank's part of a sharded tensor; any other tensor itself."""
+    local: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local
 
 
 def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
@@ -77,7 +77,7 @@ def holding(name: str, tensor: Any, group: Any = None) -> Holding | None:
 
 
 def check_placements(name: str, tensor: Any) -> None:
-    """Raises `StateMismatch` for a DTensor of which a rank's part is no box.
+    """Raises `StateMismatch` for a DTensor if a rank's part of it is no box.
 
     A strided shard takes a part from each of `split_factor` parts. They lie together again only where later dimensions
     of the mesh take one of these parts each, as FSDP over tensor parallelism has it.
@@ -99,8 +99,8 @@ def check_placements(name: str, tensor: Any) -> None:
 
 
 def cut_uncertainly(tensor: Any) -> bool:
-    """Whether other ranks may hold other parts of it than `box_at` says: of a strided shard of an axis that the mesh
-    does not divide, `fully_shard` makes other parts than `distribute_tensor`, and some ranks' are the same in both."""
+    """Whether ranks may hold other parts of the tensor than `box_at` computes. If a strided shard's axis does not
+    divide evenly, `fully_shard` makes other parts than `distribute_tensor`; on some ranks both make the same part."""
     if not is_sharded(tensor):
         return False
     sizes, placements = tensor.device_mesh.shape, tensor.placements
@@ -115,16 +115,16 @@ def cut_uncertainly(tensor: Any) -> bool:
 
 
 def elsewhere(names: Sequence[str]) -> str:
-    """For a rank that holds the part that it should of each of these, and has heard that another rank does not."""
+    """The error's text on a rank whose own parts are right, while another rank's are not."""
     return f"{', '.join(names[:3])}: another rank holds another part than FSDP would by its placements. {_RECUT}"
 
 
 def box_at(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
-    """The part of a tensor that lies at one place of a mesh whose dimensions have these sizes.
+    """The part of a tensor at one coordinate of a mesh whose dimensions have these sizes.
 
-    Dimensions of the mesh that cut one axis do so one after the other, each what is left by those before it, into equal
-    parts of which the last may be shorter or empty (`torch.chunk`). The order is that of the mesh, but a strided shard
-    comes after the dimensions that follow it: FSDP cuts what tensor parallelism has left.
+    If several dimensions of the mesh cut one axis, they do so one after the other. Each cuts the part that the one
+    before has left into equal parts, of which the last may be shorter or empty (`torch.chunk`). The order is that of
+    the mesh, but a strided shard comes after the dimensions that follow it: FSDP cuts the parts of tensor parallelism.
     """
     offset, left = [0] * len(shape), list(shape)
     order: list[int] = []
@@ -142,16 +142,17 @@ def box_at(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[An
 
 
 def _replicas(mesh: Any, ranks: torch.Tensor) -> torch.Tensor:
-    """With tensor parallelism a tensor's mesh is one replica's part of a larger one, whose dimension `REPLICATE` has
-    the others: the ranks of all of them that hold what these do. Other dimensions, a pipeline's, hold other tensors."""
+    """The ranks, in all replicas, that hold the same part as `ranks`. With tensor parallelism a tensor's mesh is only
+    one replica's part of a larger mesh, whose dimension `REPLICATE` has the other replicas. Ranks along other
+    dimensions, such as a pipeline's, hold other tensors."""
     root = root_of(mesh)
     names = root.mesh_dim_names or ()
     if REPLICATE not in names or REPLICATE in (mesh.mesh_dim_names or ()):
         return ranks
     at = names.index(REPLICATE)
     rows = root.mesh.movedim(at, 0).flatten(1)
-    found: torch.Tensor = rows[:, torch.isin(rows[root.get_coordinate()[at]], ranks)]
-    return found
+    replicas: torch.Tensor = rows[:, torch.isin(rows[root.get_coordinate()[at]], ranks)]
+    return replicas
 
 
 def reads(entry: Entry, box: Box) -> list[Read]:
@@ -169,17 +170,17 @@ def reads(entry: Entry, box: Box) -> list[Read]:
     wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
     metadata = TensorStorageMetadata(TensorProperties(), torch.Size(entry.shape), stored)
     items = create_read_items_for_chunk_list(entry.name, metadata, [wanted])
-    found = []
+    result = []
     for item in items:
         assert item.storage_index.index is not None
         lengths = tuple(item.lengths)
         source, target = Box(tuple(item.storage_offsets), lengths), Box(tuple(item.dest_offsets), lengths)
-        found.append(Read(item.storage_index.index, source, target))
-    return found
+        result.append(Read(item.storage_index.index, source, target))
+    return result
 
 
 def like(tensor: Any, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor that is sharded as `tensor` is, of this local part."""
+    """A DTensor with this local part, sharded as `tensor` is."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
     return DTensor.from_local(
@@ -197,11 +198,11 @@ def one_layout(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def placed_as(live: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """`found`, which is whole or sharded as `live` is, sharded as `live` is if that is sharded. Not collective."""
-    if not is_sharded(live) or is_sharded(found):
-        return found
-    held = holding("what was read", live)
-    if held is None:  # this rank has no part of it
+def placed_as(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` sharded as `live` is, if `live` is sharded. `value` is whole, or sharded so already. Not collective."""
+    if not is_sharded(live) or is_sharded(value):
+        return value
+    part = holding("what was read", live)
+    if part is None:  # this rank has no part of it
         return live
-    return like(live, found[held.box.slices].contiguous())
+    return like(live, value[part.box.slices].contiguous())

@@ -30,7 +30,7 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 TORCH: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-MAX_PATH: Final = 4000  # characters; what is written beside it, and the record's own bound of 4,096, leave so much
+MAX_PATH: Final = 4000  # characters; the record's own bound is 4,096, and a box may follow the path
 _MAX_DEPTH = 50  # levels in the record, whose own bound is 64: a tuple is two of them, a `$dict` three
 _MAX_BITS = 14_000  # of an integer: Python itself neither writes nor reads decimals of more than 4,300 digits
 _TORN = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # two halves of a character, which JSON reads as one character
@@ -39,8 +39,8 @@ _TORN = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # two halves of a characte
 class Flattener:
     """Collects the tensors of one or more trees under unique names; `tensors` is filled by `flatten`.
 
-    A tensor that appears twice (tied weights) is held once: both places refer to the same name. Not while `ties` is
-    False: where ranks hold different places, each place has a name that does not depend on the others.
+    A tensor that appears twice in a tree (tied weights) is collected once, and both references have the same name. Not
+    while `ties` is False: if ranks hold different parts of a tree, no name may depend on the other parts.
     """
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ class Flattener:
             for k, v in value.items()
         ]
         seen = set[str]()
-        for key in (key for key in value if isinstance(key, float | tuple)):  # others are one in the mapping itself
-            if (said := json.dumps(self.flatten(key, path))) in seen:
+        for key in (key for key in value if isinstance(key, float | tuple)):  # other equal keys are one already
+            if (encoded := json.dumps(self.flatten(key, path))) in seen:
                 raise StateMismatch(f"{path}: two of its keys are {key!r}, and would be one when they are read")
-            seen.add(said)
+            seen.add(encoded)
         return {"$dict": pairs}
 
     def _numpy(self, value: object, path: str) -> Json:
@@ -199,21 +199,21 @@ def _tagged(tag: str, body: Json, tensors: Mapping[str, torch.Tensor], where: st
 
 
 def _text(value: str, path: str) -> str:
-    """The text itself, of a member of an enumeration too, if JSON gives it back as it is. Raises `StateMismatch`."""
+    """The text as a plain `str`; an enumeration's member may be one. Raises `StateMismatch` if JSON would change it."""
     if _TORN.search(value):
         raise StateMismatch(f"{path}: {value[:80]!r} has a character in two halves (surrogates), which are read as one")
     return str.__str__(value)
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Tensors for which this is equal are one tensor: the same elements in the same memory, in the same order."""
+    """A key that is equal for tensors that are one: the same elements in the same memory, in the same order."""
     view = (tensor.is_conj(), tensor.is_neg())
-    return (place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
+    return (memory_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device), view)
 
 
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Identifies the memory of a tensor's elements. All ranks must find the same tensors tied, even a rank whose part
-    of a sharded tensor is empty and has no address; its storage still has an identity."""
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """A key that identifies the memory of a tensor's elements. All ranks must find the same tensors tied. A rank whose
+    part of a sharded tensor is empty has no address for it, but its storage has an identity."""
     if not is_sharded(tensor):
         return (tensor.data_ptr(),)
     local = tensor.to_local()  # type: ignore[attr-defined]
@@ -241,7 +241,7 @@ def _check_memory(tensor: torch.Tensor, path: str) -> None:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # of one that has no memory
+    except RuntimeError:  # the tensor has no memory
         return 0
 
 

@@ -1,7 +1,7 @@
-"""A part of the state of which ranks hold different names: pipeline stages, experts. The commit holds them all.
+"""A part of the state in which ranks have different names: pipeline stages, experts. The commit has all of them.
 
-Pure trees, but for the marker itself. Invariants: a name that several ranks hold is one value, or the difference is
-named; what a rank gets of a commit are exactly the names that it holds; nothing in the commit is left out unnoticed.
+Pure trees, but for the marker itself. Invariants: a name that several ranks have has one value, or an error names the
+difference; a rank gets exactly the names that it has; no name in the commit is left out without an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from everstep.checkpoint.errors import StateMismatch
 from everstep.checkpoint.format.wire import Json
 from everstep.checkpoint.state.tree import join, unflatten
 
-# How many levels of mappings are names, by the kind of what was saved: below them a value is one thing.
+# How many levels of mappings have names as keys, by the kind of the saved object. Below them a value is not divided.
 LEVELS: Final = {"module": 1, "optimizer": 2}
 _ALL: Final = 64
 _SHOWN: Final = 5
@@ -66,18 +66,18 @@ def merged(bodies: Sequence[tuple[int, Mapping[str, Any]]], key: str) -> Json:
     for rank, other in others:
         if other["kind"] != body["kind"]:
             raise StateMismatch(f"{key}: rank {first} holds a {body['kind']}, rank {rank} a {other['kind']}")
-    found: dict[str, Json] = {"kind": body["kind"], "union": True}
+    result: dict[str, Json] = {"kind": body["kind"], "union": True}
     if "class" in body:
         if odd := [(rank, b["class"]) for rank, b in others if b.get("class") != body["class"]]:
             raise StateMismatch(f"{key}: rank {first} has {body['class']}, rank {odd[0][0]} has {odd[0][1]}")
-        found["class"] = body["class"]
+        result["class"] = body["class"]
     if "names" in body:
-        found["names"] = _merged([(rank, b.get("names")) for rank, b in bodies], f"{key} (names)", 0)
-    found["tree"] = _merged([(rank, b["tree"]) for rank, b in bodies], key, levels_of(body))
+        result["names"] = _merged([(rank, b.get("names")) for rank, b in bodies], f"{key} (names)", 0)
+    result["tree"] = _merged([(rank, b["tree"]) for rank, b in bodies], key, levels_of(body))
     metadata = [(rank, b["metadata"]) for rank, b in bodies if "metadata" in b]
     if metadata:
-        found["metadata"] = _merged(metadata, f"{key} (metadata)", 1)
-    return found
+        result["metadata"] = _merged(metadata, f"{key} (metadata)", 1)
+    return result
 
 
 def _merged(trees: Sequence[tuple[int, Json]], path: str, levels: int) -> Json:
@@ -85,13 +85,13 @@ def _merged(trees: Sequence[tuple[int, Json]], path: str, levels: int) -> Json:
     mappings = [(rank, items) for rank, t in trees if levels and (items := _items(t)) is not None]
     if len(mappings) == len(trees):
         names: dict[str, Json] = {}
-        held: dict[str, list[tuple[int, Json]]] = {}
+        by_name: dict[str, list[tuple[int, Json]]] = {}
         for rank, items in mappings:
             for name, key, value in items:
                 names[name] = key
-                held.setdefault(name, []).append((rank, value))
+                by_name.setdefault(name, []).append((rank, value))
         by_path: dict[str, str] = {}
-        for name in sorted(held):
+        for name in sorted(by_name):
             at = join(path, _shown(names[name]))
             if (before := by_path.setdefault(at, name)) != name:
                 mine, theirs = (_short(names[n]) for n in (before, name))
@@ -99,36 +99,39 @@ def _merged(trees: Sequence[tuple[int, Json]], path: str, levels: int) -> Json:
                     f"{at}: the ranks hold the names {mine} and {theirs}, which are one in a commit; "
                     "give the same kind of name on all ranks"
                 )
-        return _mapping([(names[n], _merged(held[n], join(path, _shown(names[n])), levels - 1)) for n in sorted(held)])
+        return _mapping(
+            [(names[n], _merged(by_name[n], join(path, _shown(names[n])), levels - 1)) for n in sorted(by_name)]
+        )
     for rank, other in others:
         if not same(tree, other):
-            where, one, two = _difference(tree, other, path)
+            where, left, right = _difference(tree, other, path)
             raise StateMismatch(
-                f"{where}: rank {first} has {_short(one)}, rank {rank} has {_short(two)}. Of what several ranks hold "
-                "a commit has one: give it one value, or another name on each rank; what belongs to a rank as such is "
-                "given as an object whose class sets everstep_per_rank = True"
+                f"{where}: rank {first} has {_short(left)}, rank {rank} has {_short(right)}. Of what several ranks "
+                "hold a commit has one: give it one value, or another name on each rank; what belongs to a rank as "
+                "such is given as an object whose class sets everstep_per_rank = True"
             )
     return tree
 
 
-def _difference(one: Json, two: Json, path: str) -> tuple[str, Json, Json]:
-    """The first place at which two encoded values that are not the same differ."""
-    mine, other = _items(one), _items(two)
+def _difference(left: Json, right: Json, path: str) -> tuple[str, Json, Json]:
+    """The path of the first difference between two encoded values, and both values there."""
+    mine, other = _items(left), _items(right)
     if mine is not None and other is not None and {k for k, _, _ in mine} == {k for k, _, _ in other}:
         values = {key: value for key, _, value in other}
         for key, name, value in mine:
             if not same(value, values[key]):
                 return _difference(value, values[key], join(path, _shown(name)))
-    return path, one, two
+    return path, left, right
 
 
 def pruned(tree: Json, live: Any, path: str, levels: int) -> Json:
-    """Of a commit's tree the names that `live` has. Raises `StateMismatch` for one that the commit lacks."""
+    """The part of a commit's tree with the names that `live` has. Raises `StateMismatch` for a name that the commit
+    lacks."""
     items = _items(tree) if levels and isinstance(live, Mapping) else None
     if items is None:
         return tree
     stored = {unflatten(key, {}, path): (key, value) for _, key, value in items}
-    found = []
+    chosen = []
     for name in live:
         if name not in stored:
             known = sorted(str(n) for n in stored)
@@ -138,18 +141,19 @@ def pruned(tree: Json, live: Any, path: str, levels: int) -> Json:
                 f"{', '.join(known[:_SHOWN]) or 'nothing'}{more}"
             )
         key, value = stored[name]
-        found.append((key, pruned(value, live[name], join(path, name), levels - 1)))
-    return _mapping(found)
+        chosen.append((key, pruned(value, live[name], join(path, name), levels - 1)))
+    return _mapping(chosen)
 
 
 def pruned_to_numbers(tree: Any, numbers: Collection[int]) -> Json:
-    """Of an optimizer's tree by numbers the state of these parameters. One may have no state: it was never stepped."""
+    """An optimizer's tree by numbers, with the state of these parameters only. A parameter that was never stepped has
+    no state."""
     state = [(key, value) for _, key, value in _items(tree["state"]) or () if key in numbers]
     return {**tree, "state": _mapping(state)}
 
 
 def pruned_to_parameters(tree: Any, order: Iterable[str], key: str) -> Json:
-    """Of an optimizer's tree by names what these parameters need. One may have no state: it was never stepped.
+    """An optimizer's tree by names, with these parameters only. A parameter that was never stepped has no state.
 
     Raises `StateMismatch` for a parameter that the commit's optimizer did not have.
     """
@@ -168,12 +172,13 @@ def paths(tree: Json, path: str, levels: int) -> Iterator[str]:
         yield from paths(value, join(path, _shown(key)), levels - 1)
 
 
-def unasked(saved: Mapping[str, Mapping[str, Any]], asked: Iterable[str]) -> str | None:
-    """The complaint about names in the commit's unions (`saved`, by key) that no rank asks for, or None.
+def unrequested(saved: Mapping[str, Mapping[str, Any]], requested: Iterable[str]) -> str | None:
+    """The error's text about names in the commit's unions (`saved`, by key) that no rank requests; None if there are
+    none.
 
-    A key of which nobody asks for anything is left out as a whole, as other keys are.
+    A key of which no rank requests any name is left out as a whole, as other keys are.
     """
-    known = set(asked)
+    known = set(requested)
     left: list[str] = []
     for key, body in sorted(saved.items()):
         names = list(paths(body["tree"], key, levels_of(body)))
@@ -188,13 +193,13 @@ def unasked(saved: Mapping[str, Mapping[str, Any]], asked: Iterable[str]) -> str
     )
 
 
-def same(one: Json, other: Json) -> bool:
-    """Whether two encoded values are one, in whatever order their mappings were filled."""
-    return json.dumps(canonical(one), sort_keys=True) == json.dumps(canonical(other), sort_keys=True)
+def same(left: Json, right: Json) -> bool:
+    """Whether two encoded values are equal, in whatever order their mappings were filled."""
+    return json.dumps(canonical(left), sort_keys=True) == json.dumps(canonical(right), sort_keys=True)
 
 
 def canonical(body: Any) -> Any:
-    """The same for mappings that were filled in another order."""
+    """An encoded value with its mappings sorted, so that the order in which they were filled does not matter."""
     if isinstance(body, dict):
         if len(body) == 1 and isinstance(pairs := body.get("$dict"), list):
             return {"$dict": sorted(([canonical(k), canonical(v)] for k, v in pairs), key=lambda p: json.dumps(p[0]))}
@@ -203,7 +208,7 @@ def canonical(body: Any) -> Any:
 
 
 def _items(tree: Json) -> list[tuple[str, Json, Json]] | None:
-    """The entries of an encoded mapping: a text of the key, the encoded key, the value. None if it is none."""
+    """The entries of an encoded mapping: a text of the key, the encoded key, the value. None for anything else."""
     if not isinstance(tree, dict):
         return None
     if len(tree) == 1 and isinstance(pairs := tree.get("$dict"), list):
@@ -228,5 +233,5 @@ def _shown(key: Json) -> object:
 
 
 def _short(tree: Json) -> str:
-    found = json.dumps(tree)
-    return found if len(found) <= 80 else f"{found[:80]}…"
+    text = json.dumps(tree)
+    return text if len(text) <= 80 else f"{text[:80]}…"

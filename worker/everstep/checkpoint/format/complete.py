@@ -21,7 +21,7 @@ MOST_SECONDS: Final = 60.0
 _PAUSE: Final = 0.1
 
 
-def read_settled(
+def read_complete(
     store: ObjectStore,
     name: str,
     decode: Callable[[bytes], T],
