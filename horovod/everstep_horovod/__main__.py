@@ -17,12 +17,12 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the script's own")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     install()
     try:
-        run_script(asked.script, asked.arguments)
+        run_script(options.script, options.arguments)
     except ScriptUnreadable as e:
-        parser.error(f"{asked.script}: {e}")
+        parser.error(f"{options.script}: {e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one rank gives all others: parameters, an optimizer's state, an object. Objects are pickled, as by Horovod."""
+"""Sends parameters, an optimizer's state or an object of one rank to all others. Objects are pickled, as by Horovod."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
 
 def _tensors(params: Any) -> list[torch.Tensor]:
     named: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
-    found = [one[1] if isinstance(one, tuple) else one for one in named]
-    for one in found:
-        if not isinstance(one, torch.Tensor):
-            raise LoopError(f"hvd.broadcast_parameters(): a {type(one).__name__} is no tensor; use broadcast_object")
-    return found
+    tensors = [item[1] if isinstance(item, tuple) else item for item in named]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise LoopError(f"hvd.broadcast_parameters(): a {type(tensor).__name__} is no tensor; use broadcast_object")
+    return tensors
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
@@ -43,19 +43,19 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         optimizer.load_state_dict(state)
 
 
-class _Place:
-    """Stands for a tensor that travels by itself."""
+class _Placeholder:
+    """Stands for a tensor, which is sent separately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
 def _apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with places for its tensors, which are added to the list."""
+    """The value with placeholders for its tensors, which are added to the list."""
     match value:
         case torch.Tensor():
             tensors.append(value)
-            return _Place(value)
+            return _Placeholder(value)
         case dict():
             return {key: _apart(item, tensors) for key, item in value.items()}
         case list():
@@ -64,9 +64,9 @@ def _apart(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _whole(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse, with empty tensors."""
+    """The value with new, empty tensors for its placeholders. They are added to the list."""
     match value:
-        case _Place():
+        case _Placeholder():
             tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
             return tensors[-1]
         case dict():
@@ -80,10 +80,10 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     """The object of `root_rank`, on all ranks."""
     checked(process_set)
     current().check("broadcast_object")
-    found = [obj]
+    objects = [obj]
     with failures():
-        dist.broadcast_object_list(found, root_rank)
-    return found[0]
+        dist.broadcast_object_list(objects, root_rank)
+    return objects[0]
 
 
 def broadcast_object_fn(root_rank: int = 0, name: str | None = None, process_set: Any = None) -> Any:
@@ -95,7 +95,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
     """The objects of all ranks, by rank."""
     checked(process_set)
     current().check("allgather_object")
-    found: list[Any] = [None] * current().size
+    objects: list[Any] = [None] * current().size
     with failures():
-        dist.all_gather_object(found, obj)
-    return found
+        dist.all_gather_object(objects, obj)
+    return objects

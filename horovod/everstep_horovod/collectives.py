@@ -34,7 +34,7 @@ class Op(IntEnum):
     Product = 5
 
 
-_TORCHS = {Op.Average: dist.ReduceOp.SUM, Op.Sum: dist.ReduceOp.SUM, Op.Min: dist.ReduceOp.MIN,
+_REDUCE_OPS = {Op.Average: dist.ReduceOp.SUM, Op.Sum: dist.ReduceOp.SUM, Op.Min: dist.ReduceOp.MIN,
            Op.Max: dist.ReduceOp.MAX, Op.Product: dist.ReduceOp.PRODUCT}  # fmt: skip
 
 
@@ -68,10 +68,10 @@ def chosen(op: Op | None, average: bool | None = None) -> Op:
         raise LoopError("average=… and op=… were both given: write op=hvd.Average or op=hvd.Sum alone")
     if average is not None:
         return Op.Average if average else Op.Sum
-    found = Op.Average if op is None else Op(op)
-    if found is Op.Adasum:
+    operation = Op.Average if op is None else Op(op)
+    if operation is Op.Adasum:
         raise refusal("Adasum")
-    return found
+    return operation
 
 
 def begin_allreduce(tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0, group: Any = None) -> Handle:
@@ -85,7 +85,7 @@ def begin_allreduce(tensor: torch.Tensor, op: Op, before: float = 1.0, after: fl
     if before != 1.0:
         moved.mul_(before)
     with failures():
-        work = dist.all_reduce(moved, op=_TORCHS[op], group=group, async_op=True)
+        work = dist.all_reduce(moved, op=_REDUCE_OPS[op], group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         if op is Op.Average:
@@ -110,10 +110,10 @@ def begin_allgather(tensor: torch.Tensor) -> Handle:
     # gloo gathers equal sizes alone, so shorter tensors are filled up.
     sent = data.new_zeros(max(rows), *data.shape[1:])
     sent[: len(data)] = data
-    found = [torch.empty_like(sent) for _ in rows]
+    gathered = [torch.empty_like(sent) for _ in rows]
     with failures():
-        work = dist.all_gather(found, sent, async_op=True)
-    return Handle([work], lambda: torch.cat([one[:length] for one, length in zip(found, rows, strict=True)]))
+        work = dist.all_gather(gathered, sent, async_op=True)
+    return Handle([work], lambda: torch.cat([part[:length] for part, length in zip(gathered, rows, strict=True)]))
 
 
 def begin_broadcast(tensor: torch.Tensor, root_rank: int) -> Handle:
@@ -144,15 +144,15 @@ def begin_alltoall(tensor: torch.Tensor, splits: torch.Tensor | None) -> Handle:
     give = [int(rows) for rows in splits]
     if len(give) != size or sum(give) != len(data):
         raise LoopError(f"hvd.alltoall(splits={give}): {size} numbers with the sum {len(data)} are expected")
-    told = [torch.empty(size, dtype=torch.int64) for _ in range(size)]
+    splits_by_rank = [torch.empty(size, dtype=torch.int64) for _ in range(size)]
     with failures():
-        dist.all_gather(told, torch.tensor(give))
-    take = [int(rows[rank]) for rows in told]
-    found = data.new_empty(sum(take), *data.shape[1:])
+        dist.all_gather(splits_by_rank, torch.tensor(give))
+    take = [int(rows[rank]) for rows in splits_by_rank]
+    output = data.new_empty(sum(take), *data.shape[1:])
     with failures():
-        work = dist.all_to_all_single(found, data, take, give, async_op=True)
+        work = dist.all_to_all_single(output, data, take, give, async_op=True)
     received = torch.tensor(take, dtype=splits.dtype, device=splits.device)
-    return Handle([work], lambda: (found, received))
+    return Handle([work], lambda: (output, received))
 
 
 def begin_reducescatter(tensor: torch.Tensor, op: Op, before: float = 1.0, after: float = 1.0) -> Handle:
@@ -178,10 +178,10 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 def _of_all(number: int) -> list[int]:
-    told = [torch.empty(1, dtype=torch.int64) for _ in range(current().size)]
+    gathered = [torch.empty(1, dtype=torch.int64) for _ in range(current().size)]
     with failures():
-        dist.all_gather(told, torch.tensor([number]))
-    return [int(one) for one in told]
+        dist.all_gather(gathered, torch.tensor([number]))
+    return [int(value) for value in gathered]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,10 +240,10 @@ class _Broadcast(torch.autograd.Function):
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: torch.Tensor | None) -> Any:
-        found, received = begin_alltoall(tensor, splits).result()
+        rows, received = begin_alltoall(tensor, splits).result()
         ctx.received = received
         ctx.mark_non_differentiable(received)
-        return found, received
+        return rows, received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
@@ -292,9 +292,9 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
               compression: Any = Compression.none, op: Op | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, process_set: Any = None) -> torch.Tensor:  # fmt: skip
     checked(process_set)
-    small, said = compression.compress(tensor)
-    found = _flow(_Allreduce, small, chosen(op, average), prescale_factor, postscale_factor)
-    return compression.decompress(found, said)  # type: ignore[no-any-return]
+    small, context = compression.compress(tensor)
+    reduced = _flow(_Allreduce, small, chosen(op, average), prescale_factor, postscale_factor)
+    return compression.decompress(reduced, context)  # type: ignore[no-any-return]
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> Handle:
@@ -335,8 +335,8 @@ def alltoall_async(
 
 def alltoall(tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Any:
     checked(process_set)
-    found = _flow(_Alltoall, tensor, None if splits is None else torch.as_tensor(splits, dtype=torch.int32))
-    return found[0] if splits is None else found
+    result = _flow(_Alltoall, tensor, None if splits is None else torch.as_tensor(splits, dtype=torch.int32))
+    return result[0] if splits is None else result
 
 
 def reducescatter_async(tensor: torch.Tensor, name: str | None = None, op: Op = Op.Average, process_set: Any = None,
@@ -349,9 +349,9 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: An
                   op: Op = Op.Average, process_set: Any = None, prescale_factor: float = 1.0,
                   postscale_factor: float = 1.0) -> torch.Tensor:  # fmt: skip
     checked(process_set)
-    small, said = compression.compress(tensor)
-    found = _flow(_Reducescatter, small, chosen(op), prescale_factor, postscale_factor)
-    return compression.decompress(found, said)  # type: ignore[no-any-return]
+    small, context = compression.compress(tensor)
+    reduced = _flow(_Reducescatter, small, chosen(op), prescale_factor, postscale_factor)
+    return compression.decompress(reduced, context)  # type: ignore[no-any-return]
 
 
 def barrier(process_set: Any = None) -> None:
@@ -362,19 +362,19 @@ def barrier(process_set: Any = None) -> None:
         dist.barrier()
 
 
-def _grouped(one: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(one)
+def _grouped(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
     def grouped(tensors: Tensors, *arguments: Any, **options: Any) -> Any:
-        return [one(tensor, *arguments, **options) for tensor in tensors]
+        return [function(tensor, *arguments, **options) for tensor in tensors]
 
     grouped.__name__ = name
     return grouped
 
 
-def _grouped_async(one: Callable[..., Handle], name: str) -> Callable[..., Handle]:
-    @functools.wraps(one)
+def _grouped_async(function: Callable[..., Handle], name: str) -> Callable[..., Handle]:
+    @functools.wraps(function)
     def grouped(tensors: Tensors, *arguments: Any, **options: Any) -> Handle:
-        return together([one(tensor, *arguments, **options) for tensor in tensors])
+        return together([function(tensor, *arguments, **options) for tensor in tensors])
 
     grouped.__name__ = name
     return grouped

@@ -34,11 +34,11 @@ class Reduction:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A bucket that travels. `said`: what its compression needs to undo itself."""
+    """A bucket that is being reduced. `context`: what its compression needs to decompress it."""
 
     parameters: Sequence[torch.Tensor]
     handle: Handle
-    said: Any
+    context: Any
 
 
 class Gradients:
@@ -81,10 +81,10 @@ class Gradients:
                     "all parameters that are ever trained require gradients"
                 )
         self._launch(all_of_them=True)
-        for one in self._in_flight:
-            whole = self.how.compression.decompress(one.handle.result(), one.said)
-            pieces = whole.split([p.numel() for p in one.parameters])
-            for parameter, piece in zip(one.parameters, pieces, strict=True):
+        for bucket in self._in_flight:
+            whole = self.how.compression.decompress(bucket.handle.result(), bucket.context)
+            pieces = whole.split([p.numel() for p in bucket.parameters])
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
                 _give(parameter, piece.view_as(parameter))
         self.forget()
 
@@ -107,10 +107,10 @@ class Gradients:
             if not all_of_them and any(self._left[p] for p in bucket):
                 return
             flat = torch.cat([self._read(p).reshape(-1) for p in bucket])
-            sent, said = how.compression.compress(flat)
+            sent, context = how.compression.compress(flat)
             before, after = (1 / how.predivide, how.predivide) if how.op is Op.Average else (1.0, 1.0)
             handle = begin_allreduce(sent, how.op, before, after, current().gradients)
-            self._in_flight.append(_InFlight(bucket, handle, said))
+            self._in_flight.append(_InFlight(bucket, handle, context))
 
     def _read(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad

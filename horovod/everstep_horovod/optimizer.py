@@ -91,9 +91,9 @@ class Distributed:
         if self._synchronizes and not self._synchronized:
             self.synchronize()
         self._synchronized = False
-        found = super().step()  # type: ignore[misc]
+        result = super().step()  # type: ignore[misc]
         _stepped(self)
-        return found
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would call its hooks twice, here and in the class's own
 

@@ -1,4 +1,4 @@
-"""In a training process of `everstep rehearse`: has it note the commits of a function of `hvd.elastic.run`.
+"""In a training process of `everstep rehearse`: records the commits of a function of `hvd.elastic.run`.
 
 The library calls `install` by its name. A step is one call of the script's first optimizer, and each commit says how
 many of them it has.
@@ -33,7 +33,7 @@ class _Value:
 
 def install(loop: OwnLoop) -> None:
     """Wrap what a function of `hvd.elastic.run` does with its state, in this process."""
-    run, take, settle = Training.run, Training._take, Training._settle
+    run, take, synchronize = Training.run, Training._take, Training._synchronize
 
     def ran(training: Training, call: Callable[[], Any]) -> Any:
         def until_over() -> Any:
@@ -52,12 +52,12 @@ def install(loop: OwnLoop) -> None:
         take(training)
         loop.committed()
 
-    def settled(training: Training, round_: AnnouncedRound | None) -> str:
-        how = settle(training, round_)
+    def synchronized(training: Training, round_: AnnouncedRound | None) -> str:
+        how = synchronize(training, round_)
         loop.went_back(training._commits, _named(training._target))
         return how
 
-    replace_all((Training, "run", ran), (Training, "_take", taken), (Training, "_settle", settled))
+    replace_all((Training, "run", ran), (Training, "_take", taken), (Training, "_synchronize", synchronized))
 
 
 def _named(state: TorchState) -> dict[str, Any]:

@@ -55,10 +55,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def _order(self) -> list[int]:
-        found = list(range(len(self.dataset)))
+        indices = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(found)  # noqa: S311  as Horovod's order
-        return found
+            random.Random(self.seed + self.epoch).shuffle(indices)  # noqa: S311  as Horovod's order
+        return indices
 
     def __iter__(self) -> Iterator[int]:
         if (self.rank, self.num_replicas) != (current().rank, current().size):

@@ -17,8 +17,8 @@ _NAMES = {"horovod", "everstep_horovod"}  # the names under which a script impor
 
 def uses_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a file of the script names `hvd.elastic`. `EVERSTEP_HOROVOD_ELASTIC` (0 or 1) overrules the text."""
-    if said := environ.get(env.HOROVOD_ELASTIC, ""):
-        return said not in ("0", "false", "no")
+    if setting := environ.get(env.HOROVOD_ELASTIC, ""):
+        return setting not in ("0", "false", "no")
     return any(names_elastic(text) for text in _texts())
 
 
@@ -46,9 +46,9 @@ def names_elastic(text: str) -> bool:
 
 def _texts() -> list[str]:
     """The files of the script that are imported by now."""
-    found = []
+    texts = []
     for file in loaded_files():
         if file.endswith(".py"):
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                found.append(Path(file).read_text())
-    return found
+                texts.append(Path(file).read_text())
+    return texts

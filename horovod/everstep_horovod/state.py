@@ -127,39 +127,39 @@ class TorchState:
 
     def _check(self) -> None:
         """Raises `LoopError` for an optimizer that would not go back to a commit, or parameters that it changes."""
-        held = {id(one) for one in self._objects.values()}
-        modules = [one for one in self._objects.values() if isinstance(one, torch.nn.Module)]
+        own = {id(value) for value in self._objects.values()}
+        modules = [value for value in self._objects.values() if isinstance(value, torch.nn.Module)]
         known = {id(p) for module in modules for p in module.parameters()}
-        for one in made_here():
-            if id(one) not in held:
+        for optimizer in made_here():
+            if id(optimizer) not in own:
                 raise LoopError(
-                    f"the {type(one).__name__} of hvd.DistributedOptimizer is not in the state: pass it to "
+                    f"the {type(optimizer).__name__} of hvd.DistributedOptimizer is not in the state: pass it to "
                     "TorchState(model, optimizer, …), else its own state would not go back to the last commit"
                 )
-            if any(id(p) not in known for group in one.param_groups for p in group["params"]):
+            if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
                 raise LoopError(
-                    f"the {type(one).__name__} changes parameters of a module that is not in the state: pass all "
+                    f"the {type(optimizer).__name__} changes parameters of a module that is not in the state: pass all "
                     "modules to TorchState(…, other=other)"
                 )
 
     def _samplers(self) -> list[ElasticSampler]:
-        return [one for one in self._objects.values() if isinstance(one, ElasticSampler)]
+        return [value for value in self._objects.values() if isinstance(value, ElasticSampler)]
 
     def _pending(self) -> str:
         """The name of an optimizer with gradients that no step has used; empty if there is none."""
-        return next((n for n, one in self._objects.items() if isinstance(one, Distributed) and one.pending), "")
+        return next((n for n, value in self._objects.items() if isinstance(value, Distributed) and value.pending), "")
 
     def _averaged(self) -> int:
         """How often gradients were averaged: the same number on all ranks."""
-        return sum(one.averaged for one in self._objects.values() if isinstance(one, Distributed))
+        return sum(value.averaged for value in self._objects.values() if isinstance(value, Distributed))
 
     def _forget_gradients(self) -> None:
         """Gradients are of a step that is over, or that is repeated."""
-        for one in self._objects.values():
-            if isinstance(one, torch.nn.Module):
-                parameters = list(one.parameters())
-            elif isinstance(one, torch.optim.Optimizer):
-                parameters = [p for group in one.param_groups for p in group["params"]]
+        for value in self._objects.values():
+            if isinstance(value, torch.nn.Module):
+                parameters = list(value.parameters())
+            elif isinstance(value, torch.optim.Optimizer):
+                parameters = [p for group in value.param_groups for p in group["params"]]
             else:
                 continue
             for parameter in parameters:

@@ -1,8 +1,8 @@
 """`hvd.elastic.run`: a function that goes on from the last commit when the world changes.
 
-    snapshot -> meet the newest round -> one state -> the function -> a peer is lost -> snapshot -> …
+    snapshot -> join the newest round -> one state -> the function -> a peer is lost -> snapshot -> …
 
-The newest commit that any member holds wins, whatever its rank; Horovod takes rank 0's, and here a new process may be
+The newest commit that any member has wins, whichever its rank is. Horovod takes rank 0's, and here a new process may be
 rank 0. Invariants: the function begins with the same state on all ranks, that of one commit; nothing that came after
 the commit is left of it (parameters, optimizer, sampler, values, random numbers); a commit is made only if all
 collectives before it have succeeded.
@@ -141,16 +141,18 @@ class Training:
         self._target._forget_gradients()
 
     def check_host_updates(self) -> None:
-        """Gradients that no step has used would be lost: the call behind the step will do."""
-        asked = [self._world.wanted, bool(self._target._pending())]
-        wanted, pending = self._collective(lambda: self._world.members.any(asked))
+        """Nothing happens while there are gradients that no step has used, because they would be lost. The next call,
+        after the step, does it."""
+        flags = [self._world.wanted, bool(self._target._pending())]
+        wanted, pending = self._collective(lambda: self._world.members.any(flags))
         if wanted and not pending:
             self.save()
             raise HostsUpdatedInterrupt
 
     def _is_repeated(self) -> bool:
-        """Whether this is the commit from which the function goes on. One that commits before a batch comes to it again
-        when it is called again; counted, it would shift the numbers of all that follow, and so the random numbers."""
+        """Whether this is the commit from which the function goes on. A function that commits before each batch makes
+        this commit again when it is called again. If it counted, all later commits would have other numbers, and so
+        other random numbers."""
         if not self._goes_on:
             return False
         self._goes_on = False
@@ -180,7 +182,7 @@ class Training:
         self._random.begin(self._commits + epochs * EPOCH, self._world.rank)
 
     def _draw_again(self) -> None:
-        """A loop over samples begins, which in a function that is called again has drawn numbers of its own."""
+        """A loop over samples begins. A function that is called again may have drawn other numbers before it."""
         if not self._trained:  # else each loop since the commit would begin with the same numbers
             self._draw()
 
@@ -208,7 +210,7 @@ class Training:
 
     def _enter(self, *, newer: bool) -> None:
         try:
-            self._world.enter(self._commits, self._settle, newer=newer)
+            self._world.enter(self._commits, self._synchronize, newer=newer)
         except Drained:
             self._world.part()
             self._coordinator.part()
@@ -219,8 +221,8 @@ class Training:
         log.error("%s; this process ends, and a new one takes its place", why)
         raise SystemExit(exit_codes.NOT_RECOVERED) from why
 
-    def _settle(self, round_: AnnouncedRound | None) -> str:
-        """Bring all members to one state. If a peer is lost in it, the snapshot and its number are what they were."""
+    def _synchronize(self, round_: AnnouncedRound | None) -> str:
+        """Give all members one state. If a peer is lost meanwhile, the snapshot and its number stay as they were."""
         self.restore()
         members, coordinator = self._world.members, self._coordinator
         if round_ is not None:
@@ -236,22 +238,22 @@ class Training:
             loaded.append(step)
             return step
 
-        found, how = replicated.synchronize(self._state, members, self._commits, self._validity, load)
-        if round_ is not None and (newest := self._newest_commit(round_)) > found:
-            log.warning("the members hold commit %d, and %d is saved: all restore it", found, newest)
+        commits, how = replicated.synchronize(self._state, members, self._commits, self._validity, load)
+        if round_ is not None and (newest := self._newest_commit(round_)) > commits:
+            log.warning("the members hold commit %d, and %d is saved: all restore it", commits, newest)
             if (restored := load()) is None:
                 raise NoState(f"commit {newest} is saved, and could not be restored")
-            found = restored
+            commits = restored
         if members.maximum(len(loaded)):
             self._target.on_reset()
         self._random.agree(members.gather)
         for sampler in self._target._samplers():
             sampler.reset()
         self._snapshot, self._averaged = Snapshot(self._state), self._target._averaged()
-        self._commits, self._validity, self._last = found, Validity.WHOLE, round_
-        self._goes_on = found > 0
-        coordinator.step = found
-        self._world.progress(found)
+        self._commits, self._validity, self._last = commits, Validity.WHOLE, round_
+        self._goes_on = commits > 0
+        coordinator.step = commits
+        self._world.progress(commits)
         self._draw()
         return how
 

@@ -37,16 +37,16 @@ from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.process_place import most_processes, take_place
 from everstep_horovod.script import uses_elastic
 
-# Brings the members of a round to one state; returns words that say where it came from.
-Settle = Callable[[AnnouncedRound | None], str]
+# Gives the members of a round one state; returns a text that tells where it came from.
+Synchronize = Callable[[AnnouncedRound | None], str]
 
 
 class World(Protocol):
     """What collectives and the elastic loop need of it."""
 
     draw_again: Callable[[], None]  # sets the random generators as they were after the last commit
-    # Of gradients alone: a rank that has none for some parameter sends its bucket later than others, in `step`. In the
-    # group of the script's collectives it would meet one of those.
+    # The process group of gradients alone: a rank that has no gradient for some parameter sends its bucket later than
+    # others, in `step`. In the group of the script's collectives, its bucket would be combined with one of those.
     gradients: Any
 
     live_profile: LiveProfile
@@ -86,7 +86,7 @@ class World(Protocol):
         ...
 
     def part(self) -> None:
-        """Leave for good; the others go on."""
+        """Leave the world for good, while the others go on."""
         ...
 
     def begin(self) -> None:
@@ -94,11 +94,11 @@ class World(Protocol):
         ...
 
     def progress(self, step: int | None) -> None:
-        """So many commits are made; None: the function has ended."""
+        """`step` commits are made; None: the function has ended."""
         ...
 
-    def enter(self, step: int, settle: Settle, *, newer: bool) -> None:
-        """Call `settle` in the present round, or in a newer one."""
+    def enter(self, step: int, synchronize: Synchronize, *, newer: bool) -> None:
+        """Call `synchronize` in the present round, or in a newer one."""
         ...
 
 
@@ -106,13 +106,13 @@ class Fixed:
     """A process group that is made once; a world of one without a launcher."""
 
     def __init__(self) -> None:
-        place = take_place()
+        process = take_place()
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             atexit.register(_leave)
-        elif place.made:
+        elif process.made:
             atexit.register(_leave)
-        self.device = place.device
+        self.device = process.device
         self.gradients: Any = dist.new_group()
         self.live_profile = LiveProfile(_put if os.environ.get(env.CHECKPOINT_URL) else None)
         requests.listen(self.live_profile, lambda: None)
@@ -123,7 +123,7 @@ class Fixed:
 
     @property
     def members(self) -> Members:
-        """Made when it is first asked for, by all ranks: only elastic scripts need it."""
+        """Made on first use, on all ranks: only elastic scripts need it."""
         if self._members is None:
             group: Any = dist.new_group(backend="gloo")
             self._members = Members(group)
@@ -153,7 +153,7 @@ class Fixed:
         return 0
 
     def check(self, name: str) -> None:
-        """Nothing is wrong at any time: all processes run the script from its beginning."""
+        """Every collective is allowed at any time: all processes run the script from its beginning."""
 
     def lost(self, error: BaseException | None = None) -> bool:
         return False
@@ -166,8 +166,8 @@ class Fixed:
 
     def progress(self, step: int | None) -> None: ...
 
-    def enter(self, step: int, settle: Settle, *, newer: bool) -> None:
-        settle(None)
+    def enter(self, step: int, synchronize: Synchronize, *, newer: bool) -> None:
+        synchronize(None)
 
 
 class Rounds:
@@ -191,7 +191,7 @@ class Rounds:
         self._at, self._slowest = time.monotonic(), 0.0
         self._round.listen(lambda: None, self._status)
         try:
-            self._round.in_newest(0, self._place)
+            self._round.in_newest(0, self._set_environment)
         except Drained:
             self.coordinator.part()
 
@@ -243,12 +243,12 @@ class Rounds:
             self._slowest = max(self._slowest, now - self._at)
         self._step, self._at = step, now
 
-    def enter(self, step: int, settle: Settle, *, newer: bool) -> None:
+    def enter(self, step: int, synchronize: Synchronize, *, newer: bool) -> None:
         def work(round_: AnnouncedRound) -> None:
-            self._place(round_)
+            self._set_environment(round_)
             self.live_profile.moved()
             met_at = time.monotonic()
-            how = settle(round_)
+            how = synchronize(round_)
             self._round.synced(self.coordinator.step, met_at, how)
 
         formed = self._round.formed
@@ -259,11 +259,11 @@ class Rounds:
         self._round.in_newest(step, work)
 
     @staticmethod
-    def _place(round_: AnnouncedRound) -> None:
+    def _set_environment(round_: AnnouncedRound) -> None:
         os.environ.update(round_.environment)
 
     def _status(self) -> StepStatus:
-        """Called in the thread that hears of rounds."""
+        """Called in the thread that receives the rounds."""
         main = self._round.program.main
         waits = any(group.waits for group in self._round.groups)
         call = main.waits_in()
