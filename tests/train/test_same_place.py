@@ -34,7 +34,7 @@ def all_come(places: list[tuple[str, str]]) -> list[str]:
 
     def come(rank: int) -> str:
         try:
-            same_place.meet(*places[rank], gather_as(rank))
+            same_place.check(*places[rank], gather_as(rank))
         except LoopError as e:
             return str(e)
         return ""
@@ -67,7 +67,7 @@ def test_each_place_of_an_epoch_has_a_name_of_its_own() -> None:
     loops, names = looping(Spot(3)), []
     for come in (loops.evaluates, loops.steps_begin, loops.evaluates):
         come()
-        names.append(loops.comes)
+        names.append(loops.arrives_at)
         if come == loops.evaluates:
             loops.evaluated()
     assert names == ["evaluation 0 of epoch 3", "the steps of epoch 3", "evaluation 1 of epoch 3"]
@@ -78,7 +78,7 @@ def test_process_that_joins_others_at_a_place_meets_nobody_there(spot: Spot) -> 
     """They have met before it came, and now are in the steps, or in the evaluation."""
     loops = looping(spot)
     loops.steps_begin()
-    assert loops.comes is None
-    if spot.place > STEPS:
+    assert loops.arrives_at is None
+    if spot.position > STEPS:
         assert loops.evaluates()
-        assert loops.comes is None
+        assert loops.arrives_at is None

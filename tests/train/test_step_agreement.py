@@ -26,7 +26,7 @@ def test_a_wish_for_a_save_that_lasts_until_it_is_granted_is_granted_once_and_at
             wishes = number == 0 and len(saved) < 1 + (boundary >= 3 * MAX_STRIDE)
             if intent.at_boundary(StepRequest(save=wishes)).save:
                 saved.append(boundary)
-        intent.settle()
+        intent.finish()
         return saved
 
     with ThreadPoolExecutor(2) as pool:
@@ -48,7 +48,7 @@ def test_wish_is_granted_at_the_boundary_after_the_one_that_told_it_however_rare
         intent = StepAgreement(c10d.ProcessGroupGloo(own, number, 2, timedelta(seconds=30)), lambda: next(ticks) / 1000)
         for boundary in range(10 * MAX_STRIDE):
             if intent.at_boundary(StepRequest(move=number == 0 and boundary >= at)).move:
-                intent.settle()
+                intent.finish()
                 return boundary, intent.stride
         raise AssertionError("never granted")
 
@@ -88,13 +88,13 @@ def test_places_of_a_replica_may_make_other_numbers_of_optimizer_steps_and_repli
     def rank(number: int, made: int) -> str:
         own = c10d.PrefixStore(f"{name}-{made}", store)
         group = c10d.ProcessGroupGloo(own, number, 4, timedelta(seconds=30))
-        intent = StepAgreement(group, place=number % 2, places=2)
+        intent = StepAgreement(group, model_rank=number % 2, model_size=2)
         try:
             for boundary in range(1, 9):
                 intent.at_boundary(StepRequest(updates=boundary * (2 - number % 2) - (made if number == 3 else 0)))
         except LoopError as e:
             return str(e)
-        intent.settle()
+        intent.finish()
         return ""
 
     with ThreadPoolExecutor(4) as pool:

@@ -69,8 +69,8 @@ def _is_cut(parameter: Any) -> bool:
 def _local(grad: Any) -> torch.Tensor:
     """The local tensor; a change of it changes the gradient."""
     local: Any = local_of(grad)
-    found: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
-    return found
+    waited: torch.Tensor = local.trigger_wait() if hasattr(local, "trigger_wait") else local
+    return waited
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

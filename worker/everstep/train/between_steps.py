@@ -68,9 +68,9 @@ class BetweenSteps:
             for function in functions:
                 with coordinator.evaluating():
                     with unchanged(state, lambda: _seed(state, step)):
-                        found = function()
+                        result = function()
                     before.check()
-                    coordinator.log(figures(found))
+                    coordinator.log(figures(result))
             check()
         except BaseException:
             self.torn = before.put_back()
@@ -103,39 +103,39 @@ class BetweenSteps:
             nesting.evaluated()
 
     def all_are_at(self, words: str, coordinator: StepCoordinator, attempt: Attempt) -> bool:
-        """All ranks come to the same place of the loop over epochs. `words`: what the script calls there. False if a
-        peer was lost meanwhile: then a member may have met the others already, so nobody meets there again."""
-        place = self.nesting.comes
-        if place is None:
+        """Check that all ranks are at the same location in the loop over epochs. `words`: what the script calls there.
+        False if a peer was lost meanwhile: some members may have compared already, so it is not repeated there."""
+        location = self.nesting.arrives_at
+        if location is None:
             return True
 
-        def met(check: Callable[[], None]) -> None:
-            same_place.meet(place, words, coordinator.gather)
+        def compare(check: Callable[[], None]) -> None:
+            same_place.check(location, words, coordinator.gather)
             check()
 
-        return attempt(met)
+        return attempt(compare)
 
-    def meet(self, step: int, members: Members) -> None:
+    def round_formed(self, step: int, members: Members) -> None:
         """A round has formed, and its members do not have one state yet. If some members have completed evaluations
         that others have not, all call them again from the same state. Collective."""
         if not len(self._evaluations):
             return
         mine = self._evaluations.standing(step)
-        told = members.gather((step, mine))
-        if self._before is not None and self._evaluations.reopens(step, mine, told):
+        standings = members.gather((step, mine))
+        if self._before is not None and self._evaluations.reopens(step, mine, standings):
             self._before.put_back()
             self._before = None
 
     def agree(self, step: int, members: Members) -> None:
         """The members have one state now. Collective."""
         if len(self._evaluations):
-            told = members.gather((self._evaluations.standing(step),))
-            self._evaluations.agree(step, [one for (one,) in told])
+            standings = members.gather((self._evaluations.standing(step),))
+            self._evaluations.agree(step, [standing for (standing,) in standings])
         self.nesting.agree(members)
 
 
 def _seed(state: Mapping[str, Any], step: int) -> None:
     """Seed the generators, so that an evaluation draws the same numbers as in a process that came later."""
-    found = state.get(STATE)
-    if isinstance(found, Randomness) and found.each_step:
-        found.begin(EVALUATION + step, dist.get_rank() if dist.is_initialized() else 0)
+    randomness = state.get(STATE)
+    if isinstance(randomness, Randomness) and randomness.each_step:
+        randomness.begin(EVALUATION + step, dist.get_rank() if dist.is_initialized() else 0)

@@ -61,7 +61,7 @@ class Evaluations:
         """The functions that are due at this boundary and were not called yet."""
         if step in (0, self._done):
             return []
-        return [one.call for one in self._all if step % one.every == 0 or step == total]
+        return [evaluation.call for evaluation in self._all if step % evaluation.every == 0 or step == total]
 
     def come(self, step: int) -> None:
         """This process is at the boundary after `step` steps."""
@@ -74,10 +74,10 @@ class Evaluations:
         """This member's standing in the evaluations at `step`, sent when a round forms."""
         return (_DONE if self._done == step else _PENDING) if self._at == step else _UNKNOWN
 
-    def reopens(self, step: int, mine: int, told: list[tuple[int, ...]]) -> bool:
+    def reopens(self, step: int, mine: int, standings: list[tuple[int, ...]]) -> bool:
         """Whether this member must call the evaluations again, because another member at the same step has not
-        completed them. `told`: all members' steps and standings."""
-        if mine != _DONE or (step, _PENDING) not in told:
+        completed them. `standings`: all members' steps and standings."""
+        if mine != _DONE or (step, _PENDING) not in standings:
             return False
         self._done = -1
         return True
@@ -87,9 +87,9 @@ class Evaluations:
         self._done = step if _DONE in standings and _PENDING not in standings else -1
 
 
-def figures(found: Any) -> dict[str, Any]:
+def figures(result: Any) -> dict[str, Any]:
     """The part of a function's result that goes to `run.log`."""
-    return dict(found) if isinstance(found, Mapping) else {}
+    return dict(result) if isinstance(result, Mapping) else {}
 
 
 def over(fn: Callable[[Any], Any], loader: Any, ranks: int, cut: Callable[[], World]) -> Callable[[], None]:

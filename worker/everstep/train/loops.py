@@ -57,7 +57,7 @@ class Loops:
 
     def __init__(
         self,
-        place: ProcessPlace,
+        process: ProcessPlace,
         coordinator: StepCoordinator,
         recovery: Recovery | None,
         *,
@@ -65,14 +65,14 @@ class Loops:
         compare_gradients: bool = True,
         strict: bool = False,
     ) -> None:
-        self.place = place
+        self.process = process
         self._coordinator = coordinator
         self._recovery = recovery
         self._compare_gradients = compare_gradients
         self._shadow_step: ShadowStep | None = None
         self._check: RestartCheck | None = None
         self._stamp: Stamp | None = None  # of a rehearsal of this program
-        self._random = Randomness(rng, place.device)
+        self._random = Randomness(rng, process.device)
         self._state: dict[str, Any] = {STATE: self._random, **({"rng": RngState()} if rng == "saved" else {})}
         self._switches = self._state[SWITCHES] = Switches(self._state)
         self._untracked = set[str]()
@@ -82,9 +82,9 @@ class Loops:
             goes_on=recovery is not None or coordinator.saves, strict=strict,
         )  # fmt: skip
         self._mesh: Any = None
-        self._asked = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
+        self._requested_shape = self._shape = Shape()  # of the mesh: as the script said, and as it is in this process
         self._loop = False
-        self._resharding = Resharding(place.most if recovery is not None else None)
+        self._resharding = Resharding(process.most if recovery is not None else None)
         self._unmanaged = UnmanagedLoaders(worlds_change=recovery is not None)
         self._goal = 0  # steps
         self._world: World | None = None  # while it is not complete
@@ -98,7 +98,7 @@ class Loops:
 
     @property
     def _rank(self) -> int:
-        return dist.get_rank() if self._recovery is not None else self.place.rank
+        return dist.get_rank() if self._recovery is not None else self.process.rank
 
     @property
     def step(self) -> int:
@@ -245,7 +245,7 @@ class Loops:
     def _begin_step(self, world: World) -> Step:
         rank = world.step_begins()
         if rank is None:  # `dist.get_rank` looks for who asks, which takes time in each step
-            rank = self._recovery.members.rank if self._recovery is not None else self.place.rank
+            rank = self._recovery.members.rank if self._recovery is not None else self.process.rank
         self._random.begin(self.step, rank)
         self._taken = self._new_step(world)
         return self._taken
@@ -285,7 +285,7 @@ class Loops:
         if not (world.ready() and world.finish()):
             return False
         self._world = None
-        refused_end.settled()
+        refused_end.completed()
         self._random.begin(self.step, self._rank)  # so later code draws the same numbers, however the run came here
         return True
 
@@ -300,9 +300,9 @@ class Loops:
         """Make the data feed, and the world."""
         # The numbers of replicas that a script may rightly have given a sampler.
         most = self._most_readers
-        sizes = self._shape.of_sizes(self.place.sizes)
-        told = frozenset({1, most, *sizes} if self._recovery is not None else {most})
-        feed = feed_of(loader, most, self._cut(), told, sizes)
+        sizes = self._shape.of_sizes(self.process.sizes)
+        sampler_sizes = frozenset({1, most, *sizes} if self._recovery is not None else {most})
+        feed = feed_of(loader, most, self._cut(), sampler_sizes, sizes)
         self._loop, self._feed = True, feed
         if feed is not None:
             self._state["data"] = feed.saved
@@ -323,7 +323,7 @@ class Loops:
                 hears=self._recovery is not None,
             )  # fmt: skip
         world: World = FixedWorld(
-            self._coordinator, self._state, reducers, feed, self.place.world_size, self._between_steps,
+            self._coordinator, self._state, reducers, feed, self.process.world_size, self._between_steps,
             self._untracked_check, self._shape, self._asks(), self._check,
         )  # fmt: skip
         if self._recovery is not None:
@@ -420,7 +420,7 @@ class Loops:
                       "one takes its place")  # fmt: skip
             raise SystemExit(exit_codes.NOT_RECOVERED)
         self._world = None
-        refused_end.settled()
+        refused_end.completed()
         if self._rank == 0 and self.step < self._goal:
             saved = (
                 "it is saved there, and goes on from there"
@@ -432,13 +432,13 @@ class Loops:
 
     def _cut(self) -> DataWorld:
         """This process's share of the data, in the present world."""
-        size = dist.get_world_size() if self._recovery is not None else self.place.world_size
+        size = dist.get_world_size() if self._recovery is not None else self.process.world_size
         return self._shape.reads_as(self._rank, size)
 
     @property
     def _most_readers(self) -> int:
         """The number of shares of the data in the largest world that the job may have."""
-        return max(self._shape.of_sizes(self.place.sizes), default=1)
+        return max(self._shape.of_sizes(self.process.sizes), default=1)
 
     def _ask(self, words: str, frame: FrameType) -> None:
         self._between_steps.asks.append(calls_before_steps.call(words, frame))
@@ -452,6 +452,6 @@ class Loops:
                 raise LoopError(f"{shape} after a loader or a sampler was made: the ranks of a replica read the same "
                                 "data, so make the mesh first")  # fmt: skip
             self._random.share(shape)
-        self._asked, (self._shape, self._mesh, named) = shape, make_mesh(self.place, self._recovery, shape)
+        self._requested_shape, (self._shape, self._mesh, named) = shape, make_mesh(self.process, self._recovery, shape)
         self._coordinator.divide(self._shape.model_size, named)
         self._resharding.shape = self._random.shape = self._shape

@@ -35,38 +35,38 @@ def likely_rank(environ: Mapping[str, str]) -> int:
     return env.rank_if_all_are_there(environ, processes, slot)
 
 
-def make_mesh(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
+def make_mesh(process: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any, Naming]:
     """The mesh, its shape, and the naming of the state in commits. A process without a launcher is alone, and holds all
     shards as one."""
-    shape, mesh = _made(place, recovery, shape)
+    shape, mesh = _made(process, recovery, shape)
     return shape, mesh, naming(shape, mesh)
 
 
-def _made(place: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
+def _made(process: ProcessPlace, recovery: Recovery | None, shape: Shape) -> tuple[Shape, Any]:
     if recovery is not None:
-        if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in place.sizes):
-            raise LoopError(f"{shape}: the job has {_words(place.sizes)} processes, which are no whole replicas of "
+        if env.MOST_PROCESSES in os.environ and all(size % shape.shards for size in process.sizes):
+            raise LoopError(f"{shape}: the job has {_words(process.sizes)} processes, which are no whole replicas of "
                             f"{shape.shards}: start a multiple of {shape.shards}")  # fmt: skip
-        if env.MOST_PROCESSES in os.environ and place.sizes[-1] % shape.model_size:
-            raise LoopError(f"{shape}: the job may come to have {place.sizes[-1]} processes, which are no whole "
+        if env.MOST_PROCESSES in os.environ and process.sizes[-1] % shape.model_size:
+            raise LoopError(f"{shape}: the job may come to have {process.sizes[-1]} processes, which are no whole "
                             f"replicas of {shape.model_size}: let the largest world be a multiple of "
                             f"{shape.model_size} (--nnodes, --nproc-per-node)")  # fmt: skip
-        return shape, recovery.mesh(shape.shards, likely_rank(os.environ), place.device.type, shape.kind)
+        return shape, recovery.mesh(shape.shards, likely_rank(os.environ), process.device.type, shape.kind)
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415  few scripts shard
 
     if not dist.is_initialized():
         dist.init_process_group(
-            "gloo" if place.device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1
+            "gloo" if process.device.type == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1
         )
         atexit.register(dist.destroy_process_group)
         shape = Shape(shape.kind)
-    if place.world_size % shape.shards:
+    if process.world_size % shape.shards:
         raise LoopError(
-            f"{shape}: {place.world_size} processes are no whole replicas of {shape.shards}: start a multiple of "
+            f"{shape}: {process.world_size} processes are no whole replicas of {shape.shards}: start a multiple of "
             f"{shape.shards} (--nnodes, --nproc-per-node, or replicas of a TrainingJob)"
         )
-    sizes = (place.world_size // shape.shards, shape.shards)
-    return shape, init_device_mesh(place.device.type, sizes, mesh_dim_names=(REPLICATE, shape.kind))
+    sizes = (process.world_size // shape.shards, shape.shards)
+    return shape, init_device_mesh(process.device.type, sizes, mesh_dim_names=(REPLICATE, shape.kind))
 
 
 def _words(sizes: range) -> str:

@@ -21,21 +21,23 @@ from everstep.recovery.group.members import Members
 from everstep.recovery.rollback.tracked_objects import Tree, tracked_objects
 from everstep.train.feeding.feed import Feed
 
-STEPS = 2**20  # of a place: the steps have begun. What is below: 2n + 1 in evaluation n, 2n behind so many
+# This bit of a position is set once the epoch's steps have begun. The bits below are 2n + 1 during evaluation n, and 2n
+# after n evaluations.
+STEPS = 2**20
 _EPOCH = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """An epoch, and a place in the outer loop's body. Both only grow."""
+    """An epoch, and a position in the outer loop's body. Both only grow."""
 
     epoch: int
-    place: int = 0
+    position: int = 0
 
     @property
     def evaluated(self) -> int:
         """How many evaluations of this epoch are over."""
-        return self.place % STEPS // 2
+        return self.position % STEPS // 2
 
 
 class NestedLoops:
@@ -47,9 +49,11 @@ class NestedLoops:
         self._spot: Spot | None = None  # where the state is; None: there is none yet
         self._epoch: int | None = None  # the epoch of the script's outer loop
         self._came = 0  # how many of the epoch's evaluations the script has reached
-        self._target = 0  # the place of a received state, which the script has yet to reach
+        self._target = 0  # the position of a received state, which the script has yet to reach
         self._given: list[Tree] = []  # small objects as they came with that state
-        self.comes: str | None = None  # the place to which this process comes as one of the first
+        self.arrives_at: str | None = (
+            None  # where this process is as one of the first; None if others were there before
+        )
         self.moved = False  # whether the state is at another place than the script's frames
         self.in_steps = False  # whether the script's inner loop runs
 
@@ -70,8 +74,8 @@ class NestedLoops:
         """A round has formed, and its members have one state. Collective."""
         if self._feed is None:
             return
-        said = -1 if self._spot is None else self._spot.epoch * _EPOCH + self._spot.place
-        spot = Spot(*divmod(max(told for (told,) in members.gather((said,))), _EPOCH))
+        own = -1 if self._spot is None else self._spot.epoch * _EPOCH + self._spot.position
+        spot = Spot(*divmod(max(number for (number,) in members.gather((own,))), _EPOCH))
         here = self._feed.epoch
         behind_steps = spot.epoch == here - 1 and self._feed.epoch_begins
         self._come(spot if spot.epoch == here or behind_steps else self._as_restored(self._feed))
@@ -83,7 +87,7 @@ class NestedLoops:
     def _come(self, spot: Spot) -> None:
         before, self._spot = self._spot, spot
         if self._epoch is not None and spot != before:
-            self.moved = not (self.in_steps and spot.epoch == self._epoch and spot.place >= STEPS)
+            self.moved = not (self.in_steps and spot.epoch == self._epoch and spot.position >= STEPS)
 
     def epoch(self) -> int:
         """The epoch that the outer loop begins, or goes on in, with the state that is there now."""
@@ -110,9 +114,9 @@ class NestedLoops:
         if self._target >= STEPS and self.steps_left:
             self._put_back()  # the code before the steps has changed these objects a second time
             self._target = 0
-        begun = self._spot.place & STEPS
-        self._spot = Spot(self._spot.epoch, self._spot.place | STEPS)
-        self.comes = None if begun else f"the steps of epoch {self._spot.epoch}"
+        begun = self._spot.position & STEPS
+        self._spot = Spot(self._spot.epoch, self._spot.position | STEPS)
+        self.arrives_at = None if begun else f"the steps of epoch {self._spot.epoch}"
 
     def steps_end(self, *, given: bool) -> None:
         """No step of this epoch is left. `given`: because this process received the state of a member behind them."""
@@ -126,18 +130,18 @@ class NestedLoops:
         number, self._came = self._came, self._came + 1
         if number < self._spot.evaluated:
             return False
-        place = self._spot.place & STEPS | 2 * number + 1
-        if place == self._target:
+        position = self._spot.position & STEPS | 2 * number + 1
+        if position == self._target:
             self._put_back()
-        begun = place == self._spot.place  # by others, before this process came
-        self._spot = Spot(self._spot.epoch, place)
-        self.comes = None if begun else f"evaluation {number} of epoch {self._spot.epoch}"
+        begun = position == self._spot.position  # by others, before this process came
+        self._spot = Spot(self._spot.epoch, position)
+        self.arrives_at = None if begun else f"evaluation {number} of epoch {self._spot.epoch}"
         return True
 
     def evaluated(self) -> None:
         """The evaluation is over in this process."""
         assert self._spot is not None
-        self._spot = Spot(self._spot.epoch, self._spot.place & STEPS | 2 * self._came)
+        self._spot = Spot(self._spot.epoch, self._spot.position & STEPS | 2 * self._came)
 
     def leave(self, step: int) -> None:
         """The script comes to the end of its outer loop's body. Raises LoopError if it has left out steps."""
@@ -148,12 +152,12 @@ class NestedLoops:
                 "steps left. Take all of them, by run.train(fn) or `for step in run.steps():` in the loop over epochs. "
                 "To end the run early leave both loops, on all ranks after the same step"
             )
-        self.comes = f"the end of epoch {self._epoch}"
+        self.arrives_at = f"the end of epoch {self._epoch}"
         self._spot, self._epoch = Spot(self._epoch + 1), None
 
     def _keep(self) -> None:
         assert self._spot is not None
-        self._target = self._spot.place
+        self._target = self._spot.position
         self._given = [t for t in tracked_objects(self._state) if isinstance(t, Tree)] if self._target else []
         for target in self._given:
             target.begin()

@@ -80,8 +80,8 @@ class Onces:
         """Call the functions that were not called yet. Collective."""
         for key, call in self._of_job.items():
             if key not in self.results:
-                told = _encode(call()) if ranks.rank == 0 else b""
-                self.results[key] = json.loads(ranks.from_first(told))
+                encoded = _encode(call()) if ranks.rank == 0 else b""
+                self.results[key] = json.loads(ranks.from_first(encoded))
 
     def _now(self, call: Callable[[], Any]) -> Any:
         if "RANK" not in self._environ:
@@ -89,14 +89,14 @@ class Onces:
         with (self._folder() / f"once-{self._of_machine}").open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # held until the file is closed, or this process is gone
             file.seek(0)
-            if said := file.read():
-                return json.loads(said)
-            told = _encode(call())
-            file.write(told)
-            return json.loads(told)
+            if saved := file.read():
+                return json.loads(saved)
+            encoded = _encode(call())
+            file.write(encoded)
+            return json.loads(encoded)
 
     def _folder(self) -> Path:
-        """Of this launch on this machine."""
+        """The folder of this launch on this machine."""
         if path := self._environ.get(env.AGENT_SOCKET):
             return Path(path).parent
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -108,8 +108,8 @@ class Onces:
         return folder
 
 
-def _encode(found: Any) -> bytes:
+def _encode(result: Any) -> bytes:
     try:
-        return json.dumps(found).encode()
+        return json.dumps(result).encode()
     except (TypeError, ValueError) as e:
         raise LoopError(f"run.once(fn): fn returned what JSON cannot hold ({e}); return numbers, texts, lists") from e

@@ -94,10 +94,10 @@ def _check_outputs(made: MadeStage) -> None:
     stage = made.stage
     expected = made.outputs if isinstance(made.outputs, (tuple, list)) else (made.outputs,)
 
-    def checking(torchs: Any) -> Any:
-        @functools.wraps(torchs)
+    def checking(original: Any) -> Any:
+        @functools.wraps(original)
         def forward_one_chunk(*args: Any, **kwargs: Any) -> Any:
-            output = torchs(*args, **kwargs)
+            output = original(*args, **kwargs)
             given = output if isinstance(output, (tuple, list)) else (output,)
             if not stage.is_last and _kinds(given) != _kinds(expected):
                 raise LoopError(

@@ -74,7 +74,7 @@ class RecoveringWorld(Checked):
         if (rollback := self._recovery.rollback) is not None:
             ranks = Members(self._recovery.main)  # its collectives count as those of the step
             uneven_inputs.gives(lambda source: take_from(self._state, source, ranks, rollback.gradients))
-            rollback.listeners = [one for one in (self._shadow_step, self._check) if one is not None]
+            rollback.listeners = [listener for listener in (self._shadow_step, self._check) if listener is not None]
         self._enter(Validity.NONE)
 
     def ready(self) -> bool:
@@ -155,7 +155,7 @@ class RecoveringWorld(Checked):
     def lost(self, error: BaseException) -> bool:
         return self._recovery.lost is not None and is_of_lost_peer(error)
 
-    def asked(self) -> None:
+    def completion_read(self) -> None:
         assert self._recovery.rollback is not None
         self._recovery.rollback.completion_read = True
 
@@ -216,10 +216,10 @@ class RecoveringWorld(Checked):
     def _present_gradients(self) -> Gradients | None:
         return self._recovery.rollback.gradients if self._recovery.rollback is not None else None
 
-    def _all_meet(self, meet: Callable[..., None]) -> None:
+    def _check_all(self, check: Callable[..., None]) -> None:
         """Raises `LoopError` on all members if some do not come."""
         try:
-            self._recovery.end_together(meet, self._coordinator.step)
+            self._recovery.end_together(check, self._coordinator.step)
         except LoopError as e:
             self._recovery.refuse(e)
             self._enter(Validity.TORN)
@@ -247,14 +247,14 @@ class RecoveringWorld(Checked):
         if members.world_size == 1:
             return
         waited = self._recovery.main.waited
-        found = self._straggler.completed(waited, lambda number: [told[0] for told in members.gather((number,))])
-        if found is None:
+        straggler = self._straggler.completed(waited, lambda number: [row[0] for row in members.gather((number,))])
+        if straggler is None:
             return
         if members.rank == 0:
-            log.warning("%s", found)
-        elif isinstance(found, Straggler) and found.rank == members.rank:
-            log.warning("this is the slow one: %s", found)
-        self._coordinator.slow(str(found) if isinstance(found, Straggler) else None)
+            log.warning("%s", straggler)
+        elif isinstance(straggler, Straggler) and straggler.rank == members.rank:
+            log.warning("this is the slow one: %s", straggler)
+        self._coordinator.slow(str(straggler) if isinstance(straggler, Straggler) else None)
 
     def finish(self, *, save: bool = True) -> bool:
         if self._recovery.to_settle:
@@ -276,12 +276,13 @@ class RecoveringWorld(Checked):
         return True
 
     def _enter(self, validity: Validity) -> None:
-        worth: Validity | None = validity
-        trained = self._coordinator.step
+        entering: Validity | None = validity  # None: no peer was lost meanwhile
+        coordinator, recovery = self._coordinator, self._recovery
+        trained = coordinator.step
         try:
-            while worth is not None:
-                self._coordinator.step = self._recovery.enter(self._coordinator.step, worth, self._start, self._moved)
-                worth = self._catch_up(trained)
+            while entering is not None:
+                coordinator.step = recovery.enter(coordinator.step, entering, self._start, self._moved)
+                entering = self._catch_up(trained)
         except Drained:
             self._recovery.part()
             self._coordinator.part()
@@ -306,14 +307,14 @@ class RecoveringWorld(Checked):
         """Restore the newest commit if it is newer than the members' state. That happens to members that come back
         after others have trained without them, and are gone. `trained`: the step that this member had reached itself.
         Returns the validity of the state if a peer was lost meanwhile, otherwise None."""
-        worth = Validity.WHOLE
-        held, round_ = self._coordinator.step, self._recovery.round
+        state_validity = Validity.WHOLE
+        step, round_ = self._coordinator.step, self._recovery.round
         assert round_ is not None
         try:
             newest = self._newest_commit(round_)
-            if newest > held:
-                log.warning("the members hold step %d, and step %d is committed: all restore it", held, newest)
-                worth = Validity.TORN
+            if newest > step:
+                log.warning("the members hold step %d, and step %d is committed: all restore it", step, newest)
+                state_validity = Validity.TORN
                 if self._start() is None:
                     raise NoState(f"step {newest} is committed, and no commit could be restored")
                 self._reducers.resume()
@@ -324,7 +325,7 @@ class RecoveringWorld(Checked):
         except RuntimeError as e:
             if not self.lost(e):
                 raise
-            return worth
+            return state_validity
         self._last = round_
         return None
 
@@ -344,7 +345,7 @@ class RecoveringWorld(Checked):
         assert round_ is not None
         self._coordinator.move(members, round_.number, round_.rendezvous)
         self._profile.moved()
-        self._between_steps.meet(self._coordinator.step, members)
+        self._between_steps.round_formed(self._coordinator.step, members)
         if (samples := self._state.get(SAMPLES)) is not None:
             samples.moved()
         self._replicas.moved()

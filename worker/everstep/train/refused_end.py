@@ -60,7 +60,7 @@ def is_refused() -> bool:
     return _Process.refused is not None and _Process.pid == os.getpid()
 
 
-def settled() -> None:
+def completed() -> None:
     """A run of this process is complete."""
     _Process.refused, _Process.complete = None, True
     run_complete()
@@ -75,9 +75,9 @@ def check_first_start(environ: Mapping[str, str] = os.environ) -> None:
     if attempt.name != f"attempt_{starts}":
         return
     for file in sorted(attempt.with_name(_FIRST).glob("*/error.json")):
-        if (said := _refused_in(file)) is not None:
+        if (message := _refused_in(file)) is not None:
             error = RefusedBefore(
-                f"{said} (This is restart {starts}, and the script was refused when it was started first. torchrun "
+                f"{message} (This is restart {starts}, and the script was refused when it was started first. torchrun "
                 "restarts whatever fails: correct the script and start it again; --max-restarts=0 saves the restarts)"
             )
             stands(error)

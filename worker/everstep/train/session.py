@@ -85,13 +85,13 @@ def start(
                 "process group is the job's. Begin the next training in a job of its own, with another checkpoint URL"
             )
         recovery.start(most_processes())
-    place = take_place()
+    process = take_place()
     uneven_inputs.install()
     static_graphs.install()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options)
     if recovery is not None:
         recovery.on_profile(coordinator.live_profile.ask)  # also before the first step
-    run = Run(place, coordinator, recovery, rng=rng, compare_gradients=compare_gradients, strict=strict)
+    run = Run(process, coordinator, recovery, rng=rng, compare_gradients=compare_gradients, strict=strict)
     _started[:] = [run]
     at_exit.end_run(run._close_at_end)
     saves = f"{'a' if coordinator.saves else 'no'} checkpoint URL, every_steps={every_steps}"
@@ -100,10 +100,12 @@ def start(
 
 
 def _strict_by_environment() -> bool:
-    said = os.environ.get(env.STRICT, "")
-    if said not in ("", "0", "1"):
-        raise LoopError(f"{env.STRICT}={said}: 1 refuses what the loop carries untracked, 0 warns of it; write 0 or 1")
-    return said == "1"
+    setting = os.environ.get(env.STRICT, "")
+    if setting not in ("", "0", "1"):
+        raise LoopError(
+            f"{env.STRICT}={setting}: 1 refuses what the loop carries untracked, 0 warns of it; write 0 or 1"
+        )
+    return setting == "1"
 
 
 def current() -> Run:
@@ -120,7 +122,7 @@ class Run(Loops):
     def rank(self) -> int:
         """This process's rank in the present world; it may change with the world. Raises `LoopError` before `steps` if
         it is not known yet."""
-        if self._recovery is not None and not self._loop and self.place.most > 1:
+        if self._recovery is not None and not self._loop and self.process.most > 1:
             raise LoopError(f"run.rank: {UNKNOWN}")
         if self._shadow_step is not None:
             self._shadow_step.asks_rank()
@@ -131,12 +133,12 @@ class Run(Loops):
         """The number of processes in the present world. Before `steps` begins in a world that may change, it is the
         largest number that the job may have: so a process that begins alone also builds objects for several ranks."""
         if self._recovery is None:
-            return self.place.world_size
-        return dist.get_world_size() if self._loop else self.place.most
+            return self.process.world_size
+        return dist.get_world_size() if self._loop else self.process.most
 
     @property
     def device(self) -> torch.device:
-        return self.place.device
+        return self.process.device
 
     def track(self, *unnamed: Any, **objects: Any) -> None:
         """Declare the training state: modules, optimizers, schedulers, scalers, tensors, random generators, and any
@@ -151,9 +153,9 @@ class Run(Loops):
                 raise LoopError(f"track({name}=…): the name {name!r} is {what}; use another")
             if isinstance(value, Union):
                 raise LoopError(call_mistakes.marked(name))
-            held = value if source_of(value) is None else self._random.track(name, value)
-            if held is not None:
-                self._state[name] = held
+            tracked = value if source_of(value) is None else self._random.track(name, value)
+            if tracked is not None:
+                self._state[name] = tracked
 
     @property
     def shared_rng(self) -> torch.Generator:
@@ -179,8 +181,8 @@ class Run(Loops):
                 raise LoopError("mesh() after the first step: make the mesh before the model that is sharded over it")
             self._make_mesh(shape)
             self._ask(f"run.{shape}", sys._getframe(1))
-        if self._asked != shape:
-            raise LoopError(f"{shape}: this run has {self._asked}; use one mesh for all modules")
+        if self._requested_shape != shape:
+            raise LoopError(f"{shape}: this run has {self._requested_shape}; use one mesh for all modules")
         return self._mesh
 
     def pipeline(self, make: Callable[[], Any]) -> PipelineSchedule:
@@ -294,7 +296,7 @@ class Run(Loops):
 
     def _close(self) -> None:
         self._coordinator.close()
-        if self.place.made and dist.is_initialized():
+        if self.process.made and dist.is_initialized():
             leave_group()
 
     def _close_at_end(self) -> None:

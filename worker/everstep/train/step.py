@@ -51,7 +51,7 @@ class StepScope(Protocol):
         """Whether the error means that a peer was lost, and the loop goes on."""
         ...
 
-    def asked(self) -> None:
+    def completion_read(self) -> None:
         """The script asks whether the step counts."""
         ...
 
@@ -95,7 +95,7 @@ class Step:
     def completed(self) -> bool:
         """Whether the step counts. Code behind the block also runs if a peer was lost and the step will be repeated. So
         code that belongs to a step's end must check this."""
-        self._scope.asked()
+        self._scope.completion_read()
         return self.phase is Phase.DONE
 
     def scale(self, loss: Any) -> Any:

@@ -33,12 +33,12 @@ class SyncCheck:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         mine = dict(self._digests())
-        told: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(told, mine)
-        for rank, theirs in enumerate(told):
+        by_rank: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, mine)
+        for rank, theirs in enumerate(by_rank):
             first = rank % self._shape().shards
-            differing = [name for name in sorted(told[first].keys() | theirs.keys())
-                         if told[first].get(name) != theirs.get(name)]  # fmt: skip
+            differing = [name for name in sorted(by_rank[first].keys() | theirs.keys())
+                         if by_rank[first].get(name) != theirs.get(name)]  # fmt: skip
             if differing:
                 raise LoopError(
                     f"run.check_sync(): rank {rank} has another {differing[0]} than rank {first}, of "

@@ -106,10 +106,10 @@ class Checked:
     def _all_left_out(self) -> None:
         self._scales.check(self._coordinator.step, self._coordinator.gather)
         if (gradients := self._present_gradients()) is not None and gradients.take_left_out():
-            self._all_meet(early_exit.all_left_out)
+            self._check_all(early_exit.all_left_out)
 
     def all_leave(self) -> None:
-        self._all_meet(early_exit.all_leave)
+        self._check_all(early_exit.all_leave)
 
     def _compare_ranks(self, size: int, *, last: bool) -> None:
         """A step is complete on all `size` ranks. Collective. Raises `LoopError`."""
@@ -134,7 +134,7 @@ class Checked:
     def _present_gradients(self) -> Gradients | None:
         raise NotImplementedError
 
-    def _all_meet(self, meet: Callable[..., None]) -> None:
+    def _check_all(self, check: Callable[..., None]) -> None:
         raise NotImplementedError
 
 
@@ -160,11 +160,11 @@ class FixedWorld(Checked):
             self._untracked_check.start()
             self._hooks = Hooks(self._state, self._untracked_check.is_untracked)
             checks.check_hooks(self._reducers.alive(), self._untracked_check.is_untracked, self._state.values())
-        places = self._shape.model_size
-        checks.check_replicas(self._reducers.alive(), places, lambda group: _is_across(group, places))
+        model_size = self._shape.model_size
+        checks.check_replicas(self._reducers.alive(), model_size, lambda group: _is_across(group, model_size))
         alive, is_free = self._reducers.alive(), self._untracked_check.is_untracked
         self._replicas = Replicas(self._state, alive, is_free, kept=kept, shape=self._shape)
-        self._scales = Scales(self._state, places if self._size > 1 else 1)
+        self._scales = Scales(self._state, model_size if self._size > 1 else 1)
         if self._size > 1:
             GradientReduction(self._state, self._reducers, self._untracked_check, lasts=True)
         self._reducers.learn()  # from a backward pass that the script made before
@@ -226,7 +226,7 @@ class FixedWorld(Checked):
     def step_lost(self, error: BaseException) -> bool:
         return False
 
-    def asked(self) -> None: ...
+    def completion_read(self) -> None: ...
 
     def go_on(self, phase: Phase) -> None:
         raise AssertionError("this world is never lost")
@@ -245,10 +245,10 @@ class FixedWorld(Checked):
             return groups.collectives_begun(group) if group is not None else 0
         return 0
 
-    def _all_meet(self, meet: Callable[..., None]) -> None:
+    def _check_all(self, check: Callable[..., None]) -> None:
         if self._size > 1:
             store = groups.default_store()
-            meet(store, self._rank, self._size, self._coordinator.step, self._slowest)
+            check(store, self._rank, self._size, self._coordinator.step, self._slowest)
 
     def _completed(self, *, last: bool = False) -> None:
         self._compare_ranks(self._size, last=last)
@@ -268,7 +268,7 @@ def take_from(state: Mapping[str, Any], source: int, ranks: Any, gradients: Grad
     replicated.take_from(own, source, ranks, gradients)
 
 
-def _is_across(group: Any, places: int) -> bool:
-    """Whether it has one place of all replicas."""
+def _is_across(group: Any, model_size: int) -> bool:
+    """Whether the group has the ranks with one number in all replicas."""
     ranks = dist.get_process_group_ranks(group)
-    return sorted(ranks) == list(range(min(ranks) % places, dist.get_world_size(), places))
+    return sorted(ranks) == list(range(min(ranks) % model_size, dist.get_world_size(), model_size))

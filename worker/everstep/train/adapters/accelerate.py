@@ -42,7 +42,7 @@ from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from everstep.torch_private.accelerate import models_of, optimizers_of
 from everstep.train.adapters import accelerated
 from everstep.train.adapters.order import known_order
-from everstep.train.adapters.own_loop import held, trained_loader
+from everstep.train.adapters.own_loop import prepared_objects, trained_loader
 from everstep.train.adapters.prepared import Prepared, unwrapped
 
 accelerated.follow(loops=True)
@@ -206,7 +206,7 @@ class Run:
             if error is None:
                 self._checks.completed(last=True)
                 self._coordinator.finish(self._coordinator.step)
-                refused_end.settled()
+                refused_end.completed()
         except (Exception, SystemExit) as e:
             error = e
             raise
@@ -247,7 +247,7 @@ def start(
         raise SettingUnusable("start(accelerator, …, model=…): say which loader is trained on, loader=train_dataloader")
     if own_loop:
         _check_own(accelerator)
-        loader, objects = trained_loader(accelerator) if loader is None else loader, held(accelerator)
+        loader, objects = trained_loader(accelerator) if loader is None else loader, prepared_objects(accelerator)
     refused_end.check_first_start()
     coordinator = StepCoordinator.find(checkpoint, every_steps, every_seconds, options or {})
     if recovery is not None:

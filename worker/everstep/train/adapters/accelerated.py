@@ -164,14 +164,14 @@ def move(rank: int, world_size: int) -> None:
             "Accelerate has not found a device for each process, and would train each rank alone: on machines without "
             "a GPU write TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
         )
-    place = {
+    values = {
         "num_processes": world_size,
         "process_index": rank,
         "local_process_index": int(os.environ.get("LOCAL_RANK", "0")),
     }
     for kind in (PartialState, AcceleratorState):
         if state := shared_state(kind):
-            state.update(place)
+            state.update(values)
 
 
 def forget_loaders() -> None:

@@ -44,8 +44,8 @@ def check_counters(frame: types.FrameType | None, micros: int) -> None:
     loop = max(loops, key=lambda n: n.lineno, default=None)
     if loop is not None and (at := by_hand(loop)):
         raise LoopError(f"line {at} of {name}: {BY_HAND}")
-    if loop is not None and (found := counters(loop)):
-        what, at = found[0]
+    if loop is not None and (sums := counters(loop)):
+        what, at = sums[0]
         raise LoopError(
             f"{what} ({name}:{at}) in the loop over the prepared loader: a "
             f"batch in which a peer is lost comes again, and would be counted twice. {_ONCE if micros == 1 else _SUM}"
@@ -56,7 +56,7 @@ def by_hand(loop: ast.For) -> int:
     """The line that decides by a remainder whether an optimizer steps; 0 if there is none."""
     for n in ast.walk(loop):
         if isinstance(n, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(n.test)):
-            parts = [part for one in n.body for part in ast.walk(one)]
+            parts = [part for statement in n.body for part in ast.walk(statement)]
             if any(isinstance(p, ast.Continue) or (isinstance(p, ast.Attribute) and p.attr == "step") for p in parts):
                 return n.lineno
     return 0
@@ -67,16 +67,16 @@ def counters(loop: ast.For) -> list[tuple[str, int]]:
     added = {id(target) for n in ast.walk(loop) if (target := _added_to(n)) is not None}
     stored = [n for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     made = {n.id for n in stored if id(n) not in added}
-    found = []
+    statements = []
     for n in _runs(loop.body):
         if (grown := _added_to(n)) is not None and _root(grown) not in made:
-            found.append((ast.unparse(n), n.lineno))
+            statements.append((ast.unparse(n), n.lineno))
         match n:
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr=name))) if (
                 name in _ADDS and _root(target) not in made
             ):
-                found.append((f"{ast.unparse(target)}.{name}(…)", n.lineno))
-    return sorted(found, key=lambda one: one[1])
+                statements.append((f"{ast.unparse(target)}.{name}(…)", n.lineno))
+    return sorted(statements, key=lambda pair: pair[1])
 
 
 def _runs(body: list[ast.stmt]) -> Iterator[ast.stmt]:

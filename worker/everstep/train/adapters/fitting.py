@@ -51,13 +51,13 @@ def recovery() -> Recovery | None:
     before `Trainer.fit`."""
     if dist.is_initialized() or (rounds := AgentAnnouncements.find()) is None or (most := most_processes()) == 1:
         return None
-    found = Recovery(rounds)
-    found.start(most)
+    engine = Recovery(rounds)
+    engine.start(most)
     os.environ["WORLD_SIZE"] = str(most)  # Lightning compares it with its devices
-    found.program.scope.enter(ScriptPhase.STEP)  # while it sets up, Lightning waits for others, which come later
+    engine.program.scope.enter(ScriptPhase.STEP)  # while it sets up, Lightning waits for others, which come later
 
     def alone(*_: object) -> None:
-        if found.round is None:
+        if engine.round is None:
             raise LoopError(
                 "optimizer.step(): this process has not joined the others, so each rank would train a model of its "
                 "own: pass the EverstepCallback to the Trainer, callbacks=[…]"
@@ -65,7 +65,7 @@ def recovery() -> Recovery | None:
 
     register_optimizer_step_pre_hook(alone)
     _means_as_sums()
-    return found
+    return engine
 
 
 def _means_as_sums() -> None:
@@ -123,8 +123,8 @@ class Progress:
             self.kept["attributes"] = self._attributes.now()
 
     def pass_begins(self) -> None:
-        """Each pass begins with on_train_start, where hooks set attributes to those of a first step. So what they were
-        is put back when all of them have heard it, and the first batch is there."""
+        """Each pass begins with on_train_start, where hooks set attributes to those of a first step. So the values
+        before are restored after all of them were called, when the first batch is there."""
         self._attributes = self._attributes or attributes_of(self._trainer)
         if self.kept is not None:
             self._attributes.put_back(self.kept.get("attributes", {}))
@@ -190,7 +190,7 @@ class Fitting(Passes):
         Lightning waits at barriers, where a process that comes later would be alone."""
         trainer = self._trainer
         state[STATE] = self._random
-        self._join(state, nothing_between(), self._place)
+        self._join(state, nothing_between(), self._set_world)
         lightning.ignore_sigterm(self._replaced, trainer.fit_loop)
         if type(trainer.precision_plugin).optimizer_step is Precision.optimizer_step:
             self._replaced.put("optimizer_step", lambda _: self._optimizer_step, trainer.precision_plugin)
@@ -258,7 +258,7 @@ class Fitting(Passes):
             self._coordinator.leave()
             self._replaced.end()
 
-    def _place(self, rank: int, world_size: int) -> None:
+    def _set_world(self, rank: int, world_size: int) -> None:
         trainer = self._trainer
         environment = trainer.strategy.cluster_environment
         replace("global_rank", lambda _: lambda: rank, environment)
@@ -278,8 +278,8 @@ class Fitting(Passes):
         plugin = self._trainer.precision_plugin
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
             return Precision.optimizer_step(plugin, optimizer, model, closure, **named)
-        found = lightning.run_closure(plugin, model, optimizer, closure)
-        return optimizer.step(closure=lambda: found, **named)
+        result = lightning.run_closure(plugin, model, optimizer, closure)
+        return optimizer.step(closure=lambda: result, **named)
 
 
 def _check(trainer: Any) -> None:

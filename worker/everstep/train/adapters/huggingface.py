@@ -100,7 +100,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
                 result = self._train(trainer, arguments)
         finally:
             replaced.end()
-        refused_end.settled()
+        refused_end.completed()
         return result
 
     def _train(self, trainer: Any, arguments: dict[str, Any]) -> Any:
@@ -175,8 +175,8 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # the package ha
             self._rng.apply()  # the run that goes on with a greater max_steps draws the epoch's numbers
 
     def _before_step_begins(self, begins: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
-        """A step is begun before the first callback hears of it: what a callback counts there belongs to the step,
-        wherever the callback stands in the list."""
+        """Begin the step before the first callback is called: what a callback counts there belongs to the step,
+        whatever the order of the callbacks is."""
         self._step_begins(state)
         return begins(args, state, control)
 

@@ -69,11 +69,11 @@ class Elastic:
         return self._loader
 
     def __iter__(self) -> Iterator[ElasticBatch]:
-        self.settle()
+        self.acknowledge()
         for batch in self._batches(iter(self._loader)):
             yield ElasticBatch(batch.data, batch.weight)
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Tell that the batches given out so far are trained on."""
         self._loader.acknowledge()
         self._position = self._loader.state_dict()
@@ -88,7 +88,7 @@ class Elastic:
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            self.settle()
+            self.acknowledge()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -234,7 +234,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if self._fitting is not None:
             return
         if isinstance(trainer.train_dataloader, Elastic):
-            trainer.train_dataloader.settle()
+            trainer.train_dataloader.acknowledge()
         self._ended = True
         self._coordinator.log(self._logged.new(trainer))
         try:
@@ -247,7 +247,7 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
         if not self._ended and self._fitting is None:  # the commit is of the last step: nothing was trained
             self._coordinator.finish(trainer.global_step, save=False)
         self._others.fit_ended()
-        refused_end.settled()
+        refused_end.completed()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         refused_end.stands(exception)
@@ -273,8 +273,9 @@ class EverstepCallback(Callback):  # type: ignore[misc]  # its types are not fol
 
 def _read_by(trainer: Any) -> list[Any]:
     """The loaders that `fit` trains on, without those whose ranks read by an order of their own."""
-    found = private.loaders_of(trainer.fit_loop)
-    return [one.inner if isinstance(one, Elastic) else one for one in found if isinstance(one, Elastic) or divides(one)]
+    loaders = private.loaders_of(trainer.fit_loop)
+    trained = [loader for loader in loaders if isinstance(loader, Elastic) or divides(loader)]
+    return [loader.inner if isinstance(loader, Elastic) else loader for loader in trained]
 
 
 _ATTRIBUTES = "everstep attributes"
@@ -298,13 +299,13 @@ class _Others:
         self._callbacks = [c for c in trainer.callbacks if c is not own]
         self._chosen = chosen
         self._of_script: ScriptAttributes | None = None  # where worlds change, `Progress` has them
-        self._told: Mapping[str, Any] = {}
+        self._saved_attributes: Mapping[str, Any] = {}
         self._metrics: Mapping[str, float] = {}
 
     def train_began(self) -> None:
-        """All hooks have heard that the training begins, where worlds do not change."""
+        """All hooks were called for the beginning of the training, in a world that does not change."""
         self._of_script = fitting.attributes_of(self._trainer)
-        self._of_script.put_back(self._told)
+        self._of_script.put_back(self._saved_attributes)
 
     def look(self) -> None:
         """See which attributes a step has changed."""
@@ -313,24 +314,24 @@ class _Others:
 
     def state_dict(self) -> dict[str, Any]:
         states = {c.state_key: c.state_dict() for c in self._callbacks}
-        found = {key: state for key, state in states.items() if state}
+        saved = {key: state for key, state in states.items() if state}
         newest = {c.state_key: private.newest_save(c) for c in self._callbacks}
         if newest := {key: values for key, values in newest.items() if values}:
-            found[_ATTRIBUTES] = newest
+            saved[_ATTRIBUTES] = newest
         if self._of_script is not None:
-            found[_OF_SCRIPT] = self._of_script.now()
+            saved[_OF_SCRIPT] = self._of_script.now()
         if metrics := private.logged_metrics(self._trainer):
-            found[_METRICS] = {name: float(value) for name, value in metrics.items()}
-        return found
+            saved[_METRICS] = {name: float(value) for name, value in metrics.items()}
+        return saved
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        self._told, self._metrics = states.get(_OF_SCRIPT, {}), states.get(_METRICS, {})
+        self._saved_attributes, self._metrics = states.get(_OF_SCRIPT, {}), states.get(_METRICS, {})
         for callback in self._callbacks:
             if callback.state_key in states:
-                found = states[callback.state_key]
-                if callback in self._chosen and _FOLDER in found:
-                    setattr(callback, _FOLDER, found[_FOLDER])
-                callback.load_state_dict(found)
+                state = states[callback.state_key]
+                if callback in self._chosen and _FOLDER in state:
+                    setattr(callback, _FOLDER, state[_FOLDER])
+                callback.load_state_dict(state)
             private.set_newest_save(callback, states.get(_ATTRIBUTES, {}).get(callback.state_key, {}))
 
     def fit_ended(self) -> None:

@@ -17,6 +17,6 @@ class Logged:
 
     def new(self, trainer: Any) -> dict[str, Any]:
         now = dict(trainer.callback_metrics)
-        found = {name: value for name, value in now.items() if self._before.get(name) is not value}
+        changed = {name: value for name, value in now.items() if self._before.get(name) is not value}
         self._before = now  # kept, so that no new value gets the identity of an old one
-        return found
+        return changed

@@ -129,14 +129,14 @@ class OwnLoop:
     def _note_state(self) -> None:
         """Note the state that the rest of the body may change although the step is lost: registered objects and
         parameters."""
-        registered = [(one, copy.deepcopy(one.state_dict())) for one in prepared.registered_of(self._accelerator)]
-        self._as_lost = registered, self._marks()
+        targets = prepared.registered_of(self._accelerator)
+        self._as_lost = [(target, copy.deepcopy(target.state_dict())) for target in targets], self._marks()
 
     def _check_state(self) -> LoopError | None:
         """At the end of a lost step's body: the error to raise if it has changed parameters."""
         (registered, marks), self._as_lost = self._as_lost, ([], [])
-        for one, held in registered:
-            one.load_state_dict(held)
+        for target, state in registered:
+            target.load_state_dict(state)
         changed = [name for (name, *mark), now in zip(marks, self._marks(), strict=True) if mark != [*now[1:]]]
         if not changed:
             return None
@@ -208,8 +208,8 @@ class OwnLoop:
     def _only_in_scope(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **named: Any) -> Any:
             if self.batch is not None and not self._accumulates:
-                asked = script_call_site(sys._getframe(1))
-                at = asked.at if asked is not None else ""
+                site = script_call_site(sys._getframe(1))
+                at = site.at if site is not None else ""
                 raise LoopError(
                     f"accelerator.{name}(…){at} is in the body of the loop over the prepared loader. If a peer "
                     "is lost in it, the body ends with an error that Everstep cannot catch there. Write `with "
@@ -235,7 +235,7 @@ def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
     """Let the script's object `loader` yield the batches of `loop`, until the returned function is called."""
     kind: Any = type(loader)
     taken = True
-    iterate = {"__iter__": lambda one: loop.batches() if taken else kind.__iter__(one)}
+    iterate = {"__iter__": lambda instance: loop.batches() if taken else kind.__iter__(instance)}
     ours = type(kind.__name__, (kind,), {**iterate, "__module__": kind.__module__})
     # Accelerate's loaders claim to be of torch's class: `__class__` is a property of theirs.
     become = object.__dict__["__class__"].__set__
@@ -252,18 +252,18 @@ def _take_over(loader: Any, loop: OwnLoop) -> Callable[[], None]:
 
 def trained_loader(accelerator: Any) -> Any:
     """The prepared loader that a script trains on: the only one, or the only one that shuffles. Raises `LoopError`."""
-    found = every = list(prepared.loaders_of(accelerator))
-    if len(found) > 1:
-        found = [one for one in found if "Random" in type(one.get_sampler()).__name__]
-    if len(found) != 1:
+    candidates = every = list(prepared.loaders_of(accelerator))
+    if len(candidates) > 1:
+        candidates = [loader for loader in candidates if "Random" in type(loader.get_sampler()).__name__]
+    if len(candidates) != 1:
         raise LoopError(
-            f"start(accelerator, …): {len(every)} loaders are prepared, and {len(found)} of them "
+            f"start(accelerator, …): {len(every)} loaders are prepared, and {len(candidates)} of them "
             "shuffle, so which one is trained on is not known: say start(accelerator, …, loader=train_dataloader)"
         )
-    return found[0]
+    return candidates[0]
 
 
-def held(accelerator: Any) -> dict[str, Any]:
+def prepared_objects(accelerator: Any) -> dict[str, Any]:
     """The objects that the accelerator has prepared, by names for a commit."""
     kinds = {
         "model": prepared.models_of(accelerator),

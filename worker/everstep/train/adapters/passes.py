@@ -57,13 +57,13 @@ def nothing_between() -> BetweenSteps:
 
 
 class PassWorld(RecoveringWorld):
-    """`place` is told this process's rank and the size of each world."""
+    """Calls `set_world` with this process's rank and the size of each world."""
 
-    place: Callable[[int, int], None]
+    set_world: Callable[[int, int], None]
 
     def _moved(self) -> None:
         members = self._recovery.members
-        self.place(members.rank, members.world_size)
+        self.set_world(members.rank, members.world_size)
         super()._moved()
 
     def torn(self) -> None:
@@ -82,7 +82,7 @@ class Passes:
         self._in_step = False
         self._behind = False  # the step is complete, but work after it is not, which may have changed any state
 
-    def _join(self, state: dict[str, Any], between: BetweenSteps, place: Callable[[int, int], None]) -> None:
+    def _join(self, state: dict[str, Any], between: BetweenSteps, set_world: Callable[[int, int], None]) -> None:
         """All objects of `state` are made."""
         state[BUCKETS] = reducers = Reducers(state)
         self._random.start()
@@ -90,7 +90,7 @@ class Passes:
         self._world = PassWorld(
             self._recovery, self._coordinator, state, reducers, None, Resharding(None), between, Uncounted()
         )
-        self._world.place = place
+        self._world.set_world = set_world
 
     @property
     def _number(self) -> int:

@@ -38,13 +38,13 @@ from everstep.train.session import Run
 
 
 class Session(Run):
-    """The session's own run. It tells `place` of each world, and of the loader that it trains on."""
+    """The session's own run. It calls `resharding` in each world."""
 
-    def __init__(self, coordinator: StepCoordinator, recovery: Recovery, place: Places) -> None:
+    def __init__(self, coordinator: StepCoordinator, recovery: Recovery, resharding: AcceleratorResharding) -> None:
         super().__init__(
             take_place(), coordinator, recovery, rng=True, compare_gradients=False
         )  # Accelerate keeps its rank in many places
-        self._resharding.add(place)
+        self._resharding.add(resharding)
 
     @property
     def epoch(self) -> int:
@@ -53,7 +53,7 @@ class Session(Run):
     def taken(self, loader: Any, micros: int, *, compare_samples: bool) -> TakenOver:
         try:
             return TakenOver(
-                loader, ranks=self.place.most, world=self._cut(), micros=micros, compare_samples=compare_samples
+                loader, ranks=self.process.most, world=self._cut(), micros=micros, compare_samples=compare_samples
             )
         except DataError as e:
             raise LoopError(
@@ -63,7 +63,7 @@ class Session(Run):
             ) from e
 
 
-class Places:
+class AcceleratorResharding:
     """Tells Accelerate and its loaders of each world."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -92,8 +92,8 @@ class Prepared:
         compare_samples: bool = True,
     ) -> None:
         self._accelerator = accelerator
-        self._places = Places(accelerator)
-        self._session = Session(coordinator, recovery, self._places)
+        self._resharding = AcceleratorResharding(accelerator)
+        self._session = Session(coordinator, recovery, self._resharding)
         self._micros = accelerator.gradient_accumulation_steps
         self._scales = not isinstance(loader, ElasticLoader)
         self._loader = loader
@@ -115,7 +115,7 @@ class Prepared:
             accelerator.backward = self._weighting
         for value in objects.values():
             if isinstance(value, AcceleratedScheduler):
-                _full_size(value, self._session.place.most)
+                _full_size(value, self._session.process.most)
 
     @property
     def completed(self) -> int:
@@ -165,11 +165,11 @@ class Prepared:
             )
 
         def work(given: Any) -> Any:
-            found: Any = None
+            result: Any = None
             accelerated.forget_loaders()
             for batch in (given,) if isinstance(given, Batch) else given:
-                found = self._attempt(fn, replace(batch, data=send_to_device(batch.data, self._accelerator.device)))
-            return found
+                result = self._attempt(fn, replace(batch, data=send_to_device(batch.data, self._accelerator.device)))
+            return result
 
         self._session.train(work)
 
@@ -208,7 +208,7 @@ class Prepared:
         accelerator.step = before = self._micros - 1 if batch.last else 0
         self._batch, self._weighted = batch, 0
         try:
-            found = fn(batch.data if self._scales else batch)
+            result = fn(batch.data if self._scales else batch)
         finally:
             self._batch = None
         if self._scales and self._weighted == 0:
@@ -221,7 +221,7 @@ class Prepared:
                 f"gradient_accumulation_steps={self._micros}, and fn has not entered accelerator.accumulate(model): "
                 "write `with accelerator.accumulate(model):` around its work"
             )
-        return figures(found)
+        return figures(result)
 
     def _weighting(self, loss: Any, **named: Any) -> Any:
         if self._batch is not None and self._scales:
@@ -248,10 +248,10 @@ def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
             "split_batches=True: a batch of the loader is that of all processes. Leave it out, and say the batch of "
             "one; or pass an everstep.data.ElasticLoader(global_batch=…)"
         )
-    found = {name: unwrapped(accelerator, value) for name, value in objects.items()}
+    inner = {name: unwrapped(accelerator, value) for name, value in objects.items()}
     if accelerator.scaler is not None:
-        found["scaler"] = accelerator.scaler
-    return found
+        inner["scaler"] = accelerator.scaler
+    return inner
 
 
 def _full_size(schedule: Any, most: int) -> None:
@@ -260,12 +260,12 @@ def _full_size(schedule: Any, most: int) -> None:
 
     def at_full_size(step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*arguments: Any, **named: Any) -> None:
-            held = shared["num_processes"]
+            processes = shared["num_processes"]
             shared["num_processes"] = most
             try:
                 step(*arguments, **named)
             finally:
-                shared["num_processes"] = held
+                shared["num_processes"] = processes
 
         return stepped
 

@@ -41,12 +41,12 @@ class RankChecks:
 
     def reads(self, loaders: Iterable[Any], *, changes: bool = False) -> None:
         """The framework has made its loaders. `changes`: it makes others later, perhaps of other data."""
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         for number, loader in enumerate(loaders):
             source = self._source(loader, changes)
             if source is not None:
-                found[str(number or "")] = source
-        self.samples.trains_on(found)
+                sources[str(number or "")] = source
+        self.samples.trains_on(sources)
 
     def begin(self, state: Mapping[str, Any], loader: ElasticLoader | None = None) -> None:
         """All objects are made and restored, in a world that does not change. `loader`: of ours, if one is trained on.

@@ -37,16 +37,16 @@ class KeptState:
         self._pending = False  # whether the trainer has yet to take the loaded state
         self._first_pass = True
         self._attributes = ScriptAttributes(())
-        self._told: dict[str, Any] = {}  # of attributes, by a commit
+        self._saved_attributes: dict[str, Any] = {}  # of attributes, by a commit
 
     def begins(self) -> None:
-        """Trainer and all callbacks have heard that the training begins."""
+        """Trainer and all callbacks were called for the beginning of the training."""
         if self._first_pass:
             self._first_pass = False
             stateful = [id(c) for c in self._stateful()]
             callbacks = [c for c in self._trainer.callback_handler.callbacks if id(c) not in stateful]
             self._attributes = ScriptAttributes([*callbacks, self._trainer, *self._trainer.model.modules()])
-            self._attributes.put_back(self._told)
+            self._attributes.put_back(self._saved_attributes)
 
     def look(self) -> None:
         """See which attributes a step, or a pass that has ended, has changed."""
@@ -82,22 +82,22 @@ class KeptState:
         if not self._behind:
             self._attributes.put_back({})
             return
-        for callback, held in zip(self._stateful(), self._behind[-1]["callbacks"], strict=True):
-            flags = held["args"] if callback is self._trainer.control else {}
-            for name, value in {**flags, **held["attributes"]}.items():
+        for callback, state in zip(self._stateful(), self._behind[-1]["callbacks"], strict=True):
+            flags = state["args"] if callback is self._trainer.control else {}
+            for name, value in {**flags, **state["attributes"]}.items():
                 setattr(callback, name, value)
-        if (told := self._behind[-1].get("attributes")) is not None:
-            self._attributes.put_back(told)
-        if (held := self._behind[-1].get("schedule")) is not None:
-            self._trainer.lr_scheduler.load_state_dict(held["state"])
-            for group, rate in zip(self._trainer.optimizer.param_groups, held["rates"], strict=True):
+        if (attributes := self._behind[-1].get("attributes")) is not None:
+            self._attributes.put_back(attributes)
+        if (schedule := self._behind[-1].get("schedule")) is not None:
+            self._trainer.lr_scheduler.load_state_dict(schedule["state"])
+            for group, rate in zip(self._trainer.optimizer.param_groups, schedule["rates"], strict=True):
                 group["lr"] = rate
 
     def epoch_begins(self) -> None:
-        """All callbacks have heard that an epoch begins. Where a pass goes on in the middle of one, they had heard it
-        before."""
-        if self._behind and not self.at_epoch_end() and (told := self._behind[-1].get("attributes")) is not None:
-            self._attributes.put_back(told)
+        """All callbacks were called for the beginning of an epoch. If a pass goes on in the middle of an epoch, they
+        were called a second time."""
+        if self._behind and not self.at_epoch_end() and (attributes := self._behind[-1].get("attributes")) is not None:
+            self._attributes.put_back(attributes)
 
     def taken(self) -> None:
         """Tell that Trainer has the loaded state, in a world that does not change: there no work after a step is done
@@ -124,15 +124,15 @@ class KeptState:
         fields = self._plain()
         fields["log_history"] = self._logs()[-MAX_LOGS:]
         fields["stateful_callbacks"] = self._by_name([c.state() for c in self._stateful()])
-        found: dict[str, Any] = {"state": fields, "global_batch": self.global_batch_now()}
+        saved: dict[str, Any] = {"state": fields, "global_batch": self.global_batch_now()}
         if self._behind:
             cut = len(self._logs()) - len(fields["log_history"])
-            found["behind"] = [{**b, "logs": max(0, b["logs"] - cut)} for b in self._behind]
+            saved["behind"] = [{**b, "logs": max(0, b["logs"] - cut)} for b in self._behind]
         if self.seed is not None:
-            found["seed"] = self.seed
-        found["attributes"] = self._attributes.now()
-        found["at_end"] = self.at_end
-        return found
+            saved["seed"] = self.seed
+        saved["attributes"] = self._attributes.now()
+        saved["at_end"] = self.at_end
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         size = self.global_batch_now()
@@ -144,14 +144,14 @@ class KeptState:
         self.loaded = dict(saved["state"])
         self._pending = True
         self._behind = [dict(b) for b in saved.get("behind", ())]
-        self._told = saved.get("attributes", {})
+        self._saved_attributes = saved.get("attributes", {})
         self.before_epoch = bool(saved.get("at_end")) and float(self.loaded.get("epoch") or 0).is_integer()
         if self.seed is not None:
             self.seed = saved.get("seed", self.seed)
 
     def _logs(self) -> list[Any]:
-        found: list[Any] = self.loaded["log_history"] if self._pending else self._trainer.state.log_history
-        return found
+        logs: list[Any] = self.loaded["log_history"] if self._pending else self._trainer.state.log_history
+        return logs
 
     def _now(self) -> dict[str, Any]:
         callbacks = [c.state() for c in self._stateful()]
@@ -171,10 +171,10 @@ class KeptState:
 
     def _by_name(self, states: list[Any]) -> dict[str, Any]:
         """The callbacks' states in Trainer's own form: several of one class are a list."""
-        found: dict[str, list[Any]] = {}
+        by_class: dict[str, list[Any]] = {}
         for callback, state in zip(self._stateful(), states, strict=True):
-            found.setdefault(type(callback).__name__, []).append(state)
-        return {name: several if len(several) > 1 else several[0] for name, several in found.items()}
+            by_class.setdefault(type(callback).__name__, []).append(state)
+        return {name: several if len(several) > 1 else several[0] for name, several in by_class.items()}
 
     def _stateful(self) -> list[Any]:
         trainer = self._trainer

@@ -126,8 +126,8 @@ class Unbroken(Passes):
         self._random.begin(self._coordinator.step, self._recovery.members.rank)  # what follows draws the same numbers
 
     def _train_begins(self, begins: Callable[..., Any], *arguments: Any) -> Any:
-        """Each pass begins with on_train_begin, where callbacks set their attributes to those of a first step. So what
-        they were is put back when all of them have heard it."""
+        """Each pass begins with on_train_begin, where callbacks set their attributes to those of a first step. So the
+        values before are restored after all of them were called."""
         self._trainer.control = begins(*arguments)
         self._redo()
         return self._trainer.control
@@ -241,13 +241,13 @@ class Unbroken(Passes):
         number of steps is not known."""
         trainer, schedule = self._trainer, self._trainer.lr_scheduler
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        held = schedule.state_dict()
+        state = schedule.state_dict()
         rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         trainer.lr_scheduler = None
         made = trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         private.keep_schedule(trainer)
         if self._coordinator.step:
-            made.load_state_dict(held)
+            made.load_state_dict(state)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group.update(rate)
         schedule.__dict__.clear()
@@ -257,9 +257,9 @@ class Unbroken(Passes):
     def _work(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if self._in_step:
             self._step_ended()
-        found = work(*arguments, **named)
+        result = work(*arguments, **named)
         self._kept.did()
-        return found
+        return result
 
     def _step_ended(self) -> None:
         self._step_ends()

@@ -19,7 +19,7 @@ THREAD = "pt_gloo_runloop"
 LOOK = 0.005  # seconds between two checks; meanwhile a waiting thread gets Python's lock
 LIMIT = 2.0  # seconds
 
-_held: list[Any] = []  # default groups of this process, until it ends
+_kept_groups: list[Any] = []  # default groups of this process, until it ends
 
 
 def hold_group() -> None:
@@ -27,10 +27,10 @@ def hold_group() -> None:
     the last to hold it, torch 2.13 would free gloo's group while it holds Python's lock. The group's threads may wait
     for that lock, and the process would hang."""
     group = dist.group.WORLD
-    if not _held:
-        atexit.register(_held.clear)
-    if all(group is not one for one in _held):
-        _held.append(group)
+    if not _kept_groups:
+        atexit.register(_kept_groups.clear)
+    if all(group is not kept for kept in _kept_groups):
+        _kept_groups.append(group)
 
 
 def leave_group() -> None:
@@ -56,11 +56,11 @@ def quiesce(limit: float = LIMIT) -> None:
 
 def _states() -> list[bool]:
     """Whether each of gloo's threads is busy; empty if the system does not say."""
-    found = []
+    busy = []
     for task in TASKS.glob("[0-9]*"):
         try:
             if (task / "comm").read_text().strip() == THREAD:
-                found.append((task / "stat").read_text().rpartition(")")[2].split()[0] != "S")
+                busy.append((task / "stat").read_text().rpartition(")")[2].split()[0] != "S")
         except OSError:  # the thread has ended
             continue
-    return found
+    return busy

@@ -1,7 +1,7 @@
 """Checks that all ranks are at the same place of the loop over epochs.
 
 A rank that evaluates while the others begin to train waits for them in a collective of its own, and they for it: a hang
-watch would find that after a minute, and cannot name the line that is wrong. So all ranks meet at each such place.
+watch would find that after a minute, and cannot name the line that is wrong. So all ranks first compare where they are.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.same_calls import Gather, gather_texts
 
 
-def meet(place: str, call: str, gather: Gather) -> None:
-    """`place`: that of the loop, the same text on all ranks. `call`: the script's call, with its line. Raises
-    `LoopError` on all ranks if they are not at one place. Collective."""
-    told = gather((zlib.crc32(place.encode()),))
-    odd = next((rank for rank, (one, other) in enumerate(pairwise(told), 1) if one != other), None)
+def check(location: str, call: str, gather: Gather) -> None:
+    """`location`: where this rank is in the loop, as a text. `call`: the script's call, with its line. Raises
+    `LoopError` on all ranks if their locations differ. Collective."""
+    hashes = gather((zlib.crc32(location.encode()),))
+    odd = next((rank for rank, (left, right) in enumerate(pairwise(hashes), 1) if left != right), None)
     if odd is None:
         return
-    said = gather_texts(call, gather)
+    calls = gather_texts(call, gather)
     raise LoopError(
-        f"rank {odd - 1} is at {said[odd - 1]}, and rank {odd} at {said[odd]}: each would wait for the other. All "
+        f"rank {odd - 1} is at {calls[odd - 1]}, and rank {odd} at {calls[odd]}: each would wait for the other. All "
         "ranks make the same calls of run.evaluate(fn), run.train(fn) and run.steps() in each epoch: take away the "
         "condition that only some ranks meet, or let fn itself ask for run.rank"
     )

@@ -102,16 +102,16 @@ class SaveSchedule:
 
     def attached(self, names: Sequence[str]) -> dict[str, bytes]:
         """The data beside the restored commit, as far as the store answers soon."""
-        found: dict[str, bytes] = {}
+        read: dict[str, bytes] = {}
 
         def ask() -> None:
             for name in names:
                 if (data := self.in_session.attached(name)) is not None:
-                    found[name] = data
+                    read[name] = data
 
         if not _within(ASK_SECONDS, ask):
-            log.warning("the store has not told in %g s what is noted beside the restored commit", ASK_SECONDS)
-        return dict(found)
+            log.warning("the store has not answered in %g s what is noted beside the restored commit", ASK_SECONDS)
+        return dict(read)
 
     def attach_to_restored(self, name: str, data: bytes) -> None:
         """Put `data` beside the restored commit, if the store answers soon."""
@@ -128,16 +128,16 @@ class SaveSchedule:
         return self._answer("the newest commit", self.in_session.newest)
 
     def _answer(self, what: str, ask: Callable[[], T | None]) -> T | None:
-        found: list[T | None] = []
+        answers: list[T | None] = []
 
         def asking() -> None:
             try:
-                found.append(ask())
+                answers.append(ask())
             except (CheckpointError, StorageError) as e:
                 log.warning("%s is not known: %s", what, e)
 
         _within(ASK_SECONDS, asking)
-        return found[0] if found else None
+        return answers[0] if answers else None
 
     def move(self, ranks: Ranks, round_: int, rendezvous: str) -> None:
         """Go on in another world; see `InSession.move`."""
@@ -153,7 +153,7 @@ class SaveSchedule:
 
     @property
     def committed(self) -> int:
-        """The newest step that this rank knows to be committed: by its own save, or told by another rank; -1: none."""
+        """The newest step that this rank knows to be committed, by its own save or from another rank; -1: none."""
         if self._handle is not None and isinstance(outcome := self._handle.outcome, Committed):
             self._committed = max(self._committed, outcome.step)
         return self._committed

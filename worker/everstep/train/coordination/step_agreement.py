@@ -24,7 +24,7 @@ from everstep.recovery.group.collectives import reduce_into
 
 COST = 0.005  # share of a step's time that agreements may take: half of the session's share
 MAX_STRIDE = 64  # boundaries from one agreement to the next
-NONE_TOLD = -(2**62)  # less than any number that a rank sends
+NOT_SENT = -(2**62)  # less than any number that a rank sends
 MAX_SECONDS = 0.25  # from one agreement to the next, unless a single step takes longer
 SMOOTHING = 0.2  # weight of the newest measurement
 
@@ -36,8 +36,8 @@ class StepRequest:
     stop: bool = False
     save: bool = False
     move: bool = False  # leave the round: the next one has more members
-    updates: int = 0  # this rank's optimizer steps in this world; the same on all ranks of its place
-    calls: int = 0  # the program's collectives that it has begun in this world; the same on all ranks of its place
+    updates: int = 0  # this rank's optimizer steps in this world; the same in all replicas
+    calls: int = 0  # the program's collectives that it has begun in this world; the same in all replicas
     committed: int = -1  # the newest step that a rank knows to be committed
 
 
@@ -46,15 +46,15 @@ class StepAgreement:
     `LoopError` on all ranks once their `updates` or `calls` differ: then one of them has skipped an optimizer step or a
     collective that others made.
 
-    `group` is a gloo process group, or None for a world of one, where a wish is granted at once. `place`: this rank's
-    place in a replica of `places` ranks, each of which may have its own optimizers.
+    `group` is a gloo process group, or None for a world of one, where a wish is granted at once. `model_rank`: this
+    rank's number in a replica of `model_size` ranks, each of which may have its own optimizers.
     """
 
     def __init__(
-        self, group: Any, clock: Callable[[], float] = time.perf_counter, *, place: int = 0, places: int = 1
+        self, group: Any, clock: Callable[[], float] = time.perf_counter, *, model_rank: int = 0, model_size: int = 1
     ) -> None:
         self._group = group
-        self._place, self._places = place, places
+        self._model_rank, self._model_size = model_rank, model_size
         self._clock = clock
         self._boundary = 0
         self._next = 0  # the boundary at which the next collective begins or is read
@@ -94,17 +94,17 @@ class StepAgreement:
         self._left = self._clock()
         return agreed
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Let the collective in flight end, so that no rank waits for this one."""
         if self._flight is not None:
             self._flight[0].wait()
             self._flight = None
 
     def _begin(self, wish: StepRequest) -> None:
-        told = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls, wish.committed]
-        for place in range(self._places):
-            told += [wish.updates, -wish.updates] if place == self._place else [NONE_TOLD, NONE_TOLD]
-        values = torch.tensor(told, dtype=torch.int64)
+        numbers = [wish.stop, wish.save, wish.move, self._wanted_stride(), wish.calls, -wish.calls, wish.committed]
+        for rank in range(self._model_size):
+            numbers += [wish.updates, -wish.updates] if rank == self._model_rank else [NOT_SENT, NOT_SENT]
+        values = torch.tensor(numbers, dtype=torch.int64)
         self._flight = (reduce_into(values, dist.ReduceOp.MAX, self._group), values)
 
     def _read(self) -> StepRequest:
@@ -115,8 +115,8 @@ class StepAgreement:
         self._flight = None
         stop, save, move, self._stride, begun, fewest, committed, *updates = values.tolist()
         odd = ((most, least) for most, least in zip(updates[::2], updates[1::2], strict=True) if most != -least)
-        if (found := next(odd, None)) is not None:
-            most, least = found
+        if (differing := next(odd, None)) is not None:
+            most, least = differing
             raise LoopError(
                 f"after the same number of steps some ranks have made {most} optimizer steps in this world, and others "
                 f"{-least}: a rank has left a step out (an error that was caught, a batch that was skipped), and its "

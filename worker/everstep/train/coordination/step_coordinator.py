@@ -111,13 +111,13 @@ class StepCoordinator:
         if self._schedule is not None:
             self._schedule.move(ranks, round_, rendezvous)
 
-    def divide(self, places: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    def divide(self, model_size: int, named: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         """The script divides its model over the `model_size` ranks of a replica; names in commits contain the place."""
-        self.model_size, self.named = places, named
+        self.model_size, self.named = model_size, named
         self._agreement = self._intent_over(self._group)
 
     def _intent_over(self, group: Any) -> StepAgreement:
-        return StepAgreement(group, place=self._rank % self.model_size, places=self.model_size)
+        return StepAgreement(group, model_rank=self._rank % self.model_size, model_size=self.model_size)
 
     def restore(self, state: Mapping[str, Any]) -> int:
         """Restore `state`, which is also what is saved from now on; completed steps. Collective."""
@@ -155,8 +155,8 @@ class StepCoordinator:
 
     def newest_commit(self) -> int:
         """The step of the newest commit; -1 if there is none, or none is known. Not collective."""
-        found = self._schedule.newest() if self._schedule is not None else None
-        return -1 if found is None else found
+        newest = self._schedule.newest() if self._schedule is not None else None
+        return -1 if newest is None else newest
 
     def begin(self, state: Mapping[str, Any]) -> int:
         """`join` and `restore`, in a world that does not change."""
@@ -250,7 +250,8 @@ class StepCoordinator:
             if schedule is not None:
                 wanted = schedule.missed or (self._rank == 0 and schedule.due())
                 committed = schedule.committed
-            agreed = self._agreement.at_boundary(StepRequest(self._stop.asked, wanted, move, updates, calls, committed))
+            wish = StepRequest(self._stop.requested, wanted, move, updates, calls, committed)
+            agreed = self._agreement.at_boundary(wish)
             if schedule is not None:
                 schedule.committed = agreed.committed
             if agreed.stop:
@@ -258,7 +259,7 @@ class StepCoordinator:
             if schedule is not None and (schedule.due_at(self.step) or agreed.save):
                 self._begin_save(schedule)
         if agreed.move:
-            self._agreement.settle()  # otherwise the ranks that leave first would break it for the others
+            self._agreement.finish()  # otherwise the ranks that leave first would break it for the others
         return agreed.move
 
     def save(self, step: int) -> None:
@@ -298,7 +299,7 @@ class StepCoordinator:
         """Training is complete after `step` steps: commit them, and report it. Collective."""
         if step != self.step:
             self.count(step)
-        self._agreement.settle()
+        self._agreement.finish()
         with _exit_codes():
             if self._schedule is not None and save and not self._save_now(lambda: None):
                 raise SaveFailed(f"the last step, {step}, could not be committed")
@@ -322,7 +323,7 @@ class StepCoordinator:
 
     def _preempt(self) -> NoReturn:
         try:
-            self._agreement.settle()
+            self._agreement.finish()
             committed = self._save_now(self._stop.remaining)
             enough = self._stop.remaining() > ONE_MORE_SECONDS + ONE_MORE_STEPS * self._step_seconds
             self.has_time = self._all(committed and enough)

@@ -69,7 +69,7 @@ class StopSignal:
         self._installed = False
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self._at is not None
 
     @property

@@ -62,7 +62,7 @@ class StragglerDetector:
     def moved(self, waited: float) -> None:
         """The world has changed. `waited`: seconds that this process has waited in collectives so far."""
         self._own: deque[float] = deque(maxlen=EVERY)
-        self._steps, self._seen, self._told = 0, [-1] * CONFIRMED, -1
+        self._steps, self._seen, self._reported = 0, [-1] * CONFIRMED, -1
         self._mark = (self._clock(), waited)
 
     def completed(self, waited: float, gather: Callable[[int], Sequence[int]]) -> Straggler | NoStraggler | None:
@@ -73,15 +73,15 @@ class StragglerDetector:
         self._steps += 1
         if not _compares(self._steps):
             return None
-        found = slowest([number * MICRO for number in gather(int(statistics.median(self._own) / MICRO))])
+        straggler = slowest([number * MICRO for number in gather(int(statistics.median(self._own) / MICRO))])
         # The comparison itself does not count as a rank's own time.
         self._mark = (self._clock(), waited)
-        self._seen = [*self._seen[1:], found.rank if found is not None else -1]
-        if found is not None and set(self._seen) == {found.rank} and self._told != found.rank:
-            self._told = found.rank
-            return found
-        if found is None and self._told >= 0:
-            self._told = -1
+        self._seen = [*self._seen[1:], straggler.rank if straggler is not None else -1]
+        if straggler is not None and set(self._seen) == {straggler.rank} and self._reported != straggler.rank:
+            self._reported = straggler.rank
+            return straggler
+        if straggler is None and self._reported >= 0:
+            self._reported = -1
             return NoStraggler()
         return None
 

@@ -58,7 +58,7 @@ class StructureCheck:
     def check(self, step: int) -> None:
         """Compare now, when `step` steps are complete. Raises `LoopError`."""
         now = _structure(self._state)
-        if not (found := _differences(self._began, now)):
+        if not (differences := _differences(self._began, now)):
             self._known = step
             if late := now.groups.keys() - self._began.groups.keys():  # a framework has made its optimizer by now
                 groups = {**self._began.groups, **{key: now.groups[key] for key in late}}
@@ -67,7 +67,8 @@ class StructureCheck:
         known = step - 1 if self._known is None else self._known
         when = f"in step {step}" if step <= known + 1 else f"between step {known} and step {step}"
         raise LoopError(
-            f"what is tracked has another structure than when the loop began. It changed {when}: {'; '.join(found)}. A "
+            f"what is tracked has another structure than when the loop began. It changed {when}: "
+            f"{'; '.join(differences)}. A "
             "new process makes what the script makes before its loop, so no commit of this could be loaded, and none "
             "was made. Make the change before the loop (prune, register_parametrization, add_param_group, new layers), "
             "or after it (prune.remove). To change a model that is half trained, end the run there (until=…), and "
@@ -108,8 +109,8 @@ def _structure(state: Mapping[str, Any]) -> _Structure:
 
 
 def _refuse_what_no_commit_holds(state: Mapping[str, Any]) -> None:
-    """Raise `LoopError` for the first tensor of a layout that cannot be saved. It is told when the loop begins, and not
-    at the first save, when training would be lost."""
+    """Raise `LoopError` for the first tensor of a layout that cannot be saved. This is checked when the loop begins: at
+    the first save, training would be lost."""
     for path, tensor, is_saved in _tensors(state):
         if not is_lazy(tensor) and not (layouts.is_dense(tensor) if is_saved else layouts.is_copied(tensor)):
             raise LoopError(f"{path} is {layouts.kind_of(tensor)}, which no commit can hold. {layouts.advice(tensor)}")
@@ -138,23 +139,23 @@ def _group(parameters: list[torch.Tensor], paths: Mapping[int, str]) -> tuple[st
 def _differences(began: _Structure, now: _Structure) -> list[str]:
     came = [n for n in now.shapes if n not in began.shapes and n not in began.lazy]
     gone = [n for n in began.shapes if n not in now.shapes]
-    found = []
+    texts = []
     if came:
-        found.append(f"{_listed(came)} came")
+        texts.append(f"{_listed(came)} came")
     if gone:
-        found.append(f"{_listed(gone)} went")
+        texts.append(f"{_listed(gone)} went")
     for name, shape in now.shapes.items():
         if name in began.shapes and (was := began.shapes[name]) != shape:
-            found.append(f"{name} has shape {_said(shape)}, and had {_said(was)}")
+            texts.append(f"{name} has shape {_text(shape)}, and had {_text(was)}")
     for key, groups in now.groups.items():
         before = began.groups.get(key, groups)
         if len(before) != len(groups):
-            found.append(f"{key} has {len(groups)} groups of parameters, and had {len(before)}")
+            texts.append(f"{key} has {len(groups)} groups of parameters, and had {len(before)}")
         else:
             for number, (was_in, is_in) in enumerate(zip(before, groups, strict=True)):
-                found += _moved(f"group {number} of {key}", was_in, is_in)
-    more = len(found) - NAMED
-    return found[:NAMED] + [f"and {more} more"] * (more > 0)
+                texts += _moved(f"group {number} of {key}", was_in, is_in)
+    more = len(texts) - NAMED
+    return texts[:NAMED] + [f"and {more} more"] * (more > 0)
 
 
 def _moved(group: str, before: tuple[str, ...] | int, now: tuple[str, ...] | int) -> list[str]:
@@ -173,5 +174,5 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + f" and {more} more" * (more > 0)
 
 
-def _said(shape: _Shape) -> str:
+def _text(shape: _Shape) -> str:
     return "none" if shape is None else str(list(shape))

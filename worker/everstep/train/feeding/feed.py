@@ -32,10 +32,10 @@ class Feed:
         self,
         loaders: Mapping[str, ElasticLoader],
         pack: Callable[[list[Any]], Any],
-        asked: Any = None,
+        argument: Any = None,
         sizes: Collection[int] = (),
     ) -> None:
-        self._asked = asked
+        self._argument = argument
         self._loaders = dict(loaders)
         self._pack = pack
         self._streams = [_Endless(loader) for loader in self._loaders.values()]
@@ -79,7 +79,7 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, of whatever epoch; with several loaders, one batch of each."""
+        """The next batch, also across the end of an epoch; with several loaders, one batch of each."""
         return self._fetch() if self.fetched_by is None else self.fetched_by(self._fetch)
 
     def _fetch(self) -> Any:
@@ -113,12 +113,12 @@ class Feed:
         """Compare marks when the position, which is the same on all ranks, has reached another mark. A rank's knowledge
         of a stream depends on when it began to read it, so only marks with the same number are compared."""
         streams = [loader for loader in self._loaders.values() if isinstance(loader.dataset, Stream)]
-        at = tuple((one.cursor.epoch, one.cursor.index // one.dataset.every) for one in streams)
+        at = tuple((loader.cursor.epoch, loader.cursor.index // loader.dataset.every) for loader in streams)
         if at == self._read_alike:
             return
-        told = gather([number for one in streams for number in _said_of(one.mark)])
+        by_rank = gather([number for loader in streams for number in _numbers_of(loader.mark)])
         for i in range(len(streams)):
-            known = {(said[3 * i], said[3 * i + 1], said[3 * i + 2]) for said in told if said[3 * i] >= 0}
+            known = {(row[3 * i], row[3 * i + 1], row[3 * i + 2]) for row in by_rank if row[3 * i] >= 0}
             if len({(epoch, index) for epoch, index, _ in known}) < len(known):
                 raise LoopError(
                     "the ranks read other samples than each other from the same Stream, so that some samples are"
@@ -175,15 +175,15 @@ class Feed:
     @property
     def datasets(self) -> set[int]:
         """The ids of the datasets that the loaders read, with the datasets inside of them (subsets, concatenations)."""
-        found = [loader.dataset for loader in self._loaders.values()]
-        for one in found:
-            inside = [getattr(one, "dataset", None), *(getattr(one, "datasets", None) or ())]
-            found += [d for d in inside if d is not None and not any(d is f for f in found)]
-        return {id(one) for one in found}
+        datasets = [loader.dataset for loader in self._loaders.values()]
+        for dataset in datasets:
+            inside = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+            datasets += [d for d in inside if d is not None and not any(d is f for f in datasets)]
+        return {id(dataset) for dataset in datasets}
 
-    def is_of(self, asked: Any) -> bool:
+    def is_of(self, argument: Any) -> bool:
         """Whether this object was passed to `steps`."""
-        return asked is self._asked
+        return argument is self._argument
 
     def agree(self, first: Callable[[int], int] | None, same: Callable[[int], bool]) -> None:
         """Before the first step, compare the data of the ranks. `first`: gives rank 0's number, so that all use its
@@ -211,8 +211,8 @@ class Feed:
         epochs = tuple(d[0] for d in drawn if d is not None)
         if not epochs or epochs == self._agreed:
             return
-        said = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
-        if not same(said):
+        digest = sum(int(d[1], 16) for d in drawn if d is not None) % 2**62
+        if not same(digest):
             names = " and ".join(loader.cursor.order.removeprefix("drawn-1/") for loader in self._loaders.values())
             raise LoopError(
                 f"{names}: the ranks' samplers draw other samples than each other in epoch {epochs[0]}, so that some"
@@ -236,35 +236,40 @@ class Feed:
             loader.load_state_dict(saved[name])
 
 
-def feed_of(asked: Any, ranks: int, world: World, told: frozenset[int], sizes: Collection[int] = ()) -> Feed | None:
-    """The feed for the argument of `steps`: None, a loader, or a tuple, list or mapping of them. `told`: the `sizes` of
-    `TakenOver`. `sizes`: those of `Feed`. Raises LoopError, DataError."""
-    if asked is None:
+def feed_of(
+    argument: Any, ranks: int, world: World, sampler_sizes: frozenset[int], sizes: Collection[int] = ()
+) -> Feed | None:
+    """The feed for the argument of `steps`: None, a loader, or a tuple, list or mapping of them. `sampler_sizes`: the
+    `sizes` of `TakenOver`. `sizes`: those of `Feed`. Raises LoopError, DataError."""
+    if argument is None:
         return None
-    if isinstance(asked, Mapping):
-        names, several, pack = [str(name) for name in asked], list(asked.values()), _by_name(tuple(asked))
-    elif isinstance(asked, list | tuple):
-        names, several, pack = [str(i) for i in range(len(asked))], list(asked), tuple
+    if isinstance(argument, Mapping):
+        names, several, pack = [str(name) for name in argument], list(argument.values()), _by_name(tuple(argument))
+    elif isinstance(argument, list | tuple):
+        names, several, pack = [str(i) for i in range(len(argument))], list(argument), tuple
     else:
-        return Feed({"": _loader_of(asked, "", ranks, world, told)}, _alone, asked, sizes)
+        return Feed({"": _loader_of(argument, "", ranks, world, sampler_sizes)}, _alone, argument, sizes)
     if not several:
         raise LoopError("steps(): no loader in what was passed; leave it out for a run without data")
-    if len({id(one) for one in several}) < len(several):
+    if len({id(loader) for loader in several}) < len(several):
         raise LoopError("steps(): the same loader twice; each has one position. Make one for each place")
-    found = [_loader_of(one, f" {name}", ranks, world, told) for name, one in zip(names, several, strict=True)]
-    return Feed(dict(zip(names, found, strict=True)), pack, asked, sizes)
+    loaders = {
+        name: _loader_of(loader, f" {name}", ranks, world, sampler_sizes)
+        for name, loader in zip(names, several, strict=True)
+    }
+    return Feed(loaders, pack, argument, sizes)
 
 
-def _loader_of(asked: Any, name: str, ranks: int, world: World, told: frozenset[int]) -> ElasticLoader:
-    if isinstance(asked, ElasticLoader):
-        return asked
-    if not isinstance(asked, DataLoader):
-        raise LoopError(call_mistakes.no_loader(asked, name))
+def _loader_of(argument: Any, name: str, ranks: int, world: World, sampler_sizes: frozenset[int]) -> ElasticLoader:
+    if isinstance(argument, ElasticLoader):
+        return argument
+    if not isinstance(argument, DataLoader):
+        raise LoopError(call_mistakes.no_loader(argument, name))
     try:
-        return TakenOver(asked, ranks=ranks, world=world, sizes=told)
+        return TakenOver(argument, ranks=ranks, world=world, sizes=sampler_sizes)
     except DataError as e:
         raise LoopError(
-            f"steps(): {name_of(asked)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"
+            f"steps(): {name_of(argument)} cannot be taken over: {e}. Or write run.steps(run.loader(dataset,"
             " global_batch=…), …), where `dataset[i]` is one sample",
             certain=refusal.find(e) is not None,
         ) from e
@@ -295,7 +300,7 @@ class _Endless(Iterator[Any]):
                 self._epoch = None
 
 
-def _said_of(mark: Mark | None) -> tuple[int, int, int]:
+def _numbers_of(mark: Mark | None) -> tuple[int, int, int]:
     """Epoch, index and digest of a mark; the epoch is -1 if there is none."""
     if mark is None or not mark.digest:
         return -1, 0, 0

@@ -78,8 +78,8 @@ class Resharding:
 
     def _make(self, make: Any, sampler: Any, *given: Any, **named: Any) -> None:
         make(sampler, *given, **named)
-        places = (*given[1:3], named.get("num_replicas"), named.get("rank"))
-        if all(place is None for place in places):
+        arguments = (*given[1:3], named.get("num_replicas"), named.get("rank"))
+        if all(argument is None for argument in arguments):
             self._samplers.add(sampler)
             if self._world is None:
                 _cut(sampler, 0, self.shape.reads_as(0, self._most or 1).size)
@@ -91,8 +91,8 @@ class Resharding:
         if self._world is None and sampler in self._samplers:
             sampler = copy.copy(sampler)
             _cut(sampler, 0, 1)
-        found: Iterator[Any] = iterate(sampler)
-        return found
+        indices: Iterator[Any] = iterate(sampler)
+        return indices
 
     def _check(self, sampler: DistributedSampler[Any]) -> None:
         made = self._fixed.get(sampler, self._world)

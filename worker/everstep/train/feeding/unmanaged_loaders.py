@@ -63,10 +63,10 @@ class UnmanagedLoaders:
         if not self._now and not self._last:
             return
         drawn = list(self._now.values())
-        found = [(s, data) for it, s, data in drawn if it() in self._before or id(s) in self._last]
-        if found:
+        repeated = [(s, data) for it, s, data in drawn if it() in self._before or id(s) in self._last]
+        if repeated:
             raise LoopError(
-                f"steps {number - 1} and {number}: {_name(*found[0])} is iterated by the script itself, to train on."
+                f"steps {number - 1} and {number}: {_name(*repeated[0])} is iterated by the script itself, to train on."
                 " Its position is not saved, so a new process would start it from the front, and it is not cut for"
                 " the processes of the present world, which may all train on the same samples. Pass it to the"
                 " session: `for step in run.steps(loader, …):`,"
@@ -100,8 +100,9 @@ class UnmanagedLoaders:
         sampler = loaders.sampler_of(iterator)
         parts = (sampler, getattr(sampler, "sampler", None), loaders.dataset_of(iterator))
         return any(
-            any(one is part for part in parts) or (isinstance(one, DataLoader) and loaders.sampler_of(one) is sampler)
-            for one in self._tracked
+            any(target is part for part in parts)
+            or (isinstance(target, DataLoader) and loaders.sampler_of(target) is sampler)
+            for target in self._tracked
         )
 
 

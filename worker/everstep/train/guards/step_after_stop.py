@@ -56,5 +56,5 @@ class StepAfterStop:
             log.info("the step behind the last commit ended with %r", error)
         return isinstance(error, Exception | SystemExit)
 
-    def asked(self) -> None:
+    def completion_read(self) -> None:
         """Answer the script's question whether the step counts."""

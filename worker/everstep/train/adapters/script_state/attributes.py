@@ -48,10 +48,10 @@ class ScriptAttributes:
     """The attributes with plain values of `objects`, as far as a script's own classes set them, and the small tensors
     of those that are no modules.
 
-    Only those are told and put back that steps have changed. Others are each process's own:
+    Only attributes that steps have changed are returned and restored. The others are each process's own:
 
     - a path, or its rank, which hooks set anew when a pass begins;
-    - what says for which length a tensor beside it was made, if that tensor is not told: a new process has none yet;
+    - the length for which a tensor beside it was made, if that tensor is not returned: a new process has none yet;
     - a flag that was set once: it says that this process has opened its log or unfrozen a layer, and another process
       has to do that itself.
 
@@ -74,32 +74,32 @@ class ScriptAttributes:
                 )
                 numbers[name] += 1
         self._ids = {id(each) for each, *_ in self._objects.values()}  # which are kept alive here
-        self._first = {key: self._held(key) for key in self._objects}
+        self._first = {key: self._kept_values(key) for key in self._objects}
         self._last = dict(self._first)
         self._changes = {key: Counter[str]() for key in self._objects}
 
     def now(self) -> dict[str, dict[str, Any]]:
         """By object: the attributes that have changed; and the names of flags among them that were set once. Call it in
         each step, so that it sees each change of a flag."""
-        told: dict[str, dict[str, Any]] = {}
+        changed: dict[str, dict[str, Any]] = {}
         flags: dict[str, list[str]] = {}
         for key, changes in self._changes.items():
-            held, was = self._held(key, warns=True), self._last[key]
-            changes.update(n for n, value in held.items() if n not in was or differs(was[n], value))
-            self._last[key] = held
+            current, was = self._kept_values(key, warns=True), self._last[key]
+            changes.update(n for n, value in current.items() if n not in was or differs(was[n], value))
+            self._last[key] = current
             beside = self._beside_tensors(key)
-            told[key] = {n: value for n, value in held.items() if changes[n] and n not in beside}
-            flags[key] = [n for n, value in told[key].items() if type(value) is bool and changes[n] == 1]
-        return {**told, ONCE: flags}
+            changed[key] = {n: value for n, value in current.items() if changes[n] and n not in beside}
+            flags[key] = [n for n, value in changed[key].items() if type(value) is bool and changes[n] == 1]
+        return {**changed, ONCE: flags}
 
-    def put_back(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """Bring them to what `now` told, here or in another process. Called before the first step of a pass. If `told`
-        has other objects only, it comes from a rank without this one."""
+    def put_back(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the attributes to the values in `saved`, which `now` returned here or in another process. Called before
+        the first step of a pass. If `saved` has other objects only, it comes from a rank without this one."""
         for key, (each, *_) in self._objects.items():
             changes, first = self._changes[key], self._first[key]
-            then, once = told.get(key, {}), told.get(ONCE, {}).get(key, ())
-            if key in told or not told:
-                for name in {n for n in self._held(key) if changes[n]} - then.keys() - self._beside_tensors(key):
+            then, once = saved.get(key, {}), saved.get(ONCE, {}).get(key, ())
+            if key in saved or not saved:
+                for name in {n for n in self._kept_values(key) if changes[n]} - then.keys() - self._beside_tensors(key):
                     if name in first:
                         put(each, name, first[name])
                     else:
@@ -111,36 +111,36 @@ class ScriptAttributes:
                 elif getattr(each, name, None) != value:
                     self._name_flag(key, name, value)
             # The hooks of this pass have set the others: those are changed by what changes them from now on.
-            held = self._held(key)
-            begun = {name: value for name, value in held.items() if not changes[name]}
+            current = self._kept_values(key)
+            begun = {name: value for name, value in current.items() if not changes[name]}
             self._first[key] = begun | {name: value for name, value in first.items() if changes[name]}
-            self._last[key] = held
+            self._last[key] = current
 
-    def _held(self, key: str, *, warns: bool = False) -> dict[str, Any]:
+    def _kept_values(self, key: str, *, warns: bool = False) -> dict[str, Any]:
         """Copies of what is kept. `warns`: of the others, those that have changed since the last look are named."""
         each, names, _ = self._objects[key]
         there = getattr(each, "__dict__", {})
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name in names:
             value = there.get(name, self)
             if type(value) in SCALARS:
-                found[name] = value
+                values[name] = value
             elif isinstance(value, torch.Tensor):
                 if _is_small(each, value):
-                    found[name] = self._copy_of(key, name, value)
+                    values[name] = self._copy_of(key, name, value)
                 elif not isinstance(each, torch.nn.Module):
                     self._look_at(key, name, value, warns=warns)
             elif isinstance(value, np.ndarray | np.generic):
                 if value.size <= MOST and value.dtype.kind in "biufc":
-                    found[name] = {TENSOR: np.array(value), DEVICE: SCALAR if value.shape == () else ARRAY}
+                    values[name] = {TENSOR: np.array(value), DEVICE: SCALAR if value.shape == () else ARRAY}
             elif isinstance(value, _COLLECTIONS):
                 if plain(value):
-                    found[name] = copied(value)
+                    values[name] = copied(value)
                 elif value and (len(value) > MOST or not isinstance(each, torch.nn.Module)):
                     self._look_at(key, name, value, warns=warns)
             elif self._is_unknown(value):
                 self._look_at(key, name, value, warns=warns)
-        return found
+        return values
 
     def _copy_of(self, key: str, name: str, tensor: torch.Tensor) -> dict[str, Any]:
         """The same copy as long as the tensor is the same. On an accelerator, which comparing values would wait for, a
@@ -246,19 +246,19 @@ def _methods_of_script(kind: type) -> tuple[_Method, ...]:
 
 
 def _read(function: FunctionType) -> _Method:
-    found = list(dis.get_instructions(function))
-    stores = [(i.argval, before.opname == "SWAP") for before, i in pairwise(found) if i.opname == "STORE_ATTR"]
+    instructions = list(dis.get_instructions(function))
+    stores = [(i.argval, before.opname == "SWAP") for before, i in pairwise(instructions) if i.opname == "STORE_ATTR"]
     names = frozenset(name for name, _ in stores)
     if function.__name__ == "__init__":
         return _Method(names, frozenset(), buffers=False)
     added = {name for name, adds in stores if adds}  # `self.count += 1` puts the sum below its object
-    return _Method(names, names - added, buffers=any(i.argval == "register_buffer" for i in found))
+    return _Method(names, names - added, buffers=any(i.argval == "register_buffer" for i in instructions))
 
 
 def _holds_tensors(each: object, value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    found = [one for one in islice(inside, 4) if isinstance(one, torch.Tensor)]
-    return any(one is not value or not _is_small(each, one) for one in found)
+    tensors = [item for item in islice(inside, 4) if isinstance(item, torch.Tensor)]
+    return any(tensor is not value or not _is_small(each, tensor) for tensor in tensors)
 
 
 def _is_small(each: object, tensor: torch.Tensor) -> bool:

@@ -31,10 +31,10 @@ class CallbackWeights:
     def check(self) -> None:
         """Look at the end of a step. Raises `LoopError` for weights that this step and the one before it changed."""
         now = {
-            f"{type(callback).__name__}.{name}": (callback, marks(found))
+            f"{type(callback).__name__}.{name}": (callback, marks(weights))
             for callback in self._callbacks
             for name, value in getattr(callback, "__dict__", {}).items()
-            if (found := [t for t in self._weights(value) if id(t) not in self._own])
+            if (weights := [t for t in self._weights(value) if id(t) not in self._own])
         }
         moved = {name for name, seen in now.items() if name in self._before and self._before[name][1] != seen[1]}
         for name in sorted(moved & self._moved):
@@ -58,8 +58,8 @@ class CallbackWeights:
         elif isinstance(value, dict | list | tuple):
             if len(value) > max(MOST, 8 * len(self._shapes)):
                 return  # a list of losses that grows, which each step would read whole
-            found = value.values() if isinstance(value, dict) else value
-            alike = [t for t in found if isinstance(t, torch.Tensor) and t.dim() and t.shape in self._shapes]
+            values = value.values() if isinstance(value, dict) else value
+            alike = [t for t in values if isinstance(t, torch.Tensor) and t.dim() and t.shape in self._shapes]
             yield from alike if 2 * len(alike) >= len(self._shapes) else ()
         elif deep and type(value).__module__.partition(".")[0] not in LIBRARIES:
             for each in getattr(value, "__dict__", {}).values():

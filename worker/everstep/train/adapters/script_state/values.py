@@ -13,7 +13,7 @@ from everstep.recovery.rollback.snapshots import write
 
 MOST = 2000  # values in an attribute
 SCALARS = frozenset({bool, int, float, str, type(None)})
-TENSOR, DEVICE = "everstep tensor", "device"  # the keys of a tensor, or of numpy's array, that is told
+TENSOR, DEVICE = "everstep tensor", "device"  # the keys of an encoded tensor or numpy array
 ARRAY, SCALAR = "numpy array", "numpy scalar"  # the devices of numpy's
 
 
@@ -60,8 +60,8 @@ def same_values(was: Any, tensor: torch.Tensor) -> bool:
     return alike and was.device == tensor.device and torch.equal(was, tensor.detach())
 
 
-def _is_tensor(told: Any) -> bool:
-    return type(told) is dict and TENSOR in told
+def _is_tensor(value: Any) -> bool:
+    return type(value) is dict and TENSOR in value
 
 
 def put(each: object, name: str, value: Any) -> None:
@@ -82,8 +82,8 @@ def put(each: object, name: str, value: Any) -> None:
         setattr(each, name, value)
 
 
-def _put_tensor(each: object, name: str, there: Any, told: Mapping[str, Any]) -> None:
-    value, device = told[TENSOR], told[DEVICE]
+def _put_tensor(each: object, name: str, there: Any, encoded: Mapping[str, Any]) -> None:
+    value, device = encoded[TENSOR], encoded[DEVICE]
     if device == SCALAR:
         setattr(each, name, value[()])
     elif type(there) is not type(value) or (there.shape, there.dtype) != (value.shape, value.dtype):
