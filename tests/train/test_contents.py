@@ -6,6 +6,7 @@ import argparse
 import array
 import collections
 import dataclasses
+import gc
 import inspect
 import itertools
 import json
@@ -14,8 +15,10 @@ import random
 import re
 import subprocess
 import sys
+import tracemalloc
 import types
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -25,8 +28,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.train.guards import contents
-from everstep.train.guards.contents import Beyond, Contents
-from everstep.train.guards.plain_values import Roots, plain_values, untracked_values
+from everstep.train.guards import plain_values as plain_values_module
+from everstep.train.guards.contents import Beyond, Contents, digest_of
+from everstep.train.guards.plain_values import Roots, differences, plain_values, untracked_values
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -109,6 +113,48 @@ def rate() -> float:
     return 0.1
 
 
+class Rates:
+    def low(self) -> float:
+        return 0.1
+
+    def high(self) -> float:
+        return 0.2
+
+
+class Low:
+    pass
+
+
+class High:
+    pass
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = [0]
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def innermost(x: list[Any]) -> list[Any]:
+    while isinstance(x[0], list):
+        x = x[0]
+    return x
+
+
+def chained(depth: int) -> Any:
+    found: Any = Plateau()
+    for _ in range(depth):
+        found = types.SimpleNamespace(inner=found)
+    return found
+
+
+def last(x: Any) -> Any:
+    while hasattr(x, "inner"):
+        x = x.inner
+    return x
+
+
 def made() -> Callable[[], None]:
     taken = collections.Counter[str]()
 
@@ -164,6 +210,25 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "array of numpy": (lambda: np.zeros(3), lambda x: x.__setitem__(0, 1.0)),
     "array of objects": (lambda: [np.array([1, "a"], object)], lambda x: x[0].__setitem__(0, 2)),
     "scalar of numpy": (lambda: [np.float32(1.0)], lambda x: x.__setitem__(0, np.float32(2.0))),
+    "read-only mapping": (
+        lambda: types.MappingProxyType(dict.fromkeys(range(20), 0)),
+        lambda x: gc.get_referents(x)[0].update({3: 1}),
+    ),
+    "view of values": (lambda: dict.fromkeys("abc", 1).values(), lambda x: gc.get_referents(x)[0].update(a=2)),
+    "long number": (lambda: [10**5000], lambda x: x.__setitem__(0, 10**5000 + 1)),
+    "fraction of long numbers": (lambda: [Fraction(1, 10**5000)], lambda x: x.__setitem__(0, Fraction(3, 10**5000))),
+    "list nested 10 deep": (lambda: nested(10), lambda x: innermost(x).__setitem__(0, 1)),
+    "object nested 10 deep": (lambda: chained(10), lambda x: setattr(last(x), "best", 2.0)),
+    "method": (lambda: [Rates().low], lambda x: x.__setitem__(0, Rates().high)),
+    "method of a built-in class": (lambda: [{"a": 1}.get], lambda x: x[0].__self__.update(a=2)),
+    "draw of a generator": (lambda: random.Random(1).random, lambda x: x()),
+    "step of an iterator": (lambda: iter([1, 2, 3]).__next__, lambda x: x()),
+    "lambda": (lambda: [lambda x: x, lambda x: 2 * x], lambda x: x.reverse()),
+    "lambda among many": (lambda: [lambda x: x, lambda x: 2 * x] * 9, lambda x: x.reverse()),
+    "nothing and an object": (lambda: [None], lambda x: x.__setitem__(0, Plateau())),
+    "object of another class": (lambda: [Low()], lambda x: x.__setitem__(0, High())),
+    "class": (lambda: [Low], lambda x: x.__setitem__(0, High)),
+    "attribute that is there": (Plateau, lambda x: setattr(x, "taken", None)),
     "tensor in a queue": (lambda: collections.deque([torch.zeros(2)]), lambda x: x[0].add_(1)),
     "tensor in a generator": (lambda: adds(torch.zeros(2)), next),
 }
@@ -188,7 +253,7 @@ def test_content_that_changes_shows_under_the_name_of_its_holder(kind: str) -> N
     change(x)
     after = read(x)
     assert before == again, "to read a value does not change it"
-    assert after != before
+    assert differences(before, after), "under a name that both have"
 
 
 def test_attribute_of_a_tracked_module_is_read_and_what_its_state_dict_has_is_not() -> None:
@@ -221,6 +286,88 @@ def test_what_is_too_much_is_named_and_not_taken_for_equal(monkeypatch: pytest.M
     monkeypatch.setattr(contents, "PARTS", 10)
     with pytest.raises(Beyond, match="more than 10 parts"):
         Contents().digest([Plateau()] * 10)
+
+
+def test_value_that_is_too_deep_or_too_long_is_named_and_the_others_are_read() -> None:
+    deep, long, many, size = nested(400), 1 << 10_000_000, np.array([None] * (contents.ELEMENTS + 1)), 7
+    beyond = list[str]()
+    own = {"deep": deep, "long": long, "many": many, "keys": {1 << 20_000: 1}, "size": size}
+    found = plain_values(Roots(None, {}, own.items()), beyond)
+    assert found["size"] == str(size)
+    assert [one.partition(" (")[0] for one in beyond if not one.startswith("deep")] == [
+        "long", "many", "keys",
+    ]  # fmt: skip
+    assert [one for one in beyond if one.startswith("deep")]
+
+
+def test_values_that_cannot_be_read_at_all_are_not_taken_for_equal() -> None:
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise ValueError(name)
+
+    class Broken(metaclass=Meta):
+        pass
+
+    assert isinstance(Broken, type)
+    beyond = list[str]()
+    assert plain_values(sys._getframe(), beyond) == {}
+    assert [one for one in beyond if one.startswith("the script's values (ValueError: ")]
+
+
+def test_equal_values_do_not_differ_where_those_before_them_have_used_up_the_bound() -> None:
+    x = [("a", i) for i in range(20)]
+
+    def read_behind(others: int) -> tuple[dict[str, str], list[str]]:
+        before = {i: [(i, j) for j in range(contents.PARTS - 100)] for i in range(others)}
+        beyond = list[str]()
+        found = plain_values(Roots(None, {}, [*((f"other{i}", one) for i, one in before.items()), ("x", x)]), beyond)
+        return found, beyond
+
+    (alone, nothing), (beside, beyond) = read_behind(0), read_behind(contents.TOGETHER + 1)
+    assert "with digest" in alone["x"]
+    assert (nothing, "x" in beside) == ([], False)
+    assert [one for one in beyond if one.startswith("x (")]
+
+
+def test_equal_tensors_do_not_differ_where_those_before_them_have_used_up_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_behind(size: int) -> dict[str, str]:
+        before, x = torch.zeros(size), torch.ones(4)
+        assert before is not x
+        return {name: text for name, text in untracked_values(sys._getframe(), {}).items() if name == "x"}
+
+    monkeypatch.setattr(plain_values_module, "MOST_BYTES", 64)
+    assert "with digest" in read_behind(1)["x"]
+    assert read_behind(15) == {}
+
+
+def test_container_is_not_copied_whole_to_be_read() -> None:
+    many, text = collections.Counter(range(200_000)), "x" * 10_000_000
+    assert many
+    assert text
+    tracemalloc.start()
+    found = plain_values(sys._getframe())
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["many"] == "200000 elements"
+    assert most < 4_000_000, "a copy has more"
+
+
+def test_parts_that_stand_in_many_places_are_read_once() -> None:
+    def doubled(leaf: int) -> list[Any]:
+        found: list[Any] = [leaf]
+        for _ in range(60):
+            found = [found, found]
+        return found
+
+    assert digest_of(doubled(1)) == digest_of(doubled(1)) != digest_of(doubled(2))
+    part: list[Any] = [1]
+    ring: list[Any] = [part, part]
+    ring.append(ring)
+    alike: list[Any] = [[1], [1]]
+    alike.append(alike)
+    assert digest_of(ring) == digest_of(alike)
 
 
 def test_value_that_contains_itself_has_a_digest() -> None:
@@ -261,6 +408,7 @@ def built(tree: Any) -> Any:
 
 CHILD = f"""
 import sys
+import tracemalloc
 import types
 from typing import Any
 from everstep.train.guards.contents import Contents

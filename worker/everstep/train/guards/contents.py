@@ -16,6 +16,7 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import marshal
 import operator
 import pathlib
@@ -24,6 +25,7 @@ import types
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,19 @@ from everstep.train.guards.script_objects import MISSING, Held, attributes, chil
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # of which `marshal` keeps all bits
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_EXACTLY = frozenset(CONTAINERS)
 SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 STATEFUL = (
     random.Random, np.random.Generator, np.random.RandomState, torch.Generator, array.array, bytearray, enum.Enum,
-    *SUSPENDED,
+    range, slice, fractions.Fraction, *SUSPENDED,
 )  # fmt: skip
+NAMED = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType, np.ufunc, type,
+)  # fmt: skip
+FUNCTIONS = (*NAMED, types.MethodType)
+_EMPTY = dict[str, int]()
+_VIEWS: tuple[type, ...] = (types.MappingProxyType, *map(type, (_EMPTY.keys(), _EMPTY.values(), _EMPTY.items())))
 PARTS = 4096  # of one value that are visited one by one
 ELEMENTS = 2**16  # of one value that are read at once: plain ones of a container
 TEXTS = 2**20  # characters of one value
@@ -52,7 +62,7 @@ _EXACT: dict[type, Any] = {
 }  # fmt: skip
 PRINTED = frozenset({
     datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
-    fractions.Fraction, uuid.UUID, pathlib.PosixPath, pathlib.PurePosixPath, range, slice, torch.dtype, torch.device,
+    uuid.UUID, pathlib.PosixPath, pathlib.PurePosixPath, torch.dtype, torch.device,
 })  # fmt: skip
 _PREFIXES = ("gi", "cr", "ag")  # of the attributes of generators, coroutines and both
 DIGEST = " with digest "  # between what a value is and its digest
@@ -60,6 +70,10 @@ DIGEST = " with digest "  # between what a value is and its digest
 
 class Beyond(Exception):
     """Raised for a value that is too much to be read. The text says of what there is too much."""
+
+
+class Full(Beyond):
+    """Raised where the values of one reading are too much together. It says nothing of the value that came last."""
 
 
 class Contents:
@@ -70,43 +84,59 @@ class Contents:
     def __init__(self, closed: Iterable[int] = (), *, tensors: bool = False, bounded: bool = True) -> None:
         self._closed, self._tensors, self._bounded = frozenset(closed), tensors, bounded
         self._together = self._left = [PARTS * TOGETHER, ELEMENTS * TOGETHER, TEXTS * TOGETHER]
+        self._known = dict[int, tuple[bytes, Any]]()  # digests of what is read, by its id, and what keeps that valid
+        self._again = 0  # the outermost place in the present path that stands inside of itself
 
     def digest(self, value: Any) -> str:
         """16 digits. Raises `Beyond`, and what an object of a library raises."""
         self._left = [PARTS, ELEMENTS, TEXTS]
+        self._known.clear()
         return self._digest(value, ()).hex()[:16]
 
     def _spend(self, place: int, count: int) -> None:
         if not self._bounded:
             return
-        bounds = (f"{PARTS} parts", f"{ELEMENTS} elements", f"{TEXTS} characters")
-        for left in (self._left, self._together):
-            left[place] -= count
-            if left[place] < 0:
-                raise Beyond(f"more than {bounds[place]}")
+        self._left[place] -= count
+        self._together[place] -= count
+        if self._left[place] < 0 or self._together[place] < 0:
+            most, what = ((PARTS, "parts"), (ELEMENTS, "elements"), (TEXTS, "characters"))[place]
+            if self._left[place] < 0:
+                raise Beyond(f"more than {most} {what}")
+            raise Full(f"more than {most * TOGETHER} {what} with the values before it")
 
     def _digest(self, value: Any, path: tuple[int, ...]) -> bytes:
         kind = type(value)
         self._spend(0, 1)
         found = xxhash.xxh3_128(kind.__qualname__.encode(errors="replace"))
         if (plain := as_plain(value)) is not MISSING:
-            self._spend(2, len(plain) if isinstance(plain, str | bytes) else 1)
+            self._spend(2, _size(plain))
             found.update(marshal.dumps(plain, 2))
-        elif id(value) in path:  # it contains itself
+            return found.digest()
+        if id(value) in path:
+            self._again = min(self._again, path.index(id(value)))
             found.update(b"%d up" % (len(path) - path.index(id(value))))
-        elif self._bounded and len(path) > DEPTH:
+            return found.digest()
+        if self._bounded and len(path) > DEPTH:
             raise Beyond(f"deeper than {DEPTH}")
-        elif id(value) not in self._closed:
-            path = (*path, id(value))
-            data, ordered, loose = self._read(value, kind)
-            found.update(data)
-            found.update(self._at_once(ordered) or b"".join(self._digest(one, path) for one in ordered))
-            found.update(b"|")
-            is_set = issubclass(kind, set | frozenset)
-            found.update(
-                self._at_once(loose, "set" if is_set else "pairs")
-                or b"".join(sorted(self._digest(one, path) for one in loose))
-            )
+        if id(value) in self._closed:
+            return found.digest()
+        if id(value) in self._known:
+            return self._known[id(value)][0]
+        again, self._again = self._again, len(path)
+        inner = (*path, id(value))
+        data, ordered, loose = self._read(value, kind)
+        found.update(data)
+        found.update(self._at_once(ordered) or b"".join([self._digest(one, inner) for one in ordered]))
+        found.update(b"|")
+        is_set = issubclass(kind, set | frozenset)
+        found.update(
+            self._at_once(loose, "set" if is_set else "pairs")
+            or b"".join(sorted([self._digest(one, inner) for one in loose]))
+        )
+        # Under bounds each place is read and counted: equal values are beyond them alike, whatever they share.
+        if not self._bounded and self._again >= len(path):
+            self._known[id(value)] = found.digest(), value
+        self._again = min(again, self._again)
         return found.digest()
 
     def _at_once(self, values: list[Any], order: str = "") -> bytes:
@@ -126,9 +156,12 @@ class Contents:
         """What stands in a value: as bytes, in its order, and without an order, where pairs have a name or a key."""
         if issubclass(kind, torch.Tensor | np.ndarray | np.generic):
             return self._array(value, kind)
-        if (inner := as_container(value)) is not None:
-            if self._bounded and len(inner) > ELEMENTS:
+        if issubclass(kind, _VIEWS):
+            return b"", gc.get_referents(value), []
+        if (length := length_of(value)) is not None:
+            if self._bounded and length > ELEMENTS:
                 raise Beyond(f"more than {ELEMENTS} elements")
+            inner = as_container(value)
             own = [] if type(inner) is kind else sorted(attributes(value), key=_first)
             if issubclass(kind, OrderedDict):
                 return b"", [list(inner.items()), own], []
@@ -158,7 +191,9 @@ class Contents:
             known = self._tensors and not value.is_meta and not is_lazy(value)
             return head + (b"%d" % digests.content(value) if known else b""), [], []
         if value.dtype.hasobject:
-            return head, np.asarray(value).reshape(-1).tolist() if value.size <= ELEMENTS else [], []
+            if self._bounded and value.size > ELEMENTS:
+                raise Beyond(f"more than {ELEMENTS} elements")
+            return head, np.asarray(value).reshape(-1).tolist(), []
         if issubclass(kind, np.generic) or self._tensors:
             data: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             head += b"%d" % xxhash.xxh3_64_intdigest(data)
@@ -187,15 +222,58 @@ def as_plain(value: Any) -> Any:
     return MISSING if exact is None or issubclass(kind, enum.Enum) else exact(value)
 
 
-def as_container(value: Any) -> Any:
-    """The elements of a container, in one of Python's own classes; None for what is another value."""
+def _size(plain: Any) -> int:
+    """In characters, about."""
+    kind = type(plain)
+    if kind is str or kind is bytes:
+        return len(plain)
+    return 1 + (plain.bit_length() >> 3) if kind is int else 1
+
+
+def _base(kind: type) -> Any:
+    """Python's own class of a container; None for another class."""
+    return next(one for one in CONTAINERS if issubclass(kind, one)) if issubclass(kind, CONTAINERS) else None
+
+
+def length_of(value: Any) -> int | None:
+    """The number of a container's elements; None for what is another value."""
     kind = type(value)
-    base = next((one for one in CONTAINERS if issubclass(kind, one)), None)
-    if base is None or kind is base:
-        return value if base is not None else None
-    if base is dict:
-        return dict((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value))
-    return base(base.__iter__(value))
+    if kind in _EXACTLY:
+        return len(value)
+    if issubclass(kind, _VIEWS):
+        return length_of(gc.get_referents(value)[0])
+    return None if (base := _base(kind)) is None else int(base.__len__(value))
+
+
+def as_container(value: Any, most: int | None = None) -> Any:
+    """The elements of a container, in one of Python's own classes; None for what is another value. Of a class of the
+    script's they are copied, `most` of them, in their order."""
+    kind = type(value)
+    if kind in _EXACTLY:
+        return value
+    if issubclass(kind, _VIEWS):
+        return as_container(gc.get_referents(value)[0], most)
+    if (base := _base(kind)) is dict:
+        return dict(islice((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value), most))
+    return base if base is None else base(islice(base.__iter__(value), most))
+
+
+def name_of(function: Any) -> str:
+    """What distinguishes a function, a method or a class from others: of a lambda or a function in another one, which
+    may share their names, its place too."""
+    if isinstance(function, types.MethodType):
+        return name_of(function.__func__) if isinstance(function.__func__, NAMED) else type(function.__func__).__name__
+    name = str(getattr(function, "__qualname__", function.__name__))
+    if isinstance(function, types.FunctionType) and "<" in name:
+        column = max(column or 0 for _, _, column, _ in function.__code__.co_positions())
+        return f"{name} (line {function.__code__.co_firstlineno}, column {column})"
+    return name
+
+
+def bound_to(function: Any) -> Any:
+    """The object of which a method is; None for another function."""
+    owner = getattr(function, "__self__", None)
+    return None if isinstance(owner, types.ModuleType) else owner
 
 
 def _first(pair: Any) -> Any:
@@ -215,11 +293,15 @@ def _state(value: Any, kind: type) -> list[Any] | None:
     if issubclass(kind, SUSPENDED):
         return _suspended(value)
     if issubclass(kind, types.FunctionType):
-        return [value.__qualname__, state_of_function(value)]
-    if issubclass(kind, types.BuiltinFunctionType | type):
-        return [f"{value.__module__}.{value.__qualname__}"]
+        return [name_of(value), state_of_function(value)]
     if issubclass(kind, types.MethodType):
         return [value.__func__, value.__self__]
+    if issubclass(kind, NAMED):
+        return [getattr(value, "__module__", None), name_of(value), bound_to(value)]
+    if kind in (range, slice):
+        return [value.start, value.stop, value.step]
+    if kind is fractions.Fraction:
+        return [value.numerator, value.denominator]
     if issubclass(kind, functools.partial):
         return [value.func, value.args, value.keywords]
     return _position(value, kind) if is_iterator(kind) else None

@@ -8,6 +8,7 @@ which parameters require gradients, is put back for the save alone: an evaluatio
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +18,15 @@ import torch
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.contents import digest_of
 
+log = logging.getLogger("everstep.train")
+
 
 class LeftState:
-    """Of one process. `state`: what is tracked by name. Raises what an object's own `state_dict` raises."""
+    """Of one process. `state`: what is tracked by name. A warning names what cannot be read and is not compared."""
 
     def __init__(self, state: Mapping[str, Any], step: int) -> None:
         self._state, self._step = dict(state), step
-        self._digests = {name: digest(value) for name, value in self._state.items()}
+        self._digests = self._read()
         self._flags = self._present()
 
     def _present(self) -> list[tuple[Any, str, bool]]:
@@ -36,10 +39,21 @@ class LeftState:
             *((parameter, "requires_grad", parameter.requires_grad) for parameter in parameters),
         ]
 
+    def _read(self) -> dict[str, str]:
+        found = dict.fromkeys(self._state, "")
+        for name, value in self._state.items():
+            try:
+                found[name] = digest(value)
+            except Exception as e:  # an object's own `state_dict` may raise anything
+                log.warning("whether %s changes between the loop and the close of the run is not seen: it cannot be "
+                            "read (%s: %s)", name, type(e).__name__, e)  # fmt: skip
+        return found
+
     @contextmanager
     def for_save(self) -> Iterator[None]:
         """The flags are as they were. Raises `LoopError` if anything else has changed."""
-        changed = [name for name, value in self._state.items() if digest(value) != self._digests[name]]
+        now_digests = self._read()
+        changed = [name for name in self._state if now_digests[name] != self._digests[name]]
         if changed:
             raise LoopError(
                 f"{', '.join(changed)} changed after the loop was left behind step {self._step} and before the run was "

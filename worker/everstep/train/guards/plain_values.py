@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import re
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,22 +28,28 @@ from everstep.checkpoint.state import layouts
 from everstep.recovery.errors import LoopError
 from everstep.train.guards.contents import (
     DIGEST,
+    FUNCTIONS,
     PRINTED,
     STATEFUL,
     SUSPENDED,
     Beyond,
     Contents,
+    Full,
     as_container,
     as_plain,
+    bound_to,
     digest_of,
     is_iterator,
+    length_of,
     locals_of_suspended,
+    name_of,
     shape_of,
     state_of_function,
 )
 from everstep.train.guards.script_objects import (
     MISSING,
     MODULE_PARTS,
+    WIDE,
     Held,
     Name,
     attributes,
@@ -63,14 +70,17 @@ VISITS = 2000  # objects that are looked at: other ranks wait meanwhile
 MOST = 4000  # values
 FEW = 16  # elements of a container that have names
 LONG = 60  # characters of a value
+DIGITS = 4096  # bits of a number that is written out: Python refuses to write long ones
 MOST_NAMED = 8  # variables in a text for a person
 MOST_TENSORS = 256  # of those that are carried, and of the others
 MOST_BYTES = 2**26  # of all of these
+DEEPEST = 24  # level of a tensor: a library's model has more of them than other objects
 # What to do about them.
 TRACK = (
     "Track what steps change (`run.track(name=value)` before the loop; a number inside of a dictionary), or let it be "
     "computed anew in each step from run.step"
 )
+_SHORT = frozenset({bool, float, complex, type(None)})  # whose texts are
 _CUT = re.compile(r"[.\[]")
 _unread = set[str]()  # that a warning has named
 
@@ -142,15 +152,17 @@ def _set_by_script(name: str, module: torch.nn.Module) -> Iterator[Held]:
 
 
 def plain_values(roots: Roots | types.FrameType | None, beyond: list[str] | None = None) -> Values:
-    """The script's numbers, texts, names of functions, and contents of what has no names inside, by name. They only
-    make a refusal clearer, so no error is raised. `beyond` gets the names of what is too much to be read."""
+    """The script's numbers, texts, names of functions, classes of objects, and contents of what has no names inside, by
+    name. They only make a refusal clearer, so no error is raised. `beyond` gets the names of what is not read."""
+    beyond = [] if beyond is None else beyond
     try:
         roots = roots if isinstance(roots, Roots) else Roots(roots)
-        found = _Found(roots, [] if beyond is None else beyond)
+        found = _Found(roots, beyond)
         found.read(roots)
         return {name: text for name, text in found.values.items() if not roots.is_tracked(name)}
-    except Exception:  # the script's own classes may raise anything
+    except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
+        beyond.append(f"the script's values ({type(e).__name__}: {e})")
         return {}
 
 
@@ -163,62 +175,123 @@ class _Found:
     def read(self, roots: Roots) -> None:
         named = roots.all()
         for name, value in named:
-            self._add(name, value)
+            self._add(name, value, by_script=True)
         parts = [part for name, value in named for part in _of_class(name, value)]
         for part in parts:
             self._add(part.name, part.value)
         more = [(part.name, part.value) for part in parts if not callable(part.value)]
-        visited = sum(1 for _ in islice(walk([*named, *more], roots.closed, self._look), VISITS))
+        visited = sum(1 for _ in islice(walk([*named, *more], roots.closed, self._look, self._ends), VISITS))
         if visited == VISITS or len(self.values) > MOST:
             self._beyond.append(f"what is behind the first {visited} objects")
 
     def _look(self, held: Held) -> list[Held]:
+        try:
+            return self._parts_of(held)
+        except Exception:  # a name that cannot be written; and as above
+            self._beyond.append(held.name)
+            return []
+
+    def _parts_of(self, held: Held) -> list[Held]:
         """What an object holds, whose values are noted."""
         parts = list(_parts(held))
         kind = type(held.value)
         is_library = issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.")
         if len(self.values) <= MOST and not is_library:
+            by_script = kind.__module__ != "builtins" and is_own(kind)
             inner = [*parts, *_elements(held), *_of_class(kind.__name__, kind)]
             for child in (*inner, *(part for one in inner for part in _of_class(one.name, one.value))):
-                self._add(child.name, child.value)
+                self._add(child.name, child.value, by_script=by_script)
         return parts
 
-    def _add(self, name: str, value: object) -> None:
+    def _ends(self, held: Held) -> None:
+        """The walk does not go into it: what has names further inside has one digest here."""
+        text = self.values.get(held.name, "")
+        if text and DIGEST not in text and (_is_own(type(held.value)) or length_of(held.value) is not None):
+            del self.values[held.name]
+            self._note(held.name, held.value, lambda name, value: f"{text}{self._digest(name, value)}")
+
+    def _add(self, name: str, value: object, *, by_script: bool = False) -> None:
+        """`by_script`: it is a variable of the script's, or an attribute of one of its objects."""
         if name in self.values:
             return
-        if isinstance(value, staticmethod | classmethod | functools.partial):
-            value = value.func if isinstance(value, functools.partial) else value.__func__
-        kind = type(value)
-        if (plain := as_plain(value)) is not MISSING or kind in PRINTED or issubclass(kind, np.generic):
-            text = repr(plain if plain is not MISSING else value)
-            more = self._digest(name, value) if len(text) > LONG else ""
-            self.values[name] = text[:LONG] + more
-        elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-            self.values[name] = value.__qualname__
-        elif kind is torch.Tensor:  # what it holds may be on a device, and large
-            self.values[name] = shape_of(value)
-        elif (inner := as_container(value)) is not None:
-            if issubclass(kind, OrderedDict) and len(inner) <= FEW:
-                value = list(inner)  # its order counts
-            named = len(inner) <= FEW and _has_names(inner) and not issubclass(kind, OrderedDict)
-            self.values[name] = f"{len(inner)} elements{'' if named else self._digest(name, value)}"
-        elif _has_state(kind, value) and id(value) not in self._saved and (more := self._digest(name, value)):
-            self.values[name] = f"{kind.__name__}{more}"
+        if type(value) in _SHORT:
+            self.values[name] = repr(value)
+        else:
+            self._note(name, value, self._of_variable if by_script else self._text)
 
-    def _digest(self, name: str, value: object) -> str:
-        """Nothing if it cannot be read."""
+    def _note(self, name: str, value: object, read: Callable[[str, Any], str]) -> None:
+        """Without a text where it cannot be read: another process may be able to."""
         try:
-            return f"{DIGEST}{self._contents.digest(value)}"
+            if text := read(name, value):
+                self.values[name] = text
         except Beyond as e:
             self._beyond.append(f"{name} ({e})")
         except Exception:  # the script's own classes may raise anything
             self._beyond.append(name)
-        return ""
+
+    def _of_variable(self, name: str, value: Any) -> str:
+        """Of other objects, too, that stand where nothing stood, or one of another class."""
+        kind = type(value)
+        is_named = not kind.__module__.startswith(("everstep", "builtins"))
+        return self._text(name, value) or (kind.__name__ if is_named else "")
+
+    def _text(self, name: str, value: Any) -> str:
+        if (plain := as_plain(value)) is not MISSING:
+            if type(plain) in (str, bytes):
+                text, more = repr(plain[:LONG]), len(plain) > LONG
+            elif type(plain) is int and plain.bit_length() > DIGITS:
+                text, more = f"number of {plain.bit_length()} bits", True
+            else:
+                text, more = repr(plain), False
+            return text[:LONG] + (self._digest(name, value) if more or len(text) > LONG else "")
+        if (length := length_of(value)) is not None:
+            kind, inner = type(value), as_container(value, FEW)
+            own = _attributes(value) if kind is not type(inner) else ""
+            if issubclass(kind, OrderedDict) and length <= FEW:
+                value = list(inner)  # its order counts
+            named = length <= FEW and _has_names(inner) and not issubclass(kind, OrderedDict)
+            return f"{length} elements{own}{'' if named else self._digest(name, value)}"
+        if isinstance(value, staticmethod | classmethod | functools.partial):
+            value = value.func if isinstance(value, functools.partial) else value.__func__
+        kind = type(value)
+        if kind in PRINTED or issubclass(kind, np.generic):
+            text = repr(value)
+            return text[:LONG] + (self._digest(name, value) if len(text) > LONG else "")
+        if issubclass(kind, FUNCTIONS):
+            owner = bound_to(value)
+            is_read = length_of(owner) is not None or (_has_state(type(owner), owner) and id(owner) not in self._saved)
+            return f"{name_of(value)}{_attributes(value)}{self._digest(name, owner) if is_read else ''}"
+        if kind is torch.Tensor:  # what it holds may be on a device, and large
+            return shape_of(value)
+        if _has_state(kind, value):
+            return f"{kind.__name__}{self._digest(name, value)}" if id(value) not in self._saved else ""
+        return f"{kind.__qualname__}{_attributes(value)}" if _is_own(kind) else ""
+
+    def _digest(self, name: str, value: object) -> str:
+        """Nothing if the value itself is too much: then only what stands before it is compared."""
+        try:
+            return f"{DIGEST}{self._contents.digest(value)}"
+        except Full:
+            raise
+        except Beyond as e:
+            self._beyond.append(f"{name} ({e})")
+            return ""
 
 
 def _has_state(kind: type, value: Any) -> bool:
     """Whether it is read by its digest alone."""
     return issubclass(kind, STATEFUL) or is_iterator(kind) or (kind is np.ndarray and value.dtype.hasobject)
+
+
+def _is_own(kind: type) -> bool:
+    """Whether the attributes of its objects are the script's."""
+    return is_own(kind) or (is_open(kind) and kind.__module__ in sys.stdlib_module_names)
+
+
+def _attributes(value: object) -> str:
+    """How many it has: of one that only another process has set there is nothing to compare."""
+    count = 0 if isinstance(value, type) else sum(1 for _ in attributes(value))
+    return f" with {count} attributes" if count else ""
 
 
 def _of_class(name: str, value: object) -> list[Held]:
@@ -231,7 +304,7 @@ def _of_class(name: str, value: object) -> list[Held]:
 def _parts(held: Held) -> Iterator[Held]:
     """What an object holds, whatever methods its class has; and what functions and generators keep."""
     name, value = held.name, held.value
-    inner = as_container(value)
+    inner = as_container(value, WIDE + 1)
     if inner is not None and inner is not value:
         yield from children(Held(name, inner, held.owner))
         yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
@@ -250,7 +323,7 @@ def _parts(held: Held) -> Iterator[Held]:
 
 def _elements(held: Held) -> list[Held]:
     """The first elements of a container."""
-    inner = as_container(held.value)
+    inner = as_container(held.value, FEW)
     if isinstance(inner, dict):
         pairs = islice(inner.items(), FEW)
         return [Held(f"{held.name}[{key!r}]", part, held.name) for key, part in pairs if as_plain(key) is key]
@@ -275,6 +348,7 @@ def untracked_values(
         roots = Roots(frame, state)
         found = plain_values(roots, beyond)
         found |= _tensors(roots, carried, beyond)
+        found = {name: text for name, text in found.items() if text}
     except Exception:  # as above
         log.warning("the script's tensors could not be read, and are not compared", exc_info=True)
     unread = list(dict.fromkeys(one for one in beyond if one.partition(" (")[0] in carried))
@@ -301,6 +375,8 @@ def _tensors(roots: Roots, carried: Mapping[str, Name], beyond: list[str]) -> Va
                     found[one.name] = f"{shape_of(one.value)}{DIGEST}{digest_of(one.value)}"
                     continue
             beyond.append(one.name)
+            if size <= MOST_BYTES:  # it may be read in another process, where those before it are smaller
+                found[one.name] = ""
     return found
 
 
@@ -308,9 +384,10 @@ def own_tensors(where: Iterable[tuple[str, Any]], roots: Roots, visits: int) -> 
     """The tensors and arrays below `where` that nothing tracked holds, each with the name of the outermost container or
     module in which it stands."""
     outermost, covered = dict[str, str](), roots.covered
-    for held in islice(walk(where, [*roots.state.values(), *roots.closed], _parts), visits):
+    closed = [*roots.state.values(), *roots.closed]
+    for held in islice(walk(where, closed, _parts, deepest=DEEPEST), visits):
         value = held.value
-        if as_container(value) is not None or (isinstance(value, torch.nn.Module) and not _saves(value, covered)):
+        if length_of(value) is not None or (isinstance(value, torch.nn.Module) and not _saves(value, covered)):
             outermost[held.name] = outermost.get(held.owner, held.name)
         elif _is_compared(value, covered):
             yield outermost.get(held.owner, held.name), held

@@ -133,11 +133,13 @@ def walk(
     roots: Iterable[tuple[str, Any]],
     closed: Iterable[object] = (),
     parts: Callable[[Held], Iterable[Held]] | None = None,
+    ends: Callable[[Held], None] = lambda _: None,
+    deepest: int = DEPTH,
 ) -> Iterator[Held]:
     """All objects that `roots` hold, each once, under its shortest name; but for those that are `closed`, and what only
     these hold. A parameter has the name of the module or list that holds it: a variable of the script that is the same
     parameter, left over from `for p in ema.parameters():`, is not what the script would track. `parts`: what an object
-    holds; `children` of it, where nothing else is given."""
+    holds; `children` of it, where nothing else is given. `ends`: is given what is `deepest`, and not looked into."""
     parts = parts or children
     waiting, loose = deque[tuple[Held, int]](), deque[tuple[Held, int]]()
     for name, value in roots:
@@ -150,8 +152,10 @@ def walk(
             continue
         seen.add(id(held.value))
         yield held
-        if depth < DEPTH:
+        if depth < deepest:
             waiting.extend((child, depth + 1) for child in parts(held))
+        else:
+            ends(held)
 
 
 def _items(value: Mapping[Any, Any]) -> list[Any]:
