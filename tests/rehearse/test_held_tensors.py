@@ -136,16 +136,20 @@ def test_value_is_named_by_the_outermost_container_or_module() -> None:
     class Model(torch.nn.Linear):
         pass
 
+    deep = torch.nn.Linear(2, 2)
+    for _ in range(9):
+        deep = torch.nn.Sequential(deep)  # type: ignore[assignment]
     model = Model(2, 2)
     model.memory = torch.ones(3)
     roots = {
         "own": Own(), "runs": {"a": Own()}, "ema": copy.deepcopy(torch.nn.Sequential(torch.nn.Linear(2, 2))),
         "model": model, "view": model.weight[0].detach(), "loss": model(torch.ones(2)).sum(), "x": torch.ones(5),
+        "deep": deep,
     }  # fmt: skip
     found, beyond = held_tensors(Roots(None, {"model": model}, roots.items()))
     assert {name: text.partition(DIGEST)[0] for name, text in found.items()} == {
-        "own.queue": "3 tensors", "runs['a'].queue": "3 tensors", "ema": "2 tensors", "model.memory":
-        "tensor of shape [3]", "x": "tensor of shape [5]",
+        "own.queue": "3 tensors", "runs['a'].queue": "3 tensors", "ema": "2 tensors", "deep": "2 tensors",
+        "model.memory": "tensor of shape [3]", "x": "tensor of shape [5]",
     }  # fmt: skip
     assert beyond == []
 

@@ -227,6 +227,17 @@ def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Pa
         assert {"WARM", "model"} <= set(certain[0]["names"])
 
 
+@pytest.mark.long
+def test_loop_of_the_scripts_own_that_had_saved_nothing_before_its_kill_is_a_warning(folder: Path) -> None:
+    (folder / "train.py").write_text(PLAIN.replace("COUNT", "(step + 1)"))
+    own = ["--json", "r.json", "--ranks", "2", "--steps", "12", "--at", "1@2:backward"]
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    (found,) = json.loads((folder / "r.json").read_text())["findings"]
+    assert (found["kind"], done.returncode) == ("unsaved", 0)
+    assert "nothing had been saved when rank 1 was killed" in found["text"]
+
+
 BY_HAND = """
 import torch
 import torch.distributed as dist

@@ -20,6 +20,7 @@ import pytest
 from everstep.contract.stamp import Program, Stamp
 from everstep.rehearse import stamp as stamps
 from everstep.train.guards.comparison.rehearsed import program_of_process
+from everstep.train.guards.contents import ELEMENTS
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -216,6 +217,16 @@ def test_rehearsal_that_finds_something_takes_an_earlier_stamp_away(folder: Path
     )
     code, report, _ = rehearse(folder)
     assert (code, report["stamp"]) == (1, None)
+    assert not (folder / STAMP).exists()
+
+
+@pytest.mark.long
+def test_rehearsal_that_could_not_compare_a_value_leaves_no_stamp_and_says_which(tmp_path: Path) -> None:
+    folder = project(tmp_path / "project")
+    (folder / "train.py").write_text(RIGHT.replace("seen = []", f"seen, files = [], [0] * {ELEMENTS + 1}"))
+    code, report, shown = rehearse(folder, "--kill", "rank,all")
+    assert (report["findings"], report["stamp"], code) == ([], None, 0)
+    assert f"no stamp: a run would trust it, and these were not compared: files (more than {ELEMENTS}" in shown
     assert not (folder / STAMP).exists()
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from everstep.rehearse.findings import Finding, Kind, find
+from everstep.rehearse.findings import Finding, Kind, find, left_out
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import BUFFERS, DIGEST, Record, began_again
+from everstep.rehearse.record import BUFFERS, DIGEST, OWN, Record, began_again
+from everstep.rehearse.watch import digests, samples
 from everstep.train.guards import contents
 
 RANKS, STEPS = 2, 16
@@ -101,7 +104,10 @@ def test_another_size_has_only_the_values_that_all_ranks_share() -> None:
 
 
 def test_restart_from_nothing_is_a_warning() -> None:
-    assert find([CALM, replace(played(RANK), saved=False)]) == []
+    assert find([CALM, replace(played(RANK), saved=False)]) == [], "the other rank has the state"
+    own = only([CALM, replace(played(RANK), saved=False, own_loop=True)])
+    assert own.kind is Kind.UNSAVED
+    assert f"nothing had been saved when {RANK.kills[-1].who} was killed" in own.text
     finding = only([CALM, replace(played(ALL), saved=False)])
     assert (finding.kind, finding.certain) == (Kind.UNSAVED, False)
 
@@ -138,6 +144,21 @@ def test_first_step_repeated_after_a_kill_within_it_is_no_new_beginning(tmp_path
     assert not began_again(tmp_path)
     (tmp_path / "killed-0+1@12:begin-0").touch()
     assert began_again(tmp_path)
+
+
+def test_loop_of_the_scripts_own_begins_again_if_it_did_behind_its_last_kill(tmp_path: Path) -> None:
+    def killed(name: str, at: float) -> None:
+        (tmp_path / f"killed-{name}").touch()
+        os.utime(tmp_path / f"killed-{name}", (at, at))
+
+    killed("1@2:begin-1", 10)
+    with (tmp_path / "records-1.jsonl").open("w") as file:
+        file.write(replace(record(0, 1), at=11).line())
+    assert not began_again(tmp_path), "the other rank has the state"
+    (tmp_path / OWN).touch()
+    assert began_again(tmp_path)
+    killed("0@9:begin-0", 12)
+    assert not began_again(tmp_path), "that start went on from a commit"
 
 
 def test_what_differs_between_two_calm_runs_is_compared_in_no_other() -> None:
@@ -178,7 +199,34 @@ def test_content_that_differs_is_told_without_its_digest() -> None:
 
 def test_step_that_not_all_ranks_have_noted_is_not_compared() -> None:
     steps = {key: r for key, r in CALM.steps.items() if key != (1, STEPS)}
-    assert find([CALM, replace(played(RANK), steps=steps)]) == []
+    run = replace(played(RANK), steps=steps)
+    assert find([CALM, run]) == []
+    assert left_out([CALM, run]) == f"step {STEPS} of rank 1"
+
+
+def test_what_one_run_alone_has_is_not_taken_for_equal() -> None:
+    killed = {(kill.ranks[0], kill.step + 1) for kill in RANK.kills}
+    run = replace(played(RANK), steps={key: r for key, r in CALM.steps.items() if key not in killed})
+    assert left_out([CALM, run, played(MORE)]) == "", "who was killed has not noted that step"
+    without = change(played(ALL), STEPS, tracked={"model": f"m{STEPS}"})
+    assert left_out([CALM, without]) == "optimizer (tracked in one run alone)"
+    assert left_out([CALM, change(played(ALL), 3, beyond=["files"])]) == "files"
+
+
+def test_tracked_object_that_cannot_be_read_is_named_and_has_no_digest() -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, int]:
+            raise ValueError
+
+    deep: list[object] = []
+    for _ in range(2000):
+        deep = [deep]
+    found, unread = digests({"count": {"n": 1}, "broken": Broken(), "deep": deep})
+    assert (list(found), unread) == (["count"], ["broken (ValueError)", "deep (RecursionError)"])
+
+
+def test_rows_of_samples_are_compared() -> None:
+    assert samples(torch.zeros(2, 8)) != samples(torch.ones(2, 8))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +266,8 @@ def test_number_of_a_batch_in_a_loop_that_began_anew_is_no_warning_and_another_c
         steps = {}
         for (rank, step), one in run.steps.items():
             position = (step - max(begins if step >= begins else 0, 10 if step > 10 else 0)) or 1
-            held = {"batch_idx": str(position - 1), "n": str(step if step < begins else 0)}
-            steps[rank, step] = replace(one, held=held, position=position)
+            held = {"batch_idx": str(position - 1), "n": str(position)}
+            steps[rank, step] = replace(one, held=held, position=position, indices=["batch_idx"])
         return replace(run, steps=steps)
 
     finding = only([run_of(CALM.scenario, 99), run_of(RANK, 13)])

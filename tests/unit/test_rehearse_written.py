@@ -81,14 +81,15 @@ def test_prints_are_compared_by_step_without_those_in_which_rank_0_was_killed() 
 
 def test_files_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written, "TEXT_BYTES", 20)
-    monkeypatch.setattr(written, "DIGEST_BYTES", 40)
+    monkeypatch.setattr(written, "WHOLE_BYTES", 40)
     (tmp_path / "text").write_text("a\nb\n")
     (tmp_path / "long").write_text("a" * 30)
     (tmp_path / "binary").write_bytes(b"\0\1")
     (tmp_path / "latin").write_bytes(b"\xe9")
     (tmp_path / "huge").write_text("a" * 50)
-    found = written.read_files(tmp_path, ["text", "long", "binary", "latin", "huge"], tmp_path)
+    (tmp_path / "other").write_text("a" * 49 + "b")
+    found = written.read_files(tmp_path, ["text", "long", "binary", "latin", "huge", "other"], tmp_path)
     assert {name: one.lines for name, one in found.items()} == {
-        "text": ("a", "b"), "long": None, "binary": None, "latin": None, "huge": None
+        "text": ("a", "b"), "long": None, "binary": None, "latin": None, "huge": None, "other": None,
     }  # fmt: skip
-    assert (found["huge"].digest, found["huge"].size) == ("50", 50)
+    assert found["huge"].digest != found["other"].digest

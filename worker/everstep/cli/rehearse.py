@@ -88,7 +88,9 @@ def rehearse(
         slow = any(f.kind is Kind.SLOW for f in findings)
         proves = not kills and set(kinds) >= stamps.PROVEN and not slow
         differs = any(f.kind not in (Kind.WRITTEN, Kind.SLOW) for f in findings)
-        left, problem = _stamp(stamp, script, folder, ranks, runs[0].last, proves=proves, differs=differs)
+        left, problem = _stamp(
+            stamp, script, folder, ranks, runs[0].last, compare.left_out(runs), proves=proves, differs=differs
+        )
         seconds = time.monotonic() - began
         report = _report(script, arguments or [], ranks, steps, runs, findings, seconds)
         report |= {"stamp": left, "from": beginning.step if beginning is not None else None}
@@ -150,15 +152,22 @@ def _shown_if_interrupted(script: Path, runs: list[Played], began: float) -> Ite
 
 
 def _stamp(
-    path: str | None, script: Path, folder: Path, ranks: int, steps: int, *, proves: bool, differs: bool
-) -> tuple[str | None, str]:
-    """Where the stamp of this rehearsal lies, if it leaves one; and why it could not."""
+    path: str | None, script: Path, folder: Path, ranks: int, steps: int, left_out: str,
+    *, proves: bool, differs: bool,
+) -> tuple[str | None, str]:  # fmt: skip
+    """Where the stamp of this rehearsal lies, if it leaves one; and why it could not. `left_out`: what was not
+    compared."""
     try:
         if differs:
             stamps.withdraw(path, script)
             return None, ""
         if not proves:
             return None, ""
+        if left_out:
+            return None, (
+                f"no stamp: a run would trust it, and these were not compared: {left_out}. Track them, or keep less in "
+                "them while the script is rehearsed"
+            )
         program = stamps.program_of(folder)
         if program is None:
             return None, "no stamp: a file of the script was changed meanwhile, or none of its processes ended in order"
@@ -226,7 +235,7 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
         runs_of = "; ".join(finding.scenarios)
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
     if left_out := compare.left_out(runs):
-        say(f"\ntoo large to be compared: {left_out}")
+        say(f"\nnot compared: {left_out}")
     certain_count = sum(f.certain for f in findings)
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""

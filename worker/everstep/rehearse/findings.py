@@ -137,8 +137,25 @@ def find(runs: list[Played]) -> list[Finding]:
 
 
 def left_out(runs: list[Played]) -> str:
-    """The names of the script's tensors that are too large to be compared, or ""."""
-    return _listed(sorted({name for run in runs for record in run.steps.values() for name in record.beyond}))
+    """What is not compared, so that the runs prove nothing of it, or "": what is too much to be read or cannot be read,
+    and what one run alone has, though both came to their end."""
+    calm = runs[0]
+    names = {name for run in runs for record in run.steps.values() for name in record.beyond}
+    for run in runs[1:]:
+        if not run.scenario.resized and run.last == calm.last and not run.code:
+            names |= _of_one_run(calm, run)
+    return _listed(sorted(names))
+
+
+def _of_one_run(calm: Played, run: Played) -> set[str]:
+    """Steps and tracked objects. A rank that was killed when its step had been counted has not noted it."""
+    killed = {(rank, kill.step + 1) for kill in run.scenario.kills for rank in kill.ranks}
+    found = {f"step {step} of rank {rank}" for rank, step in (calm.steps.keys() ^ run.steps.keys()) - killed}
+    for rank, step in calm.steps.keys() & run.steps.keys():
+        if step == calm.last:
+            alone = calm.steps[rank, step].tracked.keys() ^ run.steps[rank, step].tracked.keys()
+            found |= {f"{name} (tracked in one run alone)" for name in alone}
+    return found
 
 
 def _joined(found: list[Finding]) -> list[Finding]:
@@ -264,12 +281,13 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     samples = _samples(calm, run, held)
     if samples is not None:
         found.append(samples)
-    several = [kill for kill in run.scenario.kills if len(kill.ranks) > 1]
-    if not run.saved and several:
-        who = "all ranks" if len(several[0].ranks) == run.scenario.sizes[0] else several[0].who
+    kills = run.scenario.kills
+    lost = next((kill for kill in kills if len(kill.ranks) > 1), kills[-1] if kills and run.own_loop else None)
+    if not run.saved and lost is not None:
+        who = "all ranks were" if len(lost.ranks) == run.scenario.sizes[0] else f"{lost.who} {lost.was}"
         text = (
-            f"nothing had been saved when {who} were killed, so the next start began from nothing. Let the script "
-            "save every few steps while it is rehearsed"
+            f"nothing had been saved when {who} killed, so the next start began from nothing, and proves nothing. Let "
+            "the script save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
     if run.scenario.away is not None and not run.missed:
@@ -417,10 +435,11 @@ def _changing(calm: Played) -> set[str]:
 
 
 def _positions(calm: Played, run: Played) -> set[str]:
-    """The numbers that count the batches of a loop over a loader, as `enumerate` does. A function that goes on from a
-    commit begins such a loop anew, over what is left."""
+    """The numbers by which `enumerate` counts the batches of a loop over a loader. A function that goes on from a
+    commit begins such a loop anew, over what is left. A counter of the script's own may be such a number too, and is
+    another all the same."""
     records = [record for one in (calm, run) for record in one.steps.values()]
-    numbers = set.intersection(*({*record.held} for record in records))
+    numbers = set.intersection(*({*record.indices} & record.held.keys() for record in records))
     return {
         name for name in numbers
         if all(record.held[name] in (str(record.position - 1), str(record.position)) for record in records)

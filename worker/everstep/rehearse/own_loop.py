@@ -9,6 +9,8 @@ the mark is beside each commit (`by_commits`).
 
 from __future__ import annotations
 
+import ast
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.utils.data import dataloader
 from everstep.checkpoint import Checkpointer
 from everstep.rehearse import record
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
+from everstep.train.guards.sources import tree_of
 
 _BETWEEN = {"torch", "everstep", "everstep_horovod"}  # whose functions stand between the script and its optimizer
 
@@ -163,7 +166,10 @@ class OwnLoop:
     def _step_is_over(self) -> None:
         self._passes = 0
         self._done += 1
-        self._watch.note(self._done, self._rank(), _script_frame(sys._getframe(2)))
+        frame = _script_frame(sys._getframe(2))
+        if self._watch.by_commits and frame is not None:
+            self._watch.indices = _indices(frame.f_code.co_filename)
+        self._watch.note(self._done, self._rank(), frame)
         if self._watch.by_commits:
             self._watch.reach("tail")
         else:
@@ -177,3 +183,16 @@ def _script_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and _BETWEEN & set(frame.f_globals.get("__name__", "").split(".")):
         frame = frame.f_back
     return frame
+
+
+@functools.cache
+def _indices(file: str) -> list[str]:
+    """The names that loops over `enumerate` give its numbers, in a file of the script's."""
+    loops = [n for n in ast.walk(tree_of(file) or ast.Module([], [])) if isinstance(n, ast.For)]
+    firsts = [n.target.elts[0] for n in loops if isinstance(n.target, ast.Tuple) and _enumerates(n.iter)]
+    return sorted({one.id for one in firsts if isinstance(one, ast.Name)})
+
+
+def _enumerates(over: ast.expr) -> bool:
+    calls = [n.func for n in ast.walk(over) if isinstance(n, ast.Call)]
+    return any(isinstance(function, ast.Name) and function.id == "enumerate" for function in calls)

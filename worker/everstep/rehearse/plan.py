@@ -50,6 +50,10 @@ class Kill:
         *others, last = map(str, self.ranks)
         return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
+    @property
+    def was(self) -> str:
+        return "were" if len(self.ranks) > 1 else "was"
+
     def __str__(self) -> str:
         return f"{self.who} killed in step {self.step} ({self.point})"
 

@@ -53,7 +53,7 @@ class Played:
     refused: str = ""
     saved: bool = True  # no start behind a loss began from nothing
     in_library: bool = False  # the steps are Trainer's or Lightning's
-    own_loop: bool = False  # the script saves by a Checkpointer of its own
+    own_loop: bool = False  # the script's, which saves by a Checkpointer
     by_commits: bool = False  # its loop is a function of hvd.elastic.run
     files: dict[str, Written] = field(default_factory=dict)  # that the script wrote, by their names below its folder
     printed: Printed = field(default_factory=dict)  # by rank 0, in the loop
@@ -143,7 +143,8 @@ class Player:
         return Played(
             scenario, record.read(place), code, seconds, _killed(place), log,
             hung, slow, None, refusal_in(log), not record.began_again(place),
-            (place / record.LIBRARY).exists(), any(place.glob(record.MARKS)), (place / record.COMMITS).exists(),
+            (place / record.LIBRARY).exists(),
+            any(place.glob(record.MARKS)) or (place / record.OWN).exists(), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),

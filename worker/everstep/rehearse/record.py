@@ -17,10 +17,11 @@ AWAY = "away-"  # and a process: it has sent a request to the store of commits w
 ROUNDS_WANTED, ROUNDS_AWAY, ROUNDS_BACK = "rounds-wanted", "rounds-away", "rounds-back"
 MARKS = "marks/*"  # each of a save that a loop of the script's own has begun, or of its commit
 COMMITS = "by-commits"  # the script's loop is a function of hvd.elastic.run
+OWN = "own"  # a rank was killed in a loop of the script's own, whose ranks all start again
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: between what a value is and its digest
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
-MOST_BYTES = 64 * 2**20  # of the script's own tensors together, and of one sample: they are read behind each step
+MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read behind each step
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
 OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
@@ -29,11 +30,11 @@ GONE = "gone"  # a process began in place of one that was killed, in a run that 
 
 @dataclass(frozen=True)
 class Record:
-    """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, and one of
-    a module's buffers. `held`: the script's
-    own plain values, as text, and others, as what they are and a digest. `samples`: a digest of each sample that
-    this rank has read for the step, sorted. `position`: how many batches a loader has given since its loop began, where
-    the script's loop is its own. `beyond`: the names of what is too much to be read."""
+    """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, and one of a module's
+    buffers. `held`: the script's own plain values, as text, and others, as what they are and a digest. `samples`: a
+    digest of each sample that this rank has read for the step, sorted. `position`: how many batches a loader has given
+    since its loop began, where the script's loop is its own. `indices`: the names that count them by `enumerate`.
+    `beyond`: the names of what is not read."""
 
     step: int
     rank: int
@@ -45,6 +46,7 @@ class Record:
     samples: list[str] = field(default_factory=list)
     beyond: list[str] = field(default_factory=list)
     position: int = 0
+    indices: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
@@ -66,9 +68,12 @@ def read(folder: Path) -> Steps:
 
 def began_again(folder: Path) -> bool:
     """Whether the first step was taken anew after several ranks had been killed at once in a later one: then nothing
-    had been saved, and no rank that was left had the state."""
-    kills = [path.stat().st_mtime for path in folder.glob(KILLS) if "+" in path.name and "@0:" not in path.name]
-    return bool(kills) and any(record.step == 1 and record.at > min(kills) for record in each(folder))
+    had been saved, and no rank that was left had the state. In a loop of the script's own all start again behind each
+    kill: whether it was so behind the last one."""
+    kills = {path.name: path.stat().st_mtime for path in folder.glob(KILLS)}
+    several = [at for name, at in kills.items() if "+" in name and "@0:" not in name]
+    since = min(several, default=max(kills.values()) if kills and (folder / OWN).exists() else None)
+    return since is not None and any(record.step == 1 and record.at > since for record in each(folder))
 
 
 def note_failure(folder: Path, error: Exception) -> None:

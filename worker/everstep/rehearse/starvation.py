@@ -10,7 +10,8 @@ LEAST = 0.3  # of the wanted time; ranks that are more than the processors leave
 
 
 def is_starved(pid: int) -> bool:
-    """Whether the process and its descendants have got less, since they began. False where nothing is counted."""
+    """Whether the process and its descendants have got less, since they began. False where nothing is counted. Linux
+    counts the time too in which a container's limit holds them back."""
     ran = waited = 0
     for process in _with_descendants(pid):
         for thread in Path(f"/proc/{process}/task").glob("*/schedstat"):

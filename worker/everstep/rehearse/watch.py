@@ -28,7 +28,7 @@ import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill
-from everstep.rehearse.record import BUFFERS, MOST_BYTES, Record
+from everstep.rehearse.record import BUFFERS, OWN, Record
 from everstep.rehearse.saves import Saves
 from everstep.storage import open_store
 from everstep.train import session
@@ -57,6 +57,7 @@ class Watch:
         self.tracked: dict[str, Any] = {}
         self.samples: list[str] = []
         self.position = 0
+        self.indices: list[str] = []  # the names that loops of the script's give the numbers of `enumerate`
         self._points: Counter[str] = Counter()
         self.step: int | None = None  # the number of the step that runs
         self._rank = 0
@@ -224,10 +225,10 @@ class Watch:
         """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         values, beyond = self._held(frame, list(own), list(closed))
+        tracked, unread = digests(self.tracked)
         record = Record(
-            step, rank, world, os.getpid(), time.time(),
-            dict(one for name, value in self.tracked.items() for one in digests(name, value)),
-            values, sorted(self.samples), beyond, self.position,
+            step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *unread],
+            self.position, self.indices,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
@@ -243,7 +244,9 @@ class Watch:
             tensors, unread = held_tensors(roots)
         except Exception as e:  # the script's own classes may raise anything
             tensors, unread = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
-        return {**values, **settings_of(self.tracked), **tensors}, [*beyond, *unread]
+        found = {**values, **settings_of(self.tracked), **tensors}
+        # Another run may read them: what is too much is so beside the others.
+        return {name: text for name, text in found.items() if name not in unread}, [*beyond, *unread]
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step. The last one stands for those to which the step has not come: without
@@ -263,6 +266,8 @@ class Watch:
             self.saves.wait()
             if len(kill.ranks) > 1 and kill.step > self.every:
                 self._wait_for_commit()
+            if self.run is None and not (self.in_library or self.by_commits):
+                (self.folder / OWN).touch()
             marker.write_text("it dies")  # a run of several sizes is ended where all are about to die, and not before
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -305,22 +310,24 @@ def settings_of(tracked: Mapping[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def digests(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Of a tracked object, by name."""
+def digests(tracked: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Of the states of tracked objects, by name; and the names of those that cannot be read."""
+    found, unread = dict[str, str](), list[str]()
+    for name, value in tracked.items():
+        try:
+            found |= dict(_digests(name, value))
+        except Exception as e:  # an object's own `state_dict` may raise anything
+            unread.append(f"{name} ({type(e).__name__})")
+    return found, unread
+
+
+def _digests(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, RngState):
         return  # generators that nobody seeds or draws from differ in each run; a draw shows in what it is for
     if isinstance(value, torch.nn.Module) and (buffers := dict(value.named_buffers())):
-        yield f"{BUFFERS}{name}", digest(buffers)
+        yield f"{BUFFERS}{name}", left_state.digest(buffers)
         value = {key: part for key, part in value.state_dict().items() if key not in buffers}
-    yield name, digest(value)
-
-
-def digest(value: Any) -> str:
-    """Of the state of a tracked object; "" for what has none that can be read."""
-    try:
-        return left_state.digest(value)
-    except Exception:  # an object's own `state_dict` may raise anything
-        return ""
+    yield name, left_state.digest(value)
 
 
 def samples(batch: Any) -> list[str]:
@@ -333,9 +340,7 @@ def samples(batch: Any) -> list[str]:
     for i in range(lengths.pop()):
         one = hashlib.blake2b(digest_size=8)
         for t in tensors:
-            row = t[i]
-            if row.numel() * row.element_size() <= MOST_BYTES:
-                one.update(left_state.digest(row).encode())
+            one.update(left_state.digest(t[i]).encode())
         found.append(one.hexdigest())
     return found
 

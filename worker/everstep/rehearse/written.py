@@ -18,7 +18,7 @@ from pathlib import Path
 
 TEXT_BYTES = 2**20  # of one file whose lines are compared
 ALL_BYTES = 32 * 2**20  # of all such files of a run
-DIGEST_BYTES = 256 * 2**20  # of one file; of a larger one the size is compared
+WHOLE_BYTES = 256 * 2**20  # of one file that is read at once
 MOST_NAMED = 4
 MOST_CHARACTERS = 80  # of a line in a text for a person
 COUNTS = ("step", "global_step", "iteration", "iter", "epoch")  # columns and keys that name a row
@@ -28,8 +28,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Written:
-    """A file at the end of a run. `digest` is of its size alone if it is too large, and `lines` are None then, and if
-    it is no text."""
+    """A file at the end of a run. `lines` are None if it is too large, or no text."""
 
     size: int
     digest: str
@@ -45,8 +44,9 @@ def read_files(folder: Path, names: Collection[str], run: Path) -> dict[str, Wri
     for name in sorted(names):
         path = folder / name
         size = path.stat().st_size
-        if size > DIGEST_BYTES:
-            found[name] = Written(size, str(size))
+        if size > WHOLE_BYTES:
+            with path.open("rb") as file:
+                found[name] = Written(size, hashlib.file_digest(file, hashlib.blake2b).hexdigest())
             continue
         content = path.read_bytes()
         lines = None
