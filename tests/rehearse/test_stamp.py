@@ -166,12 +166,12 @@ def test_rehearsal_that_found_nothing_leaves_a_stamp_and_says_where(
 def test_new_process_of_a_rehearsed_program_computes_its_first_steps_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stamp is written as a rehearsal of 12 steps would, which takes half a minute."""
+    """The stamp is written as a rehearsal of 60 steps would, which takes half a minute."""
     folder = project(tmp_path / "project")
     monkeypatch.setattr(sys, "argv", ["train.py", STEPS])
     modules = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in (("__main__", RIGHT), ("net", NET))}
     program = replace(program_of_process(Program({}, "", {"torch": ""}, "")), modules=modules)
-    stamps.write(None, folder / "train.py", Stamp(program, 2, 12, "2026-11-29T20:01:02Z"))
+    stamps.write(None, folder / "train.py", Stamp(program, 2, 60, "2026-11-29T20:01:02Z"))
     run = run_with_a_loss(folder)
     assert run.code == 0
     assert run.blocks[:12] == [1] * 12
@@ -203,11 +203,22 @@ def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folde
     body = json.loads((folder / STAMP).read_text())
     body["program"]["modules"]["__main__"] = hashlib.sha256(late.encode()).hexdigest()
     (folder / STAMP).write_text(json.dumps(body))  # no rehearsal has left this one
-    run = run_with_a_loss(folder, at=25)
+    run = run_with_a_loss(folder, at=20)
     assert run.code != 0
-    assert run.blocks[:12] == [1] * 12
+    assert run.blocks[:3] == [1, 2, 1], "the others did not wait for a second computation of its first step"
     assert "of the values that the script's steps change these are not those of rank" in run.log
-    assert "its gradients were not compared until now, because 12 steps of the script were rehearsed" in run.log
+
+
+@pytest.mark.long
+def test_process_that_joins_behind_the_rehearsed_steps_is_refused_in_its_second_step(folder: Path) -> None:
+    late = SCRIPT.replace("COUNTS", "seen.append(0)").replace("LATE", "15")
+    (folder / "train.py").write_text(late)
+    body = json.loads((folder / STAMP).read_text())
+    body["program"]["modules"]["__main__"] = hashlib.sha256(late.encode()).hexdigest()
+    (folder / STAMP).write_text(json.dumps(body))  # no rehearsal has left this one
+    run = run_with_a_loss(folder, at=20)
+    assert run.code != 0, f"a launcher's restart does not make it right: {run.log}"
+    assert "It came 1 step ago, and its gradients were not compared until now" in run.log
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ Restarts of three processes, under both launchers, are rows of `tests/ordinary`.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -22,7 +23,8 @@ from torch.nn.functional import mse_loss
 
 import everstep
 from everstep.train.guards.comparison import restart_check
-from everstep.train.guards.comparison.restart_check import AGAIN, NEXT
+from everstep.train.guards.comparison.restart_check import AGAIN, NEXT, REFUSED
+from everstep.train.guards.sources import program
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 DATA = torch.utils.data.TensorDataset(X, X.sum(1, keepdim=True))
@@ -116,6 +118,27 @@ def test_restart_with_other_gradients_is_refused_each_time_and_nothing_is_saved(
         assert latest.step == SAVED
     assert noted(tmp_path, AGAIN)
     train(tmp_path, lambda: 1.0)  # and the right one goes on
+
+
+@pytest.mark.parametrize(
+    ("step", "changed", "again"), [(SAVED, False, True), (SAVED - 1, False, False), (SAVED, True, False)]
+)
+def test_start_behind_a_refusal_is_refused_where_no_step_is_noted_to_compare_with(
+    step: int, changed: bool, again: bool, tmp_path: Path
+) -> None:
+    crashed(tmp_path, compare_gradients=False)  # it notes no step
+    note = {"version": 1, "step": step, "program": "other" if changed else program(), "refusal": "rank 1 is new"}
+    (tmp_path / REFUSED).parent.mkdir()
+    (tmp_path / REFUSED).write_text(json.dumps(note))
+    if again:
+        with pytest.raises(
+            everstep.LoopError, match=rf"rank 1 is new\. .* at step {step}\. .* commit of step {SAVED}"
+        ) as e:
+            train(tmp_path, lambda: 1.0)
+        assert e.value.certain
+        train(tmp_path, lambda: 1.0, compare_gradients=False)
+    else:
+        train(tmp_path, lambda: 1.0)
 
 
 def halve_rate(optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ Whole runs with a process killed are rows of `tests/ordinary`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import re
@@ -191,9 +192,9 @@ def test_all_members_know_who_plays_and_as_whom(members: list[tuple[int, int]], 
     said = list[list[tuple[int | None, bool, bool]]]()
     for rank, age in enumerate(ages):
         others: Any = Others(rank, ages, lefts)
-        shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=lefts[rank])
-        shadow_step._age = age
-        shadow_step.meet(joins=False)
+        shadow_step = ShadowStep({}, others, lambda *_: None)
+        shadow_step._age, shadow_step._left = age, lefts[rank]
+        shadow_step.meet(joins=False, step=0)
         told = list[tuple[int | None, bool, bool]]()
         for _ in range(steps):
             told.append((shadow_step._model, shadow_step._due, shadow_step._computes))
@@ -211,18 +212,43 @@ def test_all_members_know_who_plays_and_as_whom(members: list[tuple[int, int]], 
             assert model not in playing
         compared = []
         for rank, age in enumerate(ages):
-            now = age + step
-            if age < max(ages) and (now == 0 or now.bit_count() == 1 < now):
+            now, left = age + step, lefts[rank]
+            due = now == left or (now.bit_count() == 1 and now > left + 1)
+            if age < max(ages) and (due or now == 0 or now.bit_count() == 1 < now):
                 compared.append(rank)
-            assert (rank in playing) == (rank in compared and now >= lefts[rank])
+            assert (rank in playing) == (age < max(ages) and due)
         assert (model is None) == (not compared), "the plain values of a rehearsed member are compared too"
+
+
+@pytest.mark.parametrize(
+    ("rehearsed", "step", "first"),
+    [(0, 0, 0), (0, 70, 0), (40, 33, 7), (40, 39, 1), (40, 40, 1), (40, 5000, 1)],
+)
+def test_new_process_is_compared_soon_behind_the_rehearsed_steps(rehearsed: int, step: int, first: int) -> None:
+    others: Any = Others(1, [200, 0])
+    shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=rehearsed)
+    others.lefts = [0, shadow_step._leaves_out(step)]
+    shadow_step.meet(joins=True, step=step)
+    with mock.patch.object(ShadowStep, "_compare"):
+        while not shadow_step._due:
+            shadow_step.compare()
+    assert shadow_step._age == first
+
+
+def test_process_whose_script_fills_a_cache_is_compared_in_its_first_step() -> None:
+    mask = functools.cache(abs)  # of the script: a later step would find what this process has put into it
+    others: Any = Others(1, [200, 0])
+    shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=40)
+    others.lefts = [0, 0]
+    shadow_step.meet(joins=True, step=70)
+    assert shadow_step._due, mask
 
 
 def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:
     others: Any = Others(1, [7, 0])
     shadow_step = ShadowStep({}, others, lambda *_: None)
     shadow_step._age = 5
-    shadow_step.meet(joins=True)
+    shadow_step.meet(joins=True, step=0)
     assert shadow_step._age == 0
     assert shadow_step.first
     assert shadow_step._due
@@ -261,7 +287,7 @@ def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]
         told: Any = others
         shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffers=buffers: buffers)
         shadow_step._age = told.ages[told.rank]
-        shadow_step.meet(joins=False)
+        shadow_step.meet(joins=False, step=0)
     assert shadow_step.is_due(lambda: True)
     assert shadow_step.begin() == 0
     for name, tensor in theirs.items():
@@ -279,7 +305,7 @@ def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Ten
         shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffer=buffer: {"queue": buffer})
         shadow_step._age = told.ages[rank]
         FromRank0.told = b"" if rank == 0 else FromRank0.told
-        shadow_step.meet(joins=False)
+        shadow_step.meet(joins=False, step=0)
     assert not shadow_step.is_due(lambda: True)
 
 
@@ -296,7 +322,7 @@ def test_value_that_steps_have_changed_and_a_new_process_lacks_is_named_once(
     trained.begin()
     trained._age = 7
     for shadow_step in (trained, new):
-        shadow_step.meet(joins=False)
+        shadow_step.meet(joins=False, step=0)
     counted, declared, carried["tracked"] = 7, 7, 7
     trained.begin()
     counted, declared, carried["tracked"], of_rank = 0, 0, 0, 1
@@ -328,7 +354,7 @@ def test_tensors_are_compared_by_digest_where_steps_have_changed_them(caplog: py
     trained.begin()
     trained._age = 7
     for shadow_step in (trained, new):
-        shadow_step.meet(joins=False)
+        shadow_step.meet(joins=False, step=0)
     average[0] += 1
     hidden["c"][0] += 1
     array += 1

@@ -228,7 +228,12 @@ class RecoveringWorld(Checked):
         size = self._recovery.members.world_size
         self._compare_ranks(size, last=last)
         if self._shadow_step is not None:
-            self._shadow_step.compare()
+            try:
+                self._shadow_step.compare()
+            except LoopError as e:
+                if self._check is not None and self._recovery.members.rank == 0:
+                    self._check.note_refusal(str(e))
+                raise
         if self._check is not None:
             self._compare_restart(self._check, size)
 
@@ -321,7 +326,7 @@ class RecoveringWorld(Checked):
             agree_on_seeds(self._state, self._recovery.members.gather)
             self._between_steps.agree(self._coordinator.step, self._recovery.members)
             if self._shadow_step is not None:
-                self._shadow_step.meet(joins=self._coordinator.step != trained)
+                self._shadow_step.meet(joins=self._coordinator.step != trained, step=self._coordinator.step)
         except RuntimeError as e:
             if not self.lost(e):
                 raise

@@ -122,6 +122,10 @@ class SaveSchedule:
         answer soon. Not collective."""
         return self._answer("an object beside the commits", lambda: self.in_session.get(name, most))
 
+    def put_beside(self, name: str, data: bytes) -> None:
+        """Write an object `name` below the checkpoint URL, if the store answers soon. Not collective."""
+        self._answer(name, lambda: self.in_session.put(name, data))
+
     def newest(self) -> int | None:
         """The step of the newest commit; None if there is none, or if the store does not answer soon: it may be
         unavailable, and a recovery does not need it. Not collective."""

@@ -10,6 +10,10 @@ gradients that it is given, differ when it steps (`optimizer_updates`).
 Some steps differ each time they are computed (an augmentation with its own generator). This shows in the second
 restart, when the two new processes differ from each other too. Then the run goes on, with a warning.
 
+A launcher may start a run again that was refused because a new process computed otherwise than a survivor. The new
+processes are then all alike. If no step is noted behind the commit from which they begin, the refusal itself is the
+note: it lies below the checkpoint URL.
+
 Invariants: nothing here waits longer than the store's timeout. A run is not refused if its script or its arguments have
 changed.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -38,6 +43,8 @@ log = logging.getLogger("everstep.train")
 
 NEXT: Final = "next-step"  # the attachment by the process that saved
 AGAIN: Final = "next-step-again"  # by the first process that was refused
+REFUSED: Final = "refused/new-process.json"  # below the checkpoint URL; see `RestartCheck.note_refusal`
+MOST_BYTES, MOST_TEXT = 2**16, 8000  # of it, and characters of the refusal in it
 
 
 class RestartCheck:
@@ -130,6 +137,7 @@ class RestartCheck:
         assert schedule is not None
         told = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in told:
+            self._refuse_again()
             log.warning("the first step after this restart is not compared: none is noted behind the commit")
             return
         theirs, head = told[NEXT]
@@ -166,6 +174,33 @@ class RestartCheck:
             schedule.attach_to_restored(AGAIN, pack(sums, self._head()))
         # The next process may find that each one computes another step: a restart may help, once.
         raise LoopError(text, certain=AGAIN in told)
+
+    def note_refusal(self, text: str) -> None:
+        """Note for the processes that may be started again that a new one was refused as `text` says. By rank 0."""
+        if (schedule := self._coordinator.schedule) is None or (own := self._program or program()) is None:
+            return
+        note = {"version": 1, "step": self._coordinator.step, "program": own, "refusal": text[:MOST_TEXT]}
+        schedule.put_beside(REFUSED, json.dumps(note).encode())
+
+    def _refuse_again(self) -> None:
+        """Raise `LoopError` if this very program was refused behind the restored commit. What a survivor had then is
+        lost, so nothing could be compared but two processes that both lack it."""
+        schedule = self._coordinator.schedule
+        assert schedule is not None
+        data = schedule.beside(REFUSED, MOST_BYTES)
+        if data is None:
+            return
+        try:
+            note = json.loads(data)
+            step, own, text = int(note["step"]), str(note["program"]), str(note["refusal"])
+        except (ValueError, TypeError, KeyError) as e:
+            log.warning("%s cannot be read: %s", REFUSED, e)
+            return
+        if own == self._program and step >= self._step:
+            raise LoopError(
+                f"{text}. That was the refusal at step {step}. This start goes on from the commit of step "
+                f"{self._step}, behind which no step is noted that could show whether the script was mended"
+            )
 
     def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
         """How the step differs from the noted one; nothing if it is the same."""

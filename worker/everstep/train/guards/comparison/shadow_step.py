@@ -8,8 +8,9 @@ with the tracked state that the new process was given. Collectives are not run. 
 optimizer's step if no code after it would notice; otherwise it runs to its end. Then everything is put back, and the
 process takes the step as itself. If its gradients differ from those of the other rank in that step, the run is refused
 on all ranks before anything is saved (ADR 0018). Missing state may show later (a counter that reaches a threshold), so
-the process takes further shadow steps in its 3rd, 5th, 9th, … step. If its program was rehearsed, it leaves them out in
-as many steps as the rehearsal had (`rehearsed`, ADR 0053). Its plain values are compared in each of these steps.
+the process takes further shadow steps in its 3rd, 5th, 9th, … step. If its program was rehearsed, it takes none in the
+run's steps that were rehearsed, and behind them none in its first step, for which the others wait longest (ADR 0053).
+Its plain values are compared in each of these steps.
 
 DDP's forward pass sends rank 0's buffers to all ranks, but not in a shadow step. So rank 0 sends them before each step
 in which a process takes a shadow step.
@@ -79,7 +80,8 @@ class ShadowStep:
         self._age = 0  # steps that this process has completed, one after the other
         self._ages: list[int] = []  # of the members, by rank
         self._model: int | None = None  # the rank to be compared with in the next step; None: nothing is compared
-        self._lefts: list[int] = []  # of each member, by rank: steps without a shadow step, because it was rehearsed
+        self._left = 0  # first steps of this process without a shadow step, because its program was rehearsed
+        self._lefts: list[int] = []  # those of the members, by rank
         self._computes = False  # whether a member takes a shadow step in the next step
         self._due = False  # whether this process takes it
         self._foreign = False  # whether a step has asked other ranks for their values
@@ -96,23 +98,30 @@ class ShadowStep:
         self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them that were empty before
         self._missed: dict[int, int] = {}  # misses of each cache before the first shadow step, by identity
 
-    def meet(self, *, joins: bool) -> None:
-        """Agree on the next shadow step, when the members of a round have the same state. `joins`: this process was
-        given it. Collective."""
+    def meet(self, *, joins: bool, step: int) -> None:
+        """Agree on the next shadow step, when the members of a round have the same state, that of `step`. `joins`: this
+        process was given it. Collective."""
         if joins:
-            self._age = 0
-        told = self._members.gather((self._age, int(self._foreign), self._rehearsed))
+            self._age, self._left = 0, self._leaves_out(step)
+        told = self._members.gather((self._age, int(self._foreign), self._left))
         self._ages = [age for age, _, _ in told]
-        self._lefts = [rehearsed for _, _, rehearsed in told]
+        self._lefts = [left for _, _, left in told]
         self._foreign = any(foreign for _, foreign, _ in told)
         self._plan()
+
+    def _leaves_out(self, step: int) -> int:
+        """Steps of a process that joins at `step` in which it takes no shadow step."""
+        if step < self._rehearsed:
+            return self._rehearsed - step
+        # Of a later step the caches that the script fills cannot be taken back.
+        return 1 if self._rehearsed and not caches(sys._getframe(1)) else 0
 
     def _plan(self) -> None:
         self._forget()
         oldest = max(self._ages)
-        # There is none in the second step, because the first was compared just before.
-        compared = [age < oldest and age != 1 and not age & (age - 1) for age in self._ages]
-        due = [one and age >= left for one, age, left in zip(compared, self._ages, self._lefts, strict=True)]
+        due = [age < oldest and is_compared(age, left) for age, left in zip(self._ages, self._lefts, strict=True)]
+        values = [age < oldest and is_compared(age, 0) for age in self._ages]
+        compared = [gradients or plain for gradients, plain in zip(due, values, strict=True)]
         self._model = self._ages.index(oldest) if any(compared) else None
         self._computes, self._due = any(due), due[self._members.rank]
         self._brought = b""
@@ -153,7 +162,7 @@ class ShadowStep:
 
     def cannot(self, why: str) -> None:
         """Take no shadow step in this process, for the reason `why`."""
-        if self.first:
+        if self._age == self._left:
             log.warning(
                 "the gradients of this new process are not compared with those of a rank that has trained: %s. The "
                 "script's plain values are", why,
@@ -286,7 +295,7 @@ class ShadowStep:
                     name, model, f". Of the script's variables these differ: {listed(differing)}" if differing else "",
                 )  # fmt: skip
             elif name is not None:
-                found = _refusal(name, members.rank, model, self._age, self._rehearsed, differing)
+                found = _refusal(name, members.rank, model, self._age, self._left, differing)
         if not found and not is_model:
             self._warn(model, differing)
         said = members.gather((int(bool(found)),))
@@ -317,6 +326,12 @@ class ShadowStep:
         if self._gradients is not None:
             self._gradients.end()
         self._gradients, self._found, self._values = None, None, {}
+
+
+def is_compared(age: int, left: int) -> bool:
+    """Whether a process that has completed `age` steps is compared in its next one; in its first `left` steps it is
+    not. A step right behind one that was compared would show nothing new."""
+    return age == left or (age > left + 1 and not age & (age - 1))
 
 
 def caches(frame: FrameType | None) -> list[functools._lru_cache_wrapper[Any]]:
@@ -355,16 +370,17 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _refusal(name: str, rank: int, model: int, age: int, rehearsed: int, differing: list[str]) -> str:
+def _refusal(name: str, rank: int, model: int, age: int, left: int, differing: list[str]) -> str:
     saved = "Nothing was saved since it came"
-    if age and age // 2 < rehearsed:
+    if age and age == left:
         saved = (
-            f"It came {age} steps ago, and its gradients were not compared until now, because {rehearsed} steps of the "
-            "script were rehearsed: commits since then may hold wrong parameters"
+            f"It came {age} step{'s' if age > 1 else ''} ago, and its gradients were not compared until now, because "
+            "the script was rehearsed: commits since then may hold wrong parameters"
         )
     elif age:
+        equal = next(before for before in range(age - 1, -1, -1) if is_compared(before, left))
         saved = (
-            f"It came {age} steps ago, and its gradients were still equal {age - age // 2} steps ago: commits since "
+            f"It came {age} steps ago, and its gradients were still equal {age - equal} steps ago: commits since "
             "then may hold wrong parameters"
         )
     text = (
