@@ -250,7 +250,7 @@ def test_status_of_an_older_spec_ends_no_wait(jobs: Jobs, call: Call, monkeypatc
     monkeypatch.setattr(commands, "WAIT_SECONDS", 0.5)
     training(jobs, "late", observedGeneration=1)
     call("suspend", "late", "--no-wait")
-    with pytest.raises(JobError, match=r"its workers train: not within 0 s: Running"):
+    with pytest.raises(JobError, match=r"its workers train: not within 0.5 s: Running"):
         call("resume", "late")  # no operator has seen either of the two
     write(jobs, "tjob", "late", {"observedGeneration": jobs.get("late")["metadata"]["generation"]})
     assert call("resume", "late").startswith("late: trains again (")

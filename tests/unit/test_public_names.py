@@ -8,7 +8,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "package", ["everstep", "everstep.checkpoint", "everstep.data", "everstep.roles", "everstep.storage"]
+    "package",
+    ["everstep", "everstep.checkpoint", "everstep.client", "everstep.data", "everstep.roles", "everstep.storage"],
 )
 def test_each_public_name_can_be_imported(package: str) -> None:
     module = importlib.import_module(package)

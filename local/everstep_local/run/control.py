@@ -88,16 +88,16 @@ def _live() -> Iterator[RunAddress]:
         yield RunAddress(match[2], int(match[1]), path, began)
 
 
-def ask(address: RunAddress, verb: str, **arguments: Any) -> Iterator[Answer]:
-    """Send one request, and yield its answers as they come. Raises `ControlError` with the run's own reason."""
+def ask(address: RunAddress, verb: str, *, silence: float | None = None, **arguments: Any) -> Iterator[Answer]:
+    """Send one request, and yield its answers as they come. A followed log may be silent for `silence` seconds; None:
+    for any time. Raises `ControlError` with the run's own reason."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(CONNECT_SECONDS)
         try:
             connection.connect(str(address.path))
             connection.sendall(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-            # A followed log may be silent for any time.
             seconds = STATUS_SECONDS if verb == "status" else ANSWER_SECONDS
-            connection.settimeout(None if arguments.get("follow") else seconds)
+            connection.settimeout(silence if arguments.get("follow") else seconds)
             with connection.makefile("rb") as lines:
                 for line in lines:
                     answer = json.loads(line)

@@ -6,7 +6,6 @@ store whose Secret is not given becomes a folder, and so does a volume claim. Ev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -15,10 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from everstep.contract import labels
+from everstep.jobs import names
 from everstep_local.run.manifest import JobFileError, read
-
-MAX_NAME = 48
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +69,8 @@ def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared
     metadata.setdefault("namespace", "default")
     name = metadata["name"]
     # The name is checked here already, because files and a socket are named by it before the cluster checks it.
-    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
-        raise JobFileError(
-            f"{path}: metadata.name: {str(name)[:60]!r} is not a name of at most {MAX_NAME} lower-case letters, digits "
-            "and dashes that begins with a letter; --name gives another"
-        )
+    if not isinstance(name, str) or not names.valid(name):
+        raise JobFileError(f"{path}: metadata.name: {str(name)[:60]!r} is not a {names.RULE}; --name gives another")
     if isinstance(spec := manifest.get("spec"), dict):
         if overrides.elastic is not None:
             fewest, most = overrides.elastic
@@ -89,8 +83,8 @@ def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared
 def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[str, Any]:
     if find_spec("torch") is None:
         raise JobFileError(f"{path}: a script is started by torch's torchrun: pip install 'everstep[worker]'")
-    name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
-    name = name if name[:1].isalpha() else f"job-{name}"[:MAX_NAME].rstrip("-")
+    name = names.cut(path.stem)
+    name = name if name[:1].isalpha() else names.cut(f"job-{name}")
     # A run of a fixed size works with any script and torch alone. In an elastic run survivors have to go on.
     launcher, backend = ("everstep-run", "everstep") if elastic else ("torchrun", "c10d")
     container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": [launcher, path.name, *arguments]}

@@ -22,7 +22,7 @@ from rich.live import Live
 
 from everstep.cli.jobs import tables
 from everstep.cli.printing import SafeConsole, say_error
-from everstep.jobs.source import JobError
+from everstep.jobs.source import RUNS, JobError
 from everstep.jobs.view import View
 from everstep_local.run.console import Plain
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
@@ -30,7 +30,7 @@ from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
 from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
-from everstep_local.run.sources import HISTORY, STATUS, event_rows, kept_log
+from everstep_local.run.sources import HISTORY, JOB, STATUS, event_rows, kept_log
 from everstep_local.run.timeline import build
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
@@ -66,9 +66,10 @@ def run(
     """Run the job with the faults of `story`. Returns the exit code."""
     loaded = load(job, arguments, overrides)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
-    folder = out or Path(".everstep") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = out or Path(RUNS) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     prepared = with_local_claims(with_local_checkpoints(loaded, overrides, folder / "checkpoints"), folder / CLAIMS)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / JOB).write_text(json.dumps(prepared.manifest, indent=2, default=str) + "\n", "utf-8")
     console = SafeConsole()
     for note in prepared.notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)

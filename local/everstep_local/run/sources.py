@@ -6,21 +6,28 @@ Invariant: a run that has ended is read from its folder alone, and refuses to be
 from __future__ import annotations
 
 import json
+import secrets
+import subprocess
+import sys
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep.cli.printing import say_error
-from everstep.jobs.source import JobError, NoSuchJob, Run, RunEnded
+from everstep.jobs.source import RUNS, JobError, NoSuchJob, Run, RunEnded
 from everstep.jobs.view import EventRow, View, clock_time, moment
 from everstep_local.run import control
 from everstep_local.run.history import Entry, EventSeen, History, HistoryError
 
-RUNS = Path(".everstep")
-STATUS, HISTORY, LOGS = "status.json", "history.jsonl", "logs"
+STATUS, HISTORY, LOGS, JOB = "status.json", "history.jsonl", "logs", "trainingjob.json"
+PROGRAM, PRINTED = "program", "printed.txt"  # of a run that `start` began
+START_SECONDS, START_POLL_SECONDS = 120.0, 0.1
+LAST_LINES = 20
+_started: list[subprocess.Popen[bytes]] = []  # children of this process
 
 
 def alive() -> list[Run]:
@@ -31,20 +38,68 @@ def alive() -> list[Run]:
         raise JobError(str(e)) from e
 
 
-def ended(out: str | None) -> list[Run]:
-    """The run that left this folder, or all that left one under `.everstep`, newest first. One of these whose status
+def ended(out: str | None, runs: str = RUNS) -> list[Run]:
+    """The run that left this folder, or all that left one under `runs`, newest first. One of these whose status
     cannot be read is named, and left out. Raises `JobError`."""
     if out is not None:
         if not (Path(out) / STATUS).is_file():
             raise JobError(f"{out} has no {STATUS}: it is no folder of a run that has ended")
         return [EndedRun(Path(out), _load(Path(out)).job)]
-    runs: list[tuple[float, Run]] = []
-    for file in RUNS.glob(f"*/{STATUS}"):
+    left: list[tuple[float, Run]] = []
+    for file in Path(runs).glob(f"*/{STATUS}"):
         try:
-            runs.append((file.stat().st_mtime, EndedRun(file.parent, _load(file.parent).job)))
+            left.append((file.stat().st_mtime, EndedRun(file.parent, _load(file.parent).job)))
         except (JobError, OSError) as e:
             say_error(f"note: {e}")
-    return [run for _, run in sorted(runs, key=lambda each: -each[0])]
+    return [run for _, run in sorted(left, key=lambda each: -each[0])]
+
+
+def start(job: Mapping[str, Any], files: Mapping[str, str], runs: str) -> Run:
+    """A new `everstep run` of this job, as soon as its operator has seen it. Its workers run in a folder with these
+    files, by name. It outlives this process. Raises `JobError` with its last lines if it ends before."""
+    name = str(job["metadata"]["name"])
+    if any(run.name == name for run in alive()):
+        raise JobError(f"a local run {name} is alive: delete it, or give another name")
+    folder = Path(runs) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    program = folder / PROGRAM
+    try:
+        program.mkdir(parents=True)
+        for file, text in files.items():
+            (program / file).write_text(text, "utf-8")
+        (program / JOB).write_text(json.dumps(job), "utf-8")
+        with (folder / PRINTED).open("wb") as printed:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "everstep.cli.main", "run", str(program / JOB), "--out", str(folder), "--plain"],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for whoever waits for it
+            )
+    except OSError as e:
+        raise JobError(f"a run cannot be started in {folder}: {e}") from e
+    _started[:] = [each for each in _started if each.poll() is None]  # those that have ended are reaped
+    _started.append(process)
+    until = time.monotonic() + START_SECONDS
+    while process.poll() is None:
+        for run in alive():
+            if isinstance(run, LiveRun) and run.address.pid == process.pid and _seen(run):
+                return run
+        if time.monotonic() > until:
+            process.terminate()
+            raise JobError(f"the run did not begin within {START_SECONDS:.0f} s; see {folder / PRINTED}")
+        time.sleep(START_POLL_SECONDS)
+    if (folder / STATUS).is_file():
+        return EndedRun(folder, name)
+    lines = (folder / PRINTED).read_text("utf-8", "replace").strip().splitlines()[-LAST_LINES:]
+    raise JobError("\n".join(lines) or f"the run ended with {process.returncode}, and printed nothing")
+
+
+def _seen(run: LiveRun) -> bool:
+    """Whether the operator has taken up the job of the run; a job that is refused never is."""
+    try:
+        return bool(run.view(run.name).raw_status)
+    except JobError:
+        return False
 
 
 def _load(folder: Path) -> View:
@@ -56,6 +111,14 @@ def _load(folder: Path) -> View:
     except (OSError, ValueError, KeyError, TypeError) as e:
         problem = f"{type(e).__name__}: {e}" if isinstance(e, KeyError | TypeError) else e
         raise JobError(f"{folder / STATUS} cannot be read: {problem}") from e
+
+
+def _objects(folder: Path | None) -> dict[str, Any]:
+    """The TrainingJob as it ran here; of an older run nothing."""
+    try:
+        return {"trainingjob": json.loads((folder / JOB).read_text("utf-8"))} if folder is not None else {}
+    except (OSError, ValueError):
+        return {}
 
 
 @dataclass(slots=True)
@@ -94,13 +157,16 @@ class LiveRun:
         return [EventRow(**row) for row in self._ask("events")["events"]]
 
     def objects(self, job: str) -> dict[str, Any]:
-        del job
-        return {}  # a view has all
+        if self.folder is None:
+            self.view(job)
+        return _objects(self.folder)
 
-    def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
+    def logs(
+        self, job: str, pod: str, *, follow: bool, tail: int | None, silence: float | None = None
+    ) -> Iterator[str]:
         del job
         try:
-            for answer in control.ask(self.address, "logs", pod=pod, follow=follow, tail=tail):
+            for answer in control.ask(self.address, "logs", silence=silence, pod=pod, follow=follow, tail=tail):
                 yield answer["line"]
         except control.ControlError as e:
             raise JobError(str(e)) from e
@@ -176,10 +242,12 @@ class EndedRun:
 
     def objects(self, job: str) -> dict[str, Any]:
         del job
-        return {}  # a view has all
+        return _objects(self.folder)
 
-    def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
-        del job, follow  # nothing more is written
+    def logs(
+        self, job: str, pod: str, *, follow: bool, tail: int | None, silence: float | None = None
+    ) -> Iterator[str]:
+        del job, follow, silence  # nothing more is written
         yield from kept_log(self.folder, pod, tail)
 
     def scale(self, job: str, replicas: int) -> None:

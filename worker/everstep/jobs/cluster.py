@@ -126,16 +126,52 @@ class Cluster:
         stored = self._job(job)
         return {"trainingjob": stored, "pods": self._pods(stored)}
 
-    def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
+    def logs(
+        self, job: str, pod: str, *, follow: bool, tail: int | None, silence: float | None = None
+    ) -> Iterator[str]:
         del job  # a pod's name is enough
         query: dict[str, Any] = {"container": labels.WORKER_CONTAINER, "follow": follow}
         if tail is not None:
             query["tailLines"] = tail
-        response = self._send("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query, quiet=follow)
+        response = self._send(
+            "GET",
+            f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log",
+            query,
+            silence=silence if follow else ANSWER_SECONDS,
+        )
         try:
             yield from lines(response.response.stream(decode_content=True))
         except urllib3.exceptions.HTTPError as e:
             raise Unreachable(f"the log of {pod} broke off: {e}") from e
+
+    def create(self, job: Mapping[str, Any], files: tuple[str, Mapping[str, str]] | None) -> View:
+        """Create a TrainingJob, and a ConfigMap with this name and these files, which is deleted with it. If the second
+        is refused, the first is taken back. Raises `JobError`, and `Unreachable`."""
+        name = str(job["metadata"]["name"])
+        path = f"{JOBS_API}/namespaces/{self.namespace}/{labels.PLURAL}"
+        stored: Object = self._call("POST", path, body=job)
+        if files is not None:
+            owner = {"apiVersion": labels.API_VERSION, "kind": labels.KIND, "name": name}
+            meta = {
+                "name": files[0],
+                "labels": {labels.JOB: name},
+                "ownerReferences": [{**owner, "uid": stored["metadata"]["uid"]}],
+            }
+            body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "immutable": True, "data": files[1]}
+            try:
+                self._call("POST", f"/api/v1/namespaces/{self.namespace}/configmaps", body=body)
+            except (JobError, Unreachable):
+                self._take_back(stored)
+                raise
+        return of_objects(stored)
+
+    def _take_back(self, job: Object) -> None:
+        name = job["metadata"]["name"]
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": job["metadata"]["uid"]}}
+        try:
+            self._call("DELETE", self._path(name), body=body)
+        except (JobError, Unreachable) as e:
+            raise Unreachable(f"job {name} waits for files that could not be sent, and cannot be deleted: {e}") from e
 
     def scale(self, job: str, replicas: int) -> None:
         self._patch(job, {"spec": {"replicas": replicas}}, "scale")
@@ -237,15 +273,15 @@ class Cluster:
         *,
         job: str = "",
         body: Any = None,
-        quiet: bool = False,
+        silence: float | None = ANSWER_SECONDS,
     ) -> Any:
-        """`quiet`: the answer may be silent for any time."""
+        """The answer may be silent for `silence` seconds; None: for any time."""
         headers = {"Accept": "application/json", **(MERGE if method == "PATCH" else {})}
         request = self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, body=body,
             auth_settings=["BearerToken"],
         )  # fmt: skip
-        timeout = (CONNECT_SECONDS, None if quiet else ANSWER_SECONDS)
+        timeout = (CONNECT_SECONDS, silence)
         try:
             response = self.api.call_api(*request, _request_timeout=timeout)
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as e:
@@ -267,6 +303,8 @@ class Cluster:
                 except Unreachable:  # who may look at one job may not be allowed to list all
                     raise NoSuchJob(f"no job {job!r} in {self.title}") from None
                 raise NoSuchJob(f"no job {job!r} in {self.title}; it has {names}")
+            case 404 if message.startswith("namespaces "):
+                raise JobError(f"{message}: there is no such namespace on {self.cluster}")
             case 404 if path.startswith(JOBS_API):
                 raise Unreachable(f"{self.cluster} knows no {labels.KIND}: install the operator's chart there")
             case 401:

@@ -7,7 +7,7 @@ ambiguous is refused with the names that there are; nothing is ever changed by a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -15,7 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 from everstep.jobs.view import EventRow, View
 
-GROUP = "everstep.sources"  # entry points: modules with `alive() -> list[Run]` and `ended(out) -> list[Run]`
+# Entry points: modules with `alive() -> list[Run]`, `ended(out, runs) -> list[Run]`, `start(job, files, runs) -> Run`.
+GROUP = "everstep.sources"
+RUNS = ".everstep"  # the folder that has those of local runs
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 POD = re.compile(r"(?P<job>.+)-w(?P<worker>\d+)-\d+")
@@ -78,8 +80,11 @@ class Source(Protocol):
         """What else there is of it, as JSON, by name: for a report."""
         ...
 
-    def logs(self, job: str, pod: str, *, follow: bool, tail: int | None) -> Iterator[str]:
-        """Lines of the worker's container, without their ends."""
+    def logs(
+        self, job: str, pod: str, *, follow: bool, tail: int | None, silence: float | None = None
+    ) -> Iterator[str]:
+        """Lines of the worker's container, without their ends. One that is followed may be silent for `silence`
+        seconds; None: for any time."""
         ...
 
     def scale(self, job: str, replicas: int) -> None: ...
@@ -126,9 +131,19 @@ def local_alive() -> list[Run]:
     return [source for module in _local() for source in module.alive()]
 
 
-def local_ended(out: str | None) -> list[Run]:
-    """The run that left this folder, or what all left under `.everstep`, newest first."""
-    return [source for module in _local() for source in module.ended(out)]
+def local_ended(out: str | None, runs: str = RUNS) -> list[Run]:
+    """The run that left this folder, or what all left under `runs`, newest first."""
+    return [source for module in _local() for source in module.ended(out, runs)]
+
+
+def local_start(job: Mapping[str, Any], files: Mapping[str, str], runs: str) -> Run:
+    """A new run of this TrainingJob, as soon as it is alive. Its workers run in a folder with these files, by name; the
+    run's own folder is made under `runs`. It outlives this process. Raises `JobError`."""
+    modules = _local()
+    if not modules:
+        raise JobError("local runs need the package everstep-local: pip install everstep-local 'everstep[worker]'")
+    run: Run = modules[0].start(job, files, runs)
+    return run
 
 
 def _local() -> list[Any]:
@@ -145,12 +160,18 @@ def cluster(where: Where) -> Source:
     return source
 
 
+def require_name(job: str) -> None:
+    """Raises `JobError`."""
+    if not isinstance(job, str) or not _NAME.fullmatch(job):
+        # An empty one, of a shell's variable that is not set, would mean all jobs of a namespace to the API server.
+        raise JobError(f"{job!r} is no job's name: lower-case letters, digits and dashes")
+
+
 def pick(job: str | None, where: Where, *, changes: bool = False) -> tuple[Source, str]:
     """The source and the job's name. With `changes`, a run that has ended is not meant. Raises `JobError`, and
     `Unreachable` where the cluster that may have the job does not answer."""
-    if job is not None and not _NAME.fullmatch(job):
-        # An empty one, of a shell's variable that is not set, would mean all jobs of a namespace to the API server.
-        raise JobError(f"{job!r} is no job's name: lower-case letters, digits and dashes")
+    if job is not None:
+        require_name(job)
     if where.names_a_cluster:
         if job is None:
             raise JobError("name the job: a namespace may have many (`everstep list` shows them)")

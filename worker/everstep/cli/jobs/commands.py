@@ -33,11 +33,11 @@ from everstep.jobs.source import (
     pick_worker,
 )
 from everstep.jobs.view import View, ended
+from everstep.jobs.waiting import POLL_SECONDS, wait_until
 
 app = typer.Typer(add_completion=False)
 EXPECTED = (JobError, Unreachable)
 
-POLL_SECONDS = 1.0
 WAIT_SECONDS = 600.0  # for workers to leave or to train again
 SHOWN_EVENTS = 12
 
@@ -253,22 +253,20 @@ def resume(
 
 
 def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, no_workers: bool = False) -> None:
-    """Wait until `done` of a status that is about the spec as it is now, with `no_workers` also until they are gone;
-    and say what for. Raises `JobError` when the job has ended, or after `WAIT_SECONDS`."""
-    began = time.monotonic()
+    """Wait until `done`, with `no_workers` also until they are gone; and say what for. Raises `JobError` when the job
+    has ended, or after `WAIT_SECONDS`."""
     message = ""
-    while True:
-        view = source.summary(job)
-        if view.observed and done(view) and not (no_workers and source.view(job).workers):
-            return
-        if ended(view.raw_status):
-            raise JobError(f"{job} has ended: {view.status}: {view.message}")
-        if time.monotonic() - began > WAIT_SECONDS:
-            raise JobError(f"{what}: not within {WAIT_SECONDS:.0f} s: {view.status}: {view.message}")
+
+    def waiting(view: View) -> None:
+        nonlocal message
         if view.message != message and sys.stderr.isatty():
             message = view.message
             say_error(f"{job}: waiting until {what}: {message}")
-        time.sleep(POLL_SECONDS)
+
+    def whole(view: View) -> bool:
+        return done(view) and not (no_workers and source.view(job).workers)
+
+    wait_until(lambda: source.summary(job), whole, what, WAIT_SECONDS, waiting=waiting)
 
 
 @app.command()

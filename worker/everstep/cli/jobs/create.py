@@ -11,6 +11,7 @@ import typer
 
 from everstep.cli.printing import say
 from everstep.contract import labels
+from everstep.jobs import names
 from everstep.jobs.source import JobError
 from everstep.version import __version__
 
@@ -18,8 +19,6 @@ app = typer.Typer(add_completion=False)
 EXPECTED = (JobError,)
 
 JOB_FILE, DOCKERFILE = "job.yaml", "Dockerfile"
-MAX_NAME = 48
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _WORKSPACE = "/workspace"
 
 
@@ -41,12 +40,9 @@ def init(
     if not script.is_file():
         raise JobError(f"{script}: there is no such file")
     bounds = _bounds(elastic, workers)
-    job = name or re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-")[:MAX_NAME].rstrip("-")
-    if len(job) > MAX_NAME or not _NAME.fullmatch(job):
-        raise JobError(
-            f"{job!r} is no name of at most {MAX_NAME} lower-case letters, digits and dashes that begins with a "
-            "letter: --name gives another"
-        )
+    job = name or names.cut(script.stem)
+    if not names.valid(job):
+        raise JobError(f"{job!r} is no {names.RULE}: --name gives another")
     url = checkpoint if checkpoint is not None else f"s3://BUCKET/{job}"
     text = _job(job, image, [script.name, *(arguments or [])], workers, bounds, gpus, url, secret)
     if show:
