@@ -2,9 +2,10 @@
 
     everstep-run … loop_driver.py FOLDER SCRIPT STEP:POINT
 
-Points: `forward`, `backward`, before them; `end`, behind the optimizer's step; `gather`, in the evaluation; `all`, as
-`backward` on all ranks. Behind a point may stand 0 or 1: in a batch that accumulates, or one that ends a step. What the
-accelerator holds when the script has ended is written to FOLDER, by rank; the steps that began, by process.
+Points: `forward`, `backward`, before them; `end`, behind the optimizer's step; `gather`, in the evaluation, before its
+first batch is gathered, and `later`, before another one; `all`, as `backward` on all ranks. Behind a point may stand 0
+or 1: in a batch that accumulates, or one that ends a step. What the accelerator holds when the script has ended is
+written to FOLDER, by rank; the steps that began, by process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FOLDER, SCRIPT, KILL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.ar
 PRE_FORWARD = DistributedDataParallel._pre_forward
 NAMES = {"backward", "accumulate", "gather", "gather_for_metrics", "reduce", "wait_for_everyone"}
 made: list[Any] = []
+gathered: list[int] = []  # the steps behind which this process has gathered batches of an evaluation
 
 
 def steps() -> int:
@@ -70,7 +72,8 @@ def watch() -> None:
         reach("end")
 
     def gathers(accelerator: Any, *arguments: Any, **named: Any) -> Any:
-        reach("gather")
+        gathered.append(steps())
+        reach("later" if gathered.count(steps()) > 1 else "gather")
         return gather(accelerator, *arguments, **named)
 
     Accelerator.__init__, Accelerator.backward, Accelerator.gather_for_metrics = starts, goes_backward, gathers

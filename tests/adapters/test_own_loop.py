@@ -125,13 +125,22 @@ def test_number_of_processes_is_that_of_the_whole_job_before_a_script_trains(tmp
         assert differing(found, wanted) == []
 
 
-def test_own_loops_cost_a_script_five_lines_which_the_reference_shows() -> None:
-    """But for what is indented: the evaluation becomes a function."""
+@pytest.mark.long
+def test_metric_of_an_evaluation_in_which_a_peer_is_lost_counts_each_sample_once(tmp_path: Path) -> None:
+    played = play(tmp_path / "killed", "after.py", "6:later")
+    assert played.code == 0, played.output[-4000:]
+    assert (tmp_path / "killed" / "killed").exists()
+    printed = dict(re.findall(r"epoch (\d): accuracy \S+ of (\d+)", played.output))
+    assert printed == {"0": "20", "1": "20"}
+
+
+def test_own_loops_cost_a_script_six_lines_which_the_reference_shows() -> None:
+    """But for what is indented: the evaluation becomes a function, which makes its metric."""
     texts = ((HERE / "loop" / f"{name}.py").read_text().splitlines() for name in ("before", "after"))
     before, after = ([line.strip() for line in text if line.strip()] for text in texts)
     found = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[:3] not in ("---", "+++")]
     shown = [line for line in found if not line.startswith("@@")]
-    assert len([line for line in shown if line.startswith("+")]) == 5
+    assert len([line for line in shown if line.startswith("+")]) == 6
     assert "\n".join(shown) in GUIDE.read_text(), f"docs/reference/adapters.md is to show\n{shown}"
 
 

@@ -8,6 +8,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from everstep.train.adapters.accelerate import start
 
 
+class Accuracy:
+    """In the form of the metrics of `evaluate`: what is added counts until it is computed."""
+
+    def __init__(self):
+        self.right = self.total = 0
+
+    def add_batch(self, predictions, references):
+        self.right += (predictions == references).sum().item()
+        self.total += len(references)
+
+    def compute(self):
+        result = f"accuracy {self.right / self.total:.4f} of {self.total}"
+        self.right = self.total = 0
+        return result
+
+
 def get_dataloaders(batch_size: int):
     x = torch.randn(89, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, (x.sum(1) > 0).long())
@@ -40,14 +56,14 @@ def training_function(config):
             optimizer.zero_grad()
 
         def evaluate(epoch=epoch):
+            metric = Accuracy()
             model.eval()
-            right = total = 0
             for inputs, labels in eval_dataloader:
                 with torch.no_grad():
                     outputs = model(inputs)
                 predictions, references = accelerator.gather_for_metrics((outputs.argmax(dim=-1), labels))
-                right, total = right + (predictions == references).sum().item(), total + len(references)
-            accelerator.print(f"epoch {epoch}: accuracy {right / total:.4f} of {total}")
+                metric.add_batch(predictions=predictions, references=references)
+            accelerator.print(f"epoch {epoch}: {metric.compute()}")
 
         run.evaluate(evaluate)
     accelerator.end_training()

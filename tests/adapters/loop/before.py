@@ -6,6 +6,22 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 
+class Accuracy:
+    """In the form of the metrics of `evaluate`: what is added counts until it is computed."""
+
+    def __init__(self):
+        self.right = self.total = 0
+
+    def add_batch(self, predictions, references):
+        self.right += (predictions == references).sum().item()
+        self.total += len(references)
+
+    def compute(self):
+        result = f"accuracy {self.right / self.total:.4f} of {self.total}"
+        self.right = self.total = 0
+        return result
+
+
 def get_dataloaders(batch_size: int):
     x = torch.randn(89, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, (x.sum(1) > 0).long())
@@ -16,6 +32,7 @@ def get_dataloaders(batch_size: int):
 def training_function(config):
     accelerator = Accelerator(cpu=True)
     set_seed(config["seed"])
+    metric = Accuracy()
     train_dataloader, eval_dataloader = get_dataloaders(config["batch_size"])
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2)
@@ -37,13 +54,12 @@ def training_function(config):
             optimizer.zero_grad()
 
         model.eval()
-        right = total = 0
         for inputs, labels in eval_dataloader:
             with torch.no_grad():
                 outputs = model(inputs)
             predictions, references = accelerator.gather_for_metrics((outputs.argmax(dim=-1), labels))
-            right, total = right + (predictions == references).sum().item(), total + len(references)
-        accelerator.print(f"epoch {epoch}: accuracy {right / total:.4f} of {total}")
+            metric.add_batch(predictions=predictions, references=references)
+        accelerator.print(f"epoch {epoch}: {metric.compute()}")
     accelerator.end_training()
 
 
