@@ -26,6 +26,7 @@ from torch.optim import optimizer as optimizers
 
 import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
+from everstep.checkpoint.log import opening
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill
 from everstep.rehearse.record import BUFFERS, OWN, Record
@@ -122,6 +123,7 @@ class Watch:
             (everstep, "start", started), (session, "start", started), (Checkpointer, "__init__", made),
             (session.Run, "steps", stepping), (session.Run, "epochs", over_epochs),
             (rehearsed, "look_up", lambda _: None),  # what is proved anew is not left out
+            (opening, "compare_url", lambda *_: None),  # each URL is replaced here
         )  # fmt: skip
 
     def _wrap_step(self) -> None:

@@ -182,6 +182,30 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
+_compared = set[str]()  # values of EVERSTEP_CHECKPOINT_URL that a process has used, or has warned of
+
+
+def compare_url(url: str | None, environ: Mapping[str, str]) -> None:
+    """Warn, on rank 0, if the first URL that the script names is another one than the environment's, which a job or
+    `everstep run --checkpoint` has set. A script that has saved where the environment says may name others beside."""
+    wanted = environ.get(env.CHECKPOINT_URL, "")
+    if not wanted or wanted in _compared:
+        return
+    _compared.add(wanted)
+    if url and _absolute(url) != _absolute(wanted) and environ.get("RANK", "0") == "0":
+        log.warning(
+            "the script names the checkpoint URL %s, and that counts. %s=%s, which the job's spec.checkpoint.url or "
+            "everstep run --checkpoint has set, is not used: nothing is restored from it or saved there. To use it, "
+            "name no URL in the script: everstep.start(), Checkpointer()", url, env.CHECKPOINT_URL, wanted,
+        )  # fmt: skip
+
+
+def _absolute(url: str) -> str:
+    """A folder is written as a path, in any form, or as file://."""
+    path = url.removeprefix("file://")
+    return url.rstrip("/") if "://" in path else os.path.realpath(path)
+
+
 def text_of(url: str | os.PathLike[str] | None) -> str | None:
     """A URL or folder as a text. Raises `SettingUnusable` for anything else."""
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
@@ -216,6 +240,7 @@ class Settings:
     ) -> Settings:
         """Raises `SettingUnusable` naming the argument or variable that is wrong."""
         url = text_of(url)
+        compare_url(url, environ)
         # With an agent, the agent has logged this already; of many processes one logs it.
         if env.AGENT_SOCKET not in environ and environ.get("RANK", "0") == "0":
             for text in variables.unknown(environ):
