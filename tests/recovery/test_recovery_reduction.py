@@ -260,6 +260,25 @@ def test_tracked_values_that_differ_between_ranks_are_refused_by_their_name_on_a
         assert "run.untracked('recent')" in str(error)
 
 
+@pytest.mark.parametrize("is_tensor", [True, False])
+def test_entry_of_a_tracked_dictionary_that_differs_is_named_and_a_ranks_own_tensor_is_not_to_be_summed(
+    is_tensor: bool,
+) -> None:
+    def each(rank: int, same: Callable[[int], bool]) -> None:
+        with lock:
+            torch.manual_seed(0)
+            model = net()
+        own = [torch.full((2,), float(rank))] if is_tensor else float(rank)
+        Replicas({"model": model, "carried": {"n": 1, "hidden": own, "t": torch.ones(2)}}, []).completed(2, same)
+
+    lock = threading.Lock()
+    for error in Ranks().play(each):
+        assert isinstance(error, LoopError)
+        assert "different values of carried['hidden'], which is tracked" in str(error)
+        assert "run.untracked('carried')" in str(error)
+        assert ("nor summed over the ranks: write it as docs/how-to-restructure.md" in str(error)) == is_tensor
+
+
 # Hooks.
 
 

@@ -80,6 +80,18 @@ def test_parts_of_what_differs_itself_are_not_listed() -> None:
     assert only([plain, run]).names == ("losses",)
 
 
+def test_tensor_that_may_be_a_ranks_own_is_advised_about_by_the_page_that_restructures_it() -> None:
+    """As it is it could not be tracked, because ranks have others; a number can."""
+    page = 'docs/how-to-restructure.md does under "Hidden state of each rank"'
+    for value, is_named in (("tensor of shape [4, 32]", True), ("2 tensors", True), ("5", False)):
+        plain = change(CALM, 0, held={"hidden": value + DIGEST + "0"})
+        moved = change(plain, 5, held={"hidden": value + DIGEST + "1"})
+        run = change(change(played(ALL), 0, held={"hidden": value + DIGEST + "2"}), 9, tracked={"model": "x"})
+        assert (page in only([moved, run]).text) == is_named
+    lost = replace(played(RANK), code=1, carried="hidden (train.py:9)", log="UnboundLocalError: 'hidden'")
+    assert page in only([CALM, lost]).text
+
+
 def test_same_finding_of_several_runs_is_one() -> None:
     runs = [change(played(s), 9, held={"lr": "0.1", "k.n": "1"}) for s in (RANK, ALL, MORE)]
     assert only([CALM, *runs]).scenarios == (RANK.title, ALL.title, MORE.title)

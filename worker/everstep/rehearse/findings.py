@@ -17,6 +17,7 @@ from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
 from everstep.rehearse.record import BUFFERS, DIGEST, Record
 from everstep.rehearse.written import differing_files, differing_prints
+from everstep.train.guards.remedies import OF_A_RANK
 
 MOST_NAMED = 6
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
@@ -315,7 +316,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
-                f"by it later would be wrong. {_advice(run)}"
+                f"by it later would be wrong. {_advice(run, held)}"
             )
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found
@@ -333,7 +334,7 @@ def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
     if not causes:
         return {}, ""
     first = min(first for first, _ in causes.values())
-    return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {_advice(run)}"
+    return causes, f". Before it, or with it, from step {first} on, {_values(causes)}. {_advice(run, causes)}"
 
 
 def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
@@ -486,8 +487,12 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
     return None
 
 
-def _advice(run: Played) -> str:
-    return KEEP if run.in_library else COMMIT if run.by_commits else SAVE if run.own_loop else TRACK
+def _advice(run: Played, held: Differing | None = None) -> str:
+    """`held`: the values that differ, if they are known. Only names are known where an error has ended the run."""
+    if run.in_library or run.by_commits or run.own_loop:
+        return KEEP if run.in_library else COMMIT if run.by_commits else SAVE
+    may_be_tensors = held is None or any("tensor" in text for _, text in held.values())
+    return f"{TRACK}. {OF_A_RANK}" if may_be_tensors else TRACK
 
 
 def _read_by_step(run: Played) -> dict[int, Counter[str]]:

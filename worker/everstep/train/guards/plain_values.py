@@ -46,6 +46,7 @@ from everstep.train.guards.contents import (
     shape_of,
     state_of_function,
 )
+from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
     MISSING,
     MODULE_PARTS,
@@ -409,6 +410,11 @@ def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] =
     `leave_out`: whether a name does not count."""
     names = [name for name, value in theirs.items() if name in mine and mine[name] != value and not leave_out(name)]
     return [f"{name} ({theirs[name]} there, {mine[name]} in the new process)" for name in sorted(names, key=_order)]
+
+
+def remedy(differing: list[str]) -> str:
+    """What to do about `differences`."""
+    return f"{TRACK}. {OF_A_RANK}" if any("(tensor of" in one for one in differing) else TRACK
 
 
 def listed(differing: list[str]) -> str:

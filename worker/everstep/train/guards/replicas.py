@@ -36,6 +36,7 @@ from everstep.recovery.state.randomness import Gather
 from everstep.recovery.state.shape import Shape
 from everstep.torch_private.modules import buffers_of
 from everstep.torch_private.sharded import is_flat
+from everstep.train.guards.remedies import OF_A_RANK
 
 BYTES = 2**16  # of each tensor: a drift shows everywhere
 TENSORS = 256
@@ -177,7 +178,9 @@ class Replicas:
         if not same(xxhash.xxh3_64_intdigest(repr(sorted(found)).encode()) >> 1):
             return  # ranks track different objects: the save, or a new member, reports that
         names = [key for key, digest in sorted(found.items()) if not same(digest)]
-        kept = ", ".join(names)
+        parts = [part for name in names for part in _parts_that_differ(name, held[name], same)]
+        kept = ", ".join(name for name, _ in parts)
+        is_tensor = any(isinstance(part, torch.Tensor | np.ndarray) for _, value in parts for part in _leaves(value))
         of_place = (
             "; or, if it belongs to the part of the model that one place of a replica holds, make it a buffer of a "
             "tracked torch.nn.Module, which is saved for each place"
@@ -187,8 +190,9 @@ class Replicas:
         raise LoopError(
             f"after step {self._steps} of this world the ranks have different values of {kept}, which is tracked: a "
             "new process, and each rank of a run that is started again, would get one rank's value. Make it the same "
-            "on all ranks: in the step use dist.all_reduce on what goes into it, or compute it from step.number"
-            f"{self._or_lost(*names)}{of_place}"
+            "on all ranks: compute it from step.number, or, if it is a sum or a mean (a loss, a norm), use "
+            f"dist.all_reduce in the step on what goes into it{self._or_lost(*names)}{of_place}"
+            f"{f'. {OF_A_RANK}' if is_tensor else ''}"
         )
 
     def _schedules_apart(self, same: Callable[[int], bool]) -> str:
@@ -262,6 +266,25 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
         if not is_lazy(tensor):
             found.update(first_bytes(digests.local(tensor), BYTES))
     return found.intdigest() >> 1
+
+
+def _parts_that_differ(key: str, target: Any, same: Callable[[int], bool]) -> list[tuple[str, Any]]:
+    """The entries of a tracked dictionary that differ between ranks, each with its name; the whole object if it is no
+    dictionary, or if ranks have other keys. Collective."""
+    parts = list(target.items())[:TENSORS] if isinstance(target, dict) else []
+    keys = xxhash.xxh3_64_intdigest(repr([part for part, _ in parts]).encode()) >> 1
+    if not same(keys):
+        return [(key, target)]
+    found = [(f"{key}[{part!r}]", value) for part, value in parts if not same(_digest_of_values(key, {"": value}))]
+    return found or [(key, target)]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _digest_of_values(key: str, target: Any) -> int:

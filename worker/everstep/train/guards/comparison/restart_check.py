@@ -35,7 +35,7 @@ from everstep.recovery.errors import LoopError
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
-from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
+from everstep.train.guards.plain_values import Values, differences, listed, remedy, untracked_values
 from everstep.train.guards.script_objects import Name
 from everstep.train.guards.sources import program
 
@@ -147,7 +147,7 @@ class RestartCheck:
                         "and has %s", head["world_size"], self._size)  # fmt: skip
             if differing:
                 log.warning("of the script's variables these are not those of the run before this restart: %s. %s",
-                            listed(differing), TRACK)  # fmt: skip
+                            listed(differing), remedy(differing))  # fmt: skip
             return
         alike = head.get("kernels") == kernels()
         found = self._difference(sums, theirs, head, alike)
@@ -248,6 +248,6 @@ def refusal(found: str, step: int, differing: list[str]) -> str:
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {TRACK}. If the difference is intended (a configuration file or data were changed), write "
+        f"{text}. {remedy(differing)}. If the difference is intended (a configuration file or data were changed), write "
         "everstep.start(…, compare_gradients=False)"
     )

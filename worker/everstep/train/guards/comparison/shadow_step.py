@@ -41,7 +41,7 @@ from everstep.recovery.group.members import Members
 from everstep.recovery.group.script_location import script_call_site
 from everstep.train.guards.comparison.local_gradients import LocalGradients, is_own, pack, unpack
 from everstep.train.guards.leavable_block import may_be_left
-from everstep.train.guards.plain_values import TRACK, Values, differences, listed, untracked_values
+from everstep.train.guards.plain_values import Values, differences, listed, remedy, untracked_values
 from everstep.train.guards.script_objects import Name, variables, walk
 
 log = logging.getLogger("everstep.train")
@@ -314,7 +314,7 @@ class ShadowStep:
         if new:
             log.warning(
                 "rank %d is a new process, and of the values that the script's steps change these are not those of "
-                "rank %d: %s. %s", self._members.rank, model, listed(new), TRACK,
+                "rank %d: %s. %s", self._members.rank, model, listed(new), remedy(new),
             )  # fmt: skip
 
     def _end_counting(self) -> None:
@@ -391,6 +391,6 @@ def _refusal(name: str, rank: int, model: int, age: int, left: int, differing: l
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {TRACK}. If the machines compute that differently, or the step reads RANK from the environment on "
+        f"{text}. {remedy(differing)}. If the machines compute that differently, or the step reads RANK from the environment on "
         "purpose, write everstep.start(…, compare_gradients=False)"
     )
