@@ -335,6 +335,36 @@ def test_rank_is_found_in_what_was_computed_from_it(
 
 
 @pytest.mark.parametrize(
+    ("bound", "used", "written"),
+    [
+        ("rank = int(os.environ['RANK'])", "save = rank == 0", "Write run.rank in the loop in place of rank"),
+        ("n = int(os.environ.get('WORLD_SIZE', 1))", "lr = n", "Write run.world_size in the loop in place of n"),
+        ("rank = int(os.environ['RANK']); main = rank == 0", "save = main", "Write run.rank == 0 in the loop in place"),
+        ("main = os.environ['RANK'] == '0'", "save = main", "Write run.rank or run.world_size in the loop in place"),
+        ("rate = 0.1 * int(os.getenv('WORLD_SIZE'))", "lr = rate", "Write 0.1 * run.world_size in the loop in place"),
+        (
+            "accumulate = 6; size = int(os.environ['WORLD_SIZE']); accumulate //= size", "micro = range(accumulate)",
+            "Leave accumulate before the loop as it is for all ranks together, and write in the loop "
+            "`per_rank = accumulate // run.world_size`, and per_rank in place of accumulate",
+        ),
+        (
+            "accumulate = 6; accumulate = accumulate // int(os.environ['WORLD_SIZE'])", "micro = range(accumulate)",
+            "`per_rank = accumulate // run.world_size`",
+        ),
+        ("here = int(os.environ['GROUP_RANK'])", "save = here", "Write run.rank or run.world_size in the loop"),
+    ],
+)  # fmt: skip
+def test_line_to_write_in_place_of_a_rank_that_was_read_computes_the_same(
+    bound: str, used: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(LoopError) as refused:
+        read(tmp_path, READ.format(bound=bound, used=used))
+    assert written in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("bound", "used"),
     [
         ("model = list([1]) if 'RANK' in os.environ else [1]", "model.append(1)"),

@@ -4,6 +4,6 @@
 # refusal advises for a mean, it would mix the states of different texts.
 OF_A_RANK = (
     "A tensor of a rank's own samples (a hidden state, a batch that was fetched a step early) is neither tracked as it "
-    "is nor summed over the ranks: write it as docs/how-to-restructure.md does under \"Hidden state of each rank\" and "
-    "\"A batch that is fetched a step early\""
+    'is nor summed over the ranks: write it as docs/how-to-restructure.md does under "Hidden state of each rank" and '
+    '"A batch that is fetched a step early"'
 )

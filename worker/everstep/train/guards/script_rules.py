@@ -9,7 +9,8 @@ of what the script computes, and there is one line to write instead.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+import copy
+from collections.abc import Collection, Iterator, Mapping
 
 RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _CONVERSIONS = frozenset({"int", "str", "float", "bool", "min", "max", "abs"})
@@ -52,10 +53,48 @@ def _of_ranks(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
         if path in names and path not in found and not _is_made_anew(loop, path, n.lineno):
             found.add(path)
             yield (
-                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path]} of "
-                f"{file}), and the loop uses it in line {n.lineno}: after the loss of a process both "
-                f"may be others. Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
+                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path].lineno} "
+                f"of {file}), and the loop uses it in line {n.lineno}: after the loss of a process both "
+                f"may be others. {_instead(path, names)}"
             )
+
+
+def _instead(path: str, names: Mapping[str, ast.expr]) -> str:
+    """What to write in place of a variable, from the expression that it was given."""
+    anew = _Anew(path, names)
+    text = ast.unparse(anew.visit(copy.deepcopy(names[path])))
+    if not anew.is_whole:
+        return f"Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
+    if path in {path_of(n) for n in ast.walk(names[path])}:  # `accumulate //= world`
+        return (
+            f"Leave {path} before the loop as it is for all ranks together, and write in the loop "
+            f"`per_rank = {text}`, and per_rank in place of {path}"
+        )
+    return f"Write {text} in the loop in place of {path}"
+
+
+class _Anew(ast.NodeTransformer):
+    """Writes an expression with the run's present rank and size. `is_whole`: all of it could be written so."""
+
+    def __init__(self, path: str, names: Mapping[str, ast.expr]) -> None:
+        self._names, self._open, self.is_whole = names, {path}, True
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        path = path_of(node) or ""
+        if path in self._names and path not in self._open:
+            self._open.add(path)
+            made: ast.AST = self.visit(copy.deepcopy(self._names[path]))
+            self._open.discard(path)
+            return made
+        match node:
+            case ast.Call(func=ast.Name(id="int"), args=[read]) if holds(read, ()):
+                keys = {n.value for n in ast.walk(read) if isinstance(n, ast.Constant)}
+                for key, attribute in (("RANK", "rank"), ("WORLD_SIZE", "world_size")):
+                    if key in keys:
+                        return ast.Attribute(ast.Name("run", ast.Load()), attribute, ast.Load())
+            case ast.Subscript() | ast.Call(func=ast.Attribute()) if holds(node, ()):
+                self.is_whole = False  # a text, or what a run has no name for
+        return self.generic_visit(node)
 
 
 def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
@@ -89,16 +128,23 @@ def _only_talks(n: ast.AST) -> bool:
     return False
 
 
-def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, int]:
-    """The path of each variable that holds a rank and is bound outside of the lines `within`, and its line. It holds
+def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, ast.expr]:
+    """The path of each variable that holds a rank and is bound outside of the lines `within`, and its value. It holds
     one if it was assigned one, a value computed from one, or the answer to a question about one (`main = RANK == 0`).
     The result of a call is not a rank, and neither is the answer to whether there are ranks at all (`rank != -1`)."""
-    found = dict[str, int]()
-    changed = ((n.target, n.value) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
+    found = dict[str, ast.expr]()
+    changed = ((n.target, _sum_of(n)) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
     for target, value in sorted((*_bound(tree), *changed), key=lambda pair: pair[1].lineno):
         if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, found):
-            found[path] = value.lineno
+            found[path] = value
     return found
+
+
+def _sum_of(n: ast.AugAssign) -> ast.expr:
+    """What `a //= b` gives to a."""
+    read = copy.copy(n.target)
+    read.ctx = ast.Load()
+    return ast.copy_location(ast.BinOp(read, n.op, n.value), n.value)
 
 
 def _bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:

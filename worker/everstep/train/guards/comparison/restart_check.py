@@ -248,6 +248,6 @@ def refusal(found: str, step: int, differing: list[str]) -> str:
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {remedy(differing)}. If the difference is intended (a configuration file or data were changed), write "
-        "everstep.start(…, compare_gradients=False)"
+        f"{text}. {remedy(differing)}. If the difference is intended (a configuration file or data were changed), "
+        "write everstep.start(…, compare_gradients=False)"
     )

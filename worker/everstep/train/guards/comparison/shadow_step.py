@@ -391,6 +391,6 @@ def _refusal(name: str, rank: int, model: int, age: int, left: int, differing: l
     if differing:
         text += f". Of the script's variables these differ: {listed(differing)}"
     return (
-        f"{text}. {remedy(differing)}. If the machines compute that differently, or the step reads RANK from the environment on "
-        "purpose, write everstep.start(…, compare_gradients=False)"
+        f"{text}. {remedy(differing)}. If the machines compute that differently, or the step reads RANK from the "
+        "environment on purpose, write everstep.start(…, compare_gradients=False)"
     )
