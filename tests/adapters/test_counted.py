@@ -75,3 +75,19 @@ def test_line_that_decides_by_a_remainder_whether_an_optimizer_steps_is_found(bo
     (loop,) = ast.parse(f"for i, batch in enumerate(loader):\n{lines}").body
     assert isinstance(loop, ast.For)
     assert by_hand(loop) == line
+
+
+def test_accumulation_by_hand_and_a_sum_over_its_batches_are_refused_together(tmp_path: Path) -> None:
+    def batches() -> Iterator[int]:
+        check_counters(sys._getframe(1), 1)
+        yield 1
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "total = 0\nfor i, loss in enumerate(batches()):\n    total += loss\n"
+        "    if i % 2 == 0:\n        optimizer.step()\n"
+    )
+    with pytest.raises(
+        LoopError, match=r"line 4 of train\.py: gradients .*And total \+= loss \(train\.py:3\).*micro == 0"
+    ):
+        runpy.run_path(str(script), {"batches": batches})

@@ -32,8 +32,8 @@ _SUM = (
 
 
 def check_counters(frame: types.FrameType | None, micros: int) -> None:
-    """Raises `LoopError` for the first such sum, or for accumulation by hand, in the loop that takes its next batch in
-    `frame` or above it. `micros`: the number of batches of a step."""
+    """Raises `LoopError` for the first such sum, for accumulation by hand, or for both, in the loop that takes its next
+    batch in `frame` or above it. `micros`: the number of batches of a step."""
     while frame is not None and not is_script(frame.f_code.co_filename):
         frame = frame.f_back
     tree = tree_of(frame.f_code.co_filename) if frame is not None else None
@@ -42,14 +42,19 @@ def check_counters(frame: types.FrameType | None, micros: int) -> None:
     line, name = frame.f_lineno, Path(frame.f_code.co_filename).name
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _spans(n.iter, line)]
     loop = max(loops, key=lambda n: n.lineno, default=None)
-    if loop is not None and (at := by_hand(loop)):
-        raise LoopError(f"line {at} of {name}: {BY_HAND}")
-    if loop is not None and (sums := counters(loop)):
-        what, at = sums[0]
-        raise LoopError(
-            f"{what} ({name}:{at}) in the loop over the prepared loader: a "
-            f"batch in which a peer is lost comes again, and would be counted twice. {_ONCE if micros == 1 else _SUM}"
+    if loop is None:
+        return
+    texts = list[str]()
+    if at := by_hand(loop):
+        texts.append(f"line {at} of {name}: {BY_HAND}")
+    if sums := counters(loop):
+        what, line = sums[0]
+        texts.append(
+            f"{what} ({name}:{line}) in the loop over the prepared loader: a batch in which a peer is lost comes "
+            f"again, and would be counted twice. {_ONCE if micros == 1 and not at else _SUM}"
         )
+    if texts:
+        raise LoopError(". And ".join(texts))
 
 
 def by_hand(loop: ast.For) -> int:
