@@ -13,7 +13,7 @@ import torch
 from everstep.rehearse.findings import Finding, Kind, find, left_out
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import BUFFERS, DIGEST, OWN, Record, began_again
+from everstep.rehearse.record import BUFFERS, DIGEST, OWN, UNCONVERTED, Record, began_again, note_unconverted
 from everstep.rehearse.watch import digests, samples
 from everstep.train.guards import contents
 
@@ -90,6 +90,20 @@ def test_tensor_that_may_be_a_ranks_own_is_advised_about_by_the_page_that_restru
         assert (page in only([moved, run]).text) == is_named
     lost = replace(played(RANK), code=1, carried="hidden (train.py:9)", log="UnboundLocalError: 'hidden'")
     assert page in only([CALM, lost]).text
+
+
+def test_script_that_never_calls_everstep_is_referred_to_the_page_that_converts_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for text, is_unconverted in (("import torch", True), ("from everstep import start", False)):
+        script.write_text(text)
+        note_unconverted(tmp_path, {str(script), "_ops.py"})
+        assert (tmp_path / UNCONVERTED).exists() == is_unconverted
+        (tmp_path / UNCONVERTED).unlink(missing_ok=True)
+    nothing = replace(CALM, steps={})
+    assert "ended before its first step" in only([nothing]).text
+    text = only([replace(nothing, unconverted=True)]).text
+    assert "never calls Everstep" in text
+    assert "docs/how-to-convert.md" in text
 
 
 def test_same_finding_of_several_runs_is_one() -> None:

@@ -18,12 +18,13 @@ from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.printed import Output
-from everstep.rehearse.record import GONE, KILLS, note_failure
+from everstep.rehearse.record import GONE, KILLS, note_failure, note_unconverted
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
 from everstep.storage import open_store
 from everstep.train.guards.comparison.rehearsed import program_of_process
+from everstep.train.guards.sources import loaded_files
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def main() -> None:
     finally:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
             stamp.note(folder, program_of_process())
+            note_unconverted(folder, {given.script, *loaded_files()})
 
 
 def _offer_horovod() -> None:

@@ -38,6 +38,11 @@ KEEP = (
     "an object of a class of your own in it is not kept"
 )
 ANOTHER = "If the commit of --from is of another model: name one that this script has saved, with these arguments"
+UNCONVERTED = (
+    "the script never calls Everstep: it has no everstep.start, no everstep.Checkpointer and no adapter, so there is "
+    "no step to compare, and after a loss it would begin from nothing. docs/how-to-convert.md has the lines to write, "
+    "by the form of its loop"
+)
 STDOUT = "stdout"
 REPEATED = (
     "Steps behind a commit are taken again after a restart, and written again: give each row its step and read the "
@@ -208,7 +213,9 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.ENDED, title, f"nobody was killed: the script never came to {points}", run.last)
     if run.last == 0:
         complete = f". The commit of --from has {run.begins} steps: the script may take no more" if run.begins else ""
-        text = f"ended before its first step, so there is nothing to compare{complete}"
+        text = (
+            UNCONVERTED if run.unconverted else f"ended before its first step, so there is nothing to compare{complete}"
+        )
         return Finding(Kind.ENDED, title, text, 0)
     return None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read b
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
 OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
+UNCONVERTED = "unconverted"  # no file of the script's that a process had loaded at its end names Everstep or Horovod
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
@@ -84,6 +85,13 @@ def note_failure(folder: Path, error: Exception) -> None:
     if path.exists() and path.read_text() == text:
         write_whole(folder / REPEATED, text)
     write_whole(path, text)
+
+
+def note_unconverted(folder: Path, files: Collection[str]) -> None:
+    """Of a script whose `files` name neither Everstep nor Horovod. Raises `OSError`."""
+    texts = (Path(file).read_bytes() for file in files if Path(file).is_file())  # torch has modules without files
+    if not any(b"everstep" in text or b"horovod" in text for text in texts):
+        (folder / UNCONVERTED).touch()
 
 
 def write_whole(path: Path, text: str) -> None:
