@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everstep.rehearse.findings import Finding, Kind, find, left_out
-from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, Scenario, calm, scenarios
+from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import BUFFERS, DIGEST, OWN, UNCONVERTED, Record, began_again, note_unconverted
 from everstep.rehearse.watch import digests, samples
@@ -348,6 +348,16 @@ def test_kills_of_the_plan_lie_inside_the_run_one_behind_the_other() -> None:
             assert places == sorted(set(places))
             assert all(0 < step < steps for step in places)
     assert [kill.point for kill in RANK.kills] == list(AUTO)
+
+
+def test_script_that_evaluates_loses_its_last_rank_in_an_evaluation_too() -> None:
+    for evaluated, step in (((5, 10, 12), 12), ((3, 10, 12), 3), ((12,), 12), ((2, 10), 2), (range(1, 13), 7)):
+        (_, rank) = scenarios(3, 12, ("rank",), evaluated=evaluated)
+        assert [kill for kill in rank.kills if kill.point == "evaluate"] == [Kill((2,), step, "evaluate")]
+        assert sorted(kill.point for kill in rank.kills) == sorted((*AUTO, "evaluate"))
+    check(3, 12, (), (Kill.parse("2@12:evaluate"),))
+    with pytest.raises(PlanError, match="2@12:begin"):
+        check(3, 12, (), (Kill.parse("2@12:begin"),))
 
 
 def test_kill_is_read_as_it_is_written() -> None:

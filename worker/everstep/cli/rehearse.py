@@ -82,7 +82,7 @@ def rehearse(
         player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
         runs: list[Played] = []
         with _shown_if_interrupted(script, runs, began):
-            _play(player, calm(ranks, steps), lambda done: scenarios(ranks, done, kinds, kills), runs)
+            _play(player, calm(ranks, steps), lambda one: scenarios(ranks, one.last, kinds, kills, one.evaluated), runs)
         findings = compare.find(runs)
         kept = keep or any(f.certain for f in findings)
         slow = any(f.kind is Kind.SLOW for f in findings)
@@ -182,8 +182,8 @@ def _terminated(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]], runs: list[Played]) -> None:
-    """Append the calm run to `runs`, and those that `rest` makes of its number of steps, in this order; side by side
+def _play(player: Player, first: Scenario, rest: Callable[[Played], list[Scenario]], runs: list[Played]) -> None:
+    """Append the calm run to `runs`, and those that `rest` makes of it, in this order; side by side
     where there are processors for it."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps")
     with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
@@ -202,7 +202,7 @@ def _play(player: Player, first: Scenario, rest: Callable[[int], list[Scenario]]
         ended(play(first))
         if compare.find(runs):
             return
-        further, seconds = rest(runs[0].last), runs[0].seconds
+        further, seconds = rest(runs[0]), runs[0].seconds
         room = max(1, (os.cpu_count() or 1) // (first.sizes[0] + 1))
         bar.console.print(f"{len(further)} runs more, each of about {seconds:.0f} s and more", style="dim")
         with ThreadPoolExecutor(room) as pool:

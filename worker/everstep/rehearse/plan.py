@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,7 +11,8 @@ from itertools import product
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
 #   gradients   an optimizer is about to step   optimizer   it has stepped
 #   tail        the block has ended             between     the step has been counted
-POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between")
+#   evaluate    in an evaluation behind so many steps (`run.evaluate`): before its second forward pass, or at its end
+POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between", "evaluate")
 KINDS = ("rank", "all", "size", "store")
 # One of each sort: nothing has moved, something, all.
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
@@ -86,7 +88,8 @@ def check(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] =
         raise PlanError(f"--steps {steps}: at least {LEAST_STEPS}, so that each kind of loss has steps around it")
     if ranks < 2:
         raise PlanError(f"--ranks {ranks}: at least 2, so that one can be lost")
-    if bad := [kill for kill in at if kill.step >= steps or max(kill.ranks) >= ranks]:
+    last = {kill: steps if kill.point == "evaluate" else steps - 1 for kill in at}
+    if bad := [kill for kill in at if kill.step > last[kill] or max(kill.ranks) >= ranks]:
         raise PlanError(f"--at {bad[0].name}: there are steps 0 to {steps - 1} and ranks 0 to {ranks - 1}")
 
 
@@ -107,15 +110,27 @@ def _apart_in_phase(steps: int) -> tuple[int, ...]:
     return max(places, key=phases)
 
 
+def _in_evaluation(ranks: int, steps: int, others: Collection[Kill], evaluated: Collection[int]) -> tuple[Kill, ...]:
+    """A kill of the last rank in an evaluation of the middle, because rank 0 prints and writes what comes of it; and
+    behind a step that has no other kill, if there is one. What rank 0 has printed since it began a step is not compared
+    where it was killed in that step. Nothing where the script makes no evaluation."""
+    taken = {step for kill in others for step in (kill.step, kill.step + (0 in kill.ranks))}
+    places = sorted(evaluated, key=lambda step: (step in taken, step >= steps, abs(step - steps // 2)))
+    return tuple(Kill((ranks - 1,), step, "evaluate") for step in places[:1])
+
+
 def calm(ranks: int, steps: int) -> Scenario:
     """The first run, which says how many steps the script has."""
     return Scenario(CALM, "calm", (ranks,), steps)
 
 
-def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = ()) -> list[Scenario]:
-    """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
-    can be compared with nothing; then what was asked for. One rank is the last and rank 0 by turns, because scripts do
-    on rank 0 what others do not; from the first steps to the last, because state may begin late."""
+def scenarios(
+    ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (), evaluated: Collection[int] = ()
+) -> list[Scenario]:
+    """What is played after the calm run of `steps` steps, which evaluated behind those of `evaluated`: the same
+    again, because a script whose two calm runs differ can be compared with nothing; then what was asked for. One rank
+    is the last and rank 0 by turns, because scripts do on rank 0 what others do not; from the first steps to the
+    last, because state may begin late."""
     found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
     everybody, half = tuple(range(ranks)), steps // 2
     if at:
@@ -124,6 +139,9 @@ def scenarios(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ..
     if "rank" in kinds:
         places = _apart_in_phase(steps)
         kills = tuple(Kill((0 if i % 2 else ranks - 1,), places[i], point) for i, point in enumerate(AUTO))
+        kills = tuple(
+            sorted((*kills, *_in_evaluation(ranks, steps, kills, evaluated)), key=lambda kill: (kill.step, kill.point))
+        )
         found.append(Scenario("rank", f"one rank killed, {len(kills)} times", (ranks,), steps, kills))
     if "all" in kinds:
         found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))

@@ -65,6 +65,7 @@ class Played:
     late: bool = False  # a process has waited in vain, for a save or for the rehearsal itself
     not_made: tuple[str, ...] = ()  # the kills of the plan that were not made
     unconverted: bool = False  # the script never calls Everstep
+    evaluated: tuple[int, ...] = ()  # behind how many steps the script evaluates
 
     @property
     def proves_nothing(self) -> bool:
@@ -150,7 +151,7 @@ class Player:
             timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
-            (place / record.UNCONVERTED).exists(),
+            (place / record.UNCONVERTED).exists(), record.evaluated(place),
         )  # fmt: skip
 
     def _run(

@@ -28,6 +28,7 @@ class Output:
         self._line, self._left = "", MOST_LINES
         self._in_loop = False
         watch.on_enter.append(self._begins)
+        watch.on_evaluation.append(self._evaluates)
 
     def install(self) -> None:
         """Take the place of this process's `sys.stdout`."""
@@ -53,6 +54,10 @@ class Output:
         self._in_loop = rank == 0
         if self._in_loop:
             self._note(step=step, at=time.time())
+
+    def _evaluates(self, begins: bool) -> None:
+        if self._in_loop:
+            self._note(evaluates=begins)
 
     def _note(self, **values: object) -> None:
         if self._left > 0:

@@ -25,6 +25,7 @@ MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read b
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
 OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
+EVALUATED = "evaluated-"  # and the number of completed steps: the script evaluates behind them
 UNCONVERTED = "unconverted"  # no file of the script's that a process had loaded at its end names Everstep or Horovod
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
@@ -99,6 +100,11 @@ def write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}-{os.getpid()}")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+def evaluated(folder: Path) -> tuple[int, ...]:
+    """Behind how many steps the script has evaluated."""
+    return tuple(sorted(int(path.name.removeprefix(EVALUATED)) for path in folder.glob(f"{EVALUATED}*")))
 
 
 def repeated(folder: Path) -> str:

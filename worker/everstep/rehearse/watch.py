@@ -22,17 +22,19 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
 import everstep
 from everstep.checkpoint import Catalog, Checkpointer, RngState
 from everstep.checkpoint.log import opening
+from everstep.checkpoint.state.modules import bare
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill
-from everstep.rehearse.record import BUFFERS, OWN, Record
+from everstep.rehearse.record import BUFFERS, EVALUATED, OWN, Record
 from everstep.rehearse.saves import Saves
 from everstep.storage import open_store
-from everstep.train import session
+from everstep.train import between_steps, session
 from everstep.train import step as steps
 from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
@@ -67,12 +69,14 @@ class Watch:
         self.by_commits = False  # the script's own loop goes back to commits in memory, which are saved when due
         self.on_enter: list[Callable[[int, int], None]] = []  # the step after so many begins, on a rank
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
+        self.on_evaluation: list[Callable[[bool], None]] = []  # one begins (True); it is lost, and comes again (False)
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
     def install(self) -> None:
         """Wrap the session's public functions, in this process."""
         self._wrap_run()
         self._wrap_step()
+        self._wrap_evaluations()
         optimizers.register_optimizer_step_pre_hook(lambda *_: self.reach("gradients"))
         optimizers.register_optimizer_step_post_hook(lambda *_: self.reach("optimizer"))
 
@@ -186,6 +190,46 @@ class Watch:
             (torch.autograd, "backward", differentiating(of_losses)),
         )  # fmt: skip
 
+    def _wrap_evaluations(self) -> None:
+        call, watch = between_steps.BetweenSteps.call, self
+
+        def called(between: Any, functions: Iterable[Callable[[], Any]], coordinator: Any, *rest: Any) -> None:
+            step = coordinator.step - watch.base
+            (watch.folder / f"{EVALUATED}{step}").touch()
+            for noted in watch.on_evaluation:
+                noted(True)
+            try:
+                call(between, [functools.partial(watch._evaluate, one, step) for one in functions], coordinator, *rest)
+            except BaseException:
+                for noted in watch.on_evaluation:
+                    noted(False)
+                raise
+
+        replace_all((between_steps.BetweenSteps, "call", called))
+
+    def _evaluate(self, function: Callable[[], Any], step: int) -> Any:
+        """Call a function that evaluates. A rank that is to die in it dies before its second forward pass of a tracked
+        module, because the others have added something to their metrics by then; without one when it ends."""
+        rank = self.run._rank if self.run is not None else 0
+        kills = [kill for kill in self._kills if (kill.step, kill.point) == (step, "evaluate") and rank in kill.ranks]
+        if not kills or self.run is None:
+            return function()
+        models = {id(bare(one)) for one in self.run._state.values() if isinstance(one, torch.nn.Module)}
+        passes = [0]
+
+        def forward(module: torch.nn.Module, _: Any) -> None:
+            passes[0] += id(module) in models
+            if passes[0] == 2:
+                self._die(kills[0], rank)
+
+        hook = register_module_forward_pre_hook(forward)
+        try:
+            result = function()
+        finally:
+            hook.remove()
+        self._die(kills[0], rank)
+        return result
+
     def _cadence(self, own: int | None) -> int:
         """Steps between two saves: the script's own number, if there is a commit before all are killed."""
         return own if own is not None and own < self.limit // 2 else self.every
@@ -256,7 +300,7 @@ class Watch:
         self._points[point] += 1
         if self.step is None or self._points[point] > 1:
             return
-        points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys())}
+        points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys() - {"evaluate"})}
         for kill in self._kills:
             if kill.step == self.step and kill.point in points and self._rank in kill.ranks:
                 self._die(kill, self._rank)

@@ -66,6 +66,7 @@ def read_printed(folder: Path) -> Printed:
     newest: dict[int, tuple[float, list[str]]] = {}
     for path in sorted(folder.glob(PRINTED)):
         lines: list[str] = []
+        before = 0  # lines of the step when its newest evaluation began
         for text in path.read_text().splitlines():
             try:
                 one = json.loads(text)
@@ -74,7 +75,11 @@ def read_printed(folder: Path) -> Printed:
             if "text" in one:
                 lines.append(one["text"])
                 continue
-            lines = []
+            if "evaluates" in one:  # what a lost evaluation has printed comes again
+                before = len(lines) if one["evaluates"] else before
+                del lines[before:]
+                continue
+            lines, before = [], 0
             if one["at"] >= newest.get(one["step"], (0.0,))[0]:
                 newest[one["step"]] = one["at"], lines
     return {step: lines for step, (_, lines) in newest.items()}

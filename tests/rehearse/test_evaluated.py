@@ -1,0 +1,71 @@
+"""`everstep rehearse` kills a rank in an evaluation, and finds a metric that counts samples twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(360)
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import everstep
+
+torch.manual_seed(0)
+dataset = torch.utils.data.TensorDataset(torch.randn(200, 8), torch.randn(200, 1))
+held = torch.randn(24, 8)
+metric = {"total": 0}
+with everstep.start("commits", every_steps=100) as run:
+    model = DDP(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    run.untracked("metric")
+
+    def evaluate():
+        BEGINS
+        model.eval()
+        for i in range(0, 24, 8):
+            with torch.no_grad():
+                seen = torch.tensor(len(model(held[i + run.rank : i + 8 : run.world_size])))
+            dist.all_reduce(seen)
+            metric["total"] += seen.item()
+            if run.rank == 0:
+                print("batch", i)
+        if run.rank == 0:
+            print("evaluated", metric["total"])
+        metric["total"] = 0
+
+    run.evaluate(evaluate, every=5)
+    for step in run.steps(run.loader(dataset, global_batch=12), until=10_000):
+        with step as batch:
+            data, target = batch.data
+            batch.scale(mse_loss(model(data), target)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("begins", ["pass", pytest.param('metric["total"] = 0', marks=pytest.mark.long)])
+def test_metric_that_counts_twice_what_a_lost_evaluation_has_added_is_found(begins: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("BEGINS", begins))
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", "r.json", "--ranks", "2", "--steps"]
+    done = subprocess.run(
+        [*command, "12", "--kill", "rank", "--limit", "200", "train.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=330, check=False,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [run["killed"] for run in report["runs"]] == [0, 0, 6], done.stdout
+    found = {finding["names"][0]: finding["text"] for finding in report["findings"]}
+    if begins == "pass":
+        assert found.keys() == {"stdout"}
+        assert "rank 0 printed 'evaluated 32', and 'evaluated 24' in the calm run" in found["stdout"]
+    else:
+        assert found == {}, "and the lines of the lost evaluation count once"
