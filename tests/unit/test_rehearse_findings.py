@@ -106,6 +106,12 @@ def test_script_that_never_calls_everstep_is_referred_to_the_page_that_converts_
     assert "docs/how-to-convert.md" in text
 
 
+def test_value_that_the_script_has_declared_untracked_is_no_warning_and_a_cause_all_the_same() -> None:
+    run = change(played(ALL), 9, held={"lr": "0.1", "k.n": "1"}, untracked=["k"])
+    assert find([CALM, run]) == []
+    assert "k.n" in only([CALM, change(run, 9, tracked={"model": "x"})]).names
+
+
 def test_same_finding_of_several_runs_is_one() -> None:
     runs = [change(played(s), 9, held={"lr": "0.1", "k.n": "1"}) for s in (RANK, ALL, MORE)]
     assert only([CALM, *runs]).scenarios == (RANK.title, ALL.title, MORE.title)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from everstep.rehearse import written
-from everstep.rehearse.written import Written, differing_files, differing_prints
+from everstep.rehearse.written import Written, differing_files, differing_prints, read_files
 
 CSV = ["step,loss", *(f"{i},0.{i}" for i in range(6))]
 ROWS = [json.dumps({"step": i, "loss": i / 2}) for i in range(6)]
@@ -93,3 +94,16 @@ def test_files_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.Monkey
         "text": ("a", "b"), "long": None, "binary": None, "latin": None, "huge": None, "other": None,
     }  # fmt: skip
     assert found["huge"].digest != found["other"].digest
+
+
+def test_pickles_of_equal_values_are_equal_whatever_their_bytes(tmp_path: Path) -> None:
+    word = "adam"
+    own, other = {"a": word, "b": word, "t": torch.ones(2)}, {"a": word, "b": "".join(["a", "dam"]), "t": torch.ones(2)}
+    found = []
+    for i, state in enumerate((own, other, {**own, "t": torch.zeros(2)})):
+        (tmp_path / f"{i}").mkdir()
+        torch.save(state, tmp_path / f"{i}" / "ckpt.pt")
+        found.append(read_files(tmp_path / f"{i}", {"ckpt.pt"}, tmp_path))
+    assert (tmp_path / "0" / "ckpt.pt").read_bytes() != (tmp_path / "1" / "ckpt.pt").read_bytes()
+    assert differing_files(found[0], found[0], found[1]) == {}
+    assert differing_files(found[0], found[0], found[2]) == {"ckpt.pt": "has other content"}

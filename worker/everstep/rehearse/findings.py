@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -53,6 +54,7 @@ MISSED = (
     "next rank 0 write it"
 )
 OTHERWISE = "It was made from what a new process has not: track that, or compute it anew in each step"
+BYTES = "The bytes differ, which may have no cause in what is trained: the order of a set, a time, a name of a process"
 BATCH = "`run.loader(dataset, global_batch=N)`"
 LOADER = "`run.loader(dataset, …)` choose them, from a dataset that each process makes alike"
 SAMPLER = (
@@ -319,7 +321,8 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         return found  # trained by another batch, the script's own values may be others
     if first is None:
         carried = _changing(calm) - (_positions(calm, run) if run.by_commits else set())
-        if held := {name: value for name, value in held.items() if name in carried}:
+        declared = {name for record in run.steps.values() for name in record.untracked}
+        if held := {n: value for n, value in held.items() if n in carried and not _is_below(n, declared)}:
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
@@ -350,6 +353,7 @@ def _written(calm: Played, again: Played, run: Played) -> list[Finding]:
     found = []
     for name, text in differing_files(calm.files, again.files, run.files).items():
         advice = REPEATED if (" twice" in text or " times" in text) else MISSED if "missing" in text else OTHERWISE
+        advice = BYTES if text == "has other bytes" else advice
         found.append(Finding(Kind.WRITTEN, title, f"{name} {text}. {advice}", names=(name,)))
     killed = {kill.step for kill in run.scenario.kills if 0 in kill.ranks}
     if (other := differing_prints(calm.printed, again.printed, run.printed, killed)) is not None:
@@ -465,7 +469,12 @@ def _of_steps_alone(calm: Played) -> set[str]:
 
 def _outermost(names: set[str]) -> set[str]:
     """Without the parts of what is among them itself."""
-    return {name for name in names if not any(name.startswith((f"{other}.", f"{other}[")) for other in names)}
+    return {name for name in names if not _is_below(name, names - {name})}
+
+
+def _is_below(name: str, others: Collection[str]) -> bool:
+    """Whether it is one of these names, or that of a part of what they name."""
+    return any(name == other or name.startswith((f"{other}.", f"{other}[")) for other in others)
 
 
 def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:

@@ -49,6 +49,7 @@ class Record:
     beyond: list[str] = field(default_factory=list)
     position: int = 0
     indices: list[str] = field(default_factory=list)
+    untracked: list[str] = field(default_factory=list)  # the names that the script has declared by `run.untracked`
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

@@ -274,7 +274,7 @@ class Watch:
         tracked, unread = digests(self.tracked)
         record = Record(
             step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *unread],
-            self.position, self.indices,
+            self.position, self.indices, sorted(self.run._untracked) if self.run is not None else [],
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import importlib
 import json
 import re
 from collections import Counter
@@ -33,6 +34,7 @@ class Written:
     size: int
     digest: str
     lines: tuple[str, ...] | None = None
+    loaded: bool = False  # the digest is of what `torch.load` reads: pickles of equal values may have other bytes
 
 
 Printed = dict[int, list[str]]  # the number of a step → what rank 0 printed in it, and behind it
@@ -57,8 +59,22 @@ def read_files(folder: Path, names: Collection[str], run: Path) -> dict[str, Wri
                 lines = tuple(content.decode().splitlines())
             except UnicodeDecodeError:
                 lines = None
-        found[name] = Written(size, hashlib.blake2b(content, digest_size=16).hexdigest(), lines)
+        loaded = _digest_of_pickle(path, content) if lines is None else ""
+        digest = loaded or hashlib.blake2b(content, digest_size=16).hexdigest()
+        found[name] = Written(size, digest, lines, bool(loaded))
     return found
+
+
+def _digest_of_pickle(path: Path, content: bytes) -> str:
+    """Of the tensors and plain values that `torch.save` has written; "" for a file that cannot be read as such."""
+    if not content.startswith((b"PK\x03\x04", b"\x80")):
+        return ""
+    torch = importlib.import_module("torch")  # takes seconds, so it is imported where there is such a file
+    contents = importlib.import_module("everstep.train.guards.contents")
+    try:
+        return f"content {contents.digest_of(torch.load(path, map_location='cpu', weights_only=True))}"
+    except Exception:  # another kind of file, or a class of the script's
+        return ""
 
 
 def read_printed(folder: Path) -> Printed:
@@ -98,7 +114,8 @@ def differing_files(
     for name in sorted(alike & here.keys()):
         a, b, c = calm[name], again[name], here[name]
         if a.lines is None or b.lines is None or c.lines is None:
-            text = "has other bytes" if a.digest == b.digest != c.digest else ""
+            what = "content" if c.loaded else "bytes"
+            text = f"has other {what}" if a.digest == b.digest != c.digest else ""
         else:
             text = _lines(a.lines, b.lines, c.lines)
         if text:
