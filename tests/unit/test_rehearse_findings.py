@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from everstep.rehearse.findings import Finding, Kind, find, left_out
+from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import BUFFERS, DIGEST, OWN, UNCONVERTED, Record, began_again, note_unconverted
@@ -243,6 +243,11 @@ def test_what_one_run_alone_has_is_not_taken_for_equal() -> None:
     without = change(played(ALL), STEPS, tracked={"model": f"m{STEPS}"})
     assert left_out([CALM, without]) == "optimizer (tracked in one run alone)"
     assert left_out([CALM, change(played(ALL), 3, beyond=["files"])]) == "files"
+
+
+def test_class_whose_objects_cannot_be_read_is_listed_and_leaves_a_stamp() -> None:
+    runs = [CALM, change(played(ALL), 3, unread=["line (_queue.SimpleQueue)"])]
+    assert (unread(runs), left_out(runs)) == ("line (_queue.SimpleQueue)", "")
 
 
 def test_tracked_object_that_cannot_be_read_is_named_and_has_no_digest() -> None:

@@ -97,7 +97,7 @@ def rehearse(
         if json_ is not None:
             json_.write_text(json.dumps(report, indent=1) + "\n")
         if html is not None:
-            note, results = compare.left_out(runs), _results(runs, findings)
+            note, results = compare.not_compared(runs), _results(runs, findings)
             html.write_text(page(" ".join([str(script), *(arguments or [])]), runs, findings, seconds, results, note))
         _show(script, runs, findings, seconds)
         if left is not None:
@@ -236,6 +236,8 @@ def _show(script: Path, runs: list[Played], findings: list[Finding], seconds: fl
         console.print(cell(f"\n{what} ({runs_of}): {finding.text}", "bold" if finding.certain else ""))
     if left_out := compare.left_out(runs):
         say(f"\nnot compared: {left_out}")
+    if unread := compare.unread(runs):
+        say(f"\nnot read: {unread}. If steps change what is in them: keep that in a list or a dictionary, and track it")
     certain_count = sum(f.certain for f in findings)
     if carried := next((run.carried for run in runs if run.carried), ""):
         harmless = " (the parameters came out the same)" if not certain_count and not end else ""
@@ -281,6 +283,7 @@ def _report(
         "steps": steps,
         "seconds": round(seconds, 1),
         "left_out": compare.left_out(runs),
+        "unread": compare.unread(runs),
         "carried": next((run.carried for run in runs if run.carried), ""),
         "runs": [
             {

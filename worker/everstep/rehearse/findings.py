@@ -155,6 +155,17 @@ def left_out(runs: list[Played]) -> str:
     return _listed(sorted(names))
 
 
+def unread(runs: list[Played]) -> str:
+    """An object of each class of Python's own library in which a script may keep state and which cannot be read, or
+    ""."""
+    return _listed(sorted({name for run in runs for record in run.steps.values() for name in record.unread}))
+
+
+def not_compared(runs: list[Played]) -> str:
+    """Both of these."""
+    return ", ".join(filter(None, (left_out(runs), unread(runs))))
+
+
 def _of_one_run(calm: Played, run: Played) -> set[str]:
     """Steps and tracked objects. A rank that was killed when its step had been counted has not noted it."""
     killed = {(rank, kill.step + 1) for kill in run.scenario.kills for rank in kill.ranks}

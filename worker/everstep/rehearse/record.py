@@ -36,7 +36,7 @@ class Record:
     buffers. `held`: the script's own plain values, as text, and others, as what they are and a digest. `samples`: a
     digest of each sample that this rank has read for the step, sorted. `position`: how many batches a loader has given
     since its loop began, where the script's loop is its own. `indices`: the names that count them by `enumerate`.
-    `beyond`: the names of what is not read."""
+    `beyond`: the names of what is too much. `unread`: one of each class whose objects cannot be read."""
 
     step: int
     rank: int
@@ -50,6 +50,7 @@ class Record:
     position: int = 0
     indices: list[str] = field(default_factory=list)
     untracked: list[str] = field(default_factory=list)  # the names that the script has declared by `run.untracked`
+    unread: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

@@ -270,29 +270,30 @@ class Watch:
     ) -> None:  # fmt: skip
         """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
         world = dist.get_world_size() if dist.is_initialized() else 1
-        values, beyond = self._held(frame, list(own), list(closed))
-        tracked, unread = digests(self.tracked)
+        values, beyond, unread = self._held(frame, list(own), list(closed))
+        tracked, raising = digests(self.tracked)
         record = Record(
-            step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *unread],
-            self.position, self.indices, sorted(self.run._untracked) if self.run is not None else [],
+            step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *raising],
+            self.position, self.indices, sorted(self.run._untracked) if self.run is not None else [], unread,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
 
     def _held(
         self, frame: FrameType | None, own: list[tuple[str, Any]], closed: list[object]
-    ) -> tuple[dict[str, str], list[str]]:
-        """The script's own values, but for those of what is tracked; and the names of what is too much to be read."""
-        beyond = list[str]()
+    ) -> tuple[dict[str, str], list[str], list[str]]:
+        """The script's own values, but for those of what is tracked; the names of what is too much to be read; and of
+        what cannot be read."""
+        beyond, closed_kinds = list[str](), list[str]()
         roots = Roots(frame, {**(self.run._state if self.run is not None else {}), **self.tracked}, own, closed)
-        values = plain_values(roots, beyond)
+        values = plain_values(roots, beyond, closed_kinds)
         try:
             tensors, unread = held_tensors(roots)
         except Exception as e:  # the script's own classes may raise anything
             tensors, unread = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
         found = {**values, **settings_of(self.tracked), **tensors}
         # Another run may read them: what is too much is so beside the others.
-        return {name: text for name, text in found.items() if name not in unread}, [*beyond, *unread]
+        return {name: text for name, text in found.items() if name not in unread}, [*beyond, *unread], closed_kinds
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step. The last one stands for those to which the step has not come: without

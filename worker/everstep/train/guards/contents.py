@@ -34,6 +34,7 @@ import xxhash
 from torch.nn.parameter import is_lazy
 
 from everstep.recovery import digests
+from everstep.train.guards.holders import parts_of_holder
 from everstep.train.guards.script_objects import MISSING, Held, attributes, children, is_open, is_script, locals_of
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # of which `marshal` keeps all bits
@@ -41,8 +42,8 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _EXACTLY = frozenset(CONTAINERS)
 SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 STATEFUL = (
-    random.Random, np.random.Generator, np.random.RandomState, torch.Generator, array.array, bytearray, enum.Enum,
-    range, slice, fractions.Fraction, *SUSPENDED,
+    random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, array.array,
+    bytearray, enum.Enum, range, slice, fractions.Fraction, *SUSPENDED,
 )  # fmt: skip
 NAMED = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.MethodDescriptorType,
@@ -183,7 +184,8 @@ class Contents:
         if issubclass(kind, torch.nn.Module):
             held = [(one.name, one.value) for one in children(Held("", value))]
             return b"", [], [one for one in held if self._tensors or not isinstance(one[1], torch.Tensor)]
-        return b"", [], list(attributes(value)) if is_open(kind) else []
+        parts = list((parts_of_holder(value) or {}).items())
+        return b"", parts, list(attributes(value)) if is_open(kind) else []
 
     def _array(self, value: Any, kind: type) -> tuple[bytes, list[Any], list[Any]]:
         head = f"{value.dtype} {shape_of(value)}".encode()
@@ -286,6 +288,8 @@ def _state(value: Any, kind: type) -> list[Any] | None:
         return [] if issubclass(kind, random.SystemRandom) else list(random.Random.getstate(value))
     if issubclass(kind, np.random.Generator):
         return [_without_arrays(value.bit_generator.state)]
+    if issubclass(kind, np.random.BitGenerator):
+        return [_without_arrays(value.state)]
     if issubclass(kind, np.random.RandomState):
         return [_without_arrays(value.get_state(legacy=False))]
     if issubclass(kind, torch.Generator):

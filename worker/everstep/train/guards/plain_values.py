@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from everstep.checkpoint.state import layouts
 from everstep.recovery.errors import LoopError
+from everstep.torch_private.modules import buffers_of, parameters_of
 from everstep.train.guards.contents import (
     DIGEST,
     FUNCTIONS,
@@ -46,10 +47,10 @@ from everstep.train.guards.contents import (
     shape_of,
     state_of_function,
 )
+from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
     MISSING,
-    MODULE_PARTS,
     WIDE,
     Held,
     Name,
@@ -57,8 +58,10 @@ from everstep.train.guards.script_objects import (
     children,
     is_open,
     is_own,
+    is_special,
+    scopes,
+    set_by_script,
     value_of,
-    variables,
     walk,
 )
 from everstep.train.guards.untracked.covered import Covered
@@ -97,23 +100,38 @@ class Roots:
         self.own, self.closed = list(own), list(closed)
         known = {id(one) for one in self.closed}
         self.state = dict(state)
-        self.values = dict[str, Any]()
-        for name, one in variables(frame):  # the nearest first
-            if name.isidentifier():
-                self.values.setdefault(name, one)
+        self.values, self.hidden = dict[str, Any](), dict[str, Any]()
+        self.running = set[str]()  # functions whose variables these are
+        self._read(frame)
         tracked = {id(one) for one in self.state.values()} - known
-        names = {id(one): name for name, one in reversed(self.values.items())}
-        self._tracked = {name for name, one in self.values.items() if id(one) in tracked}
+        named = [*self.values.items(), *self.hidden.items()]
+        names = {id(one): name for name, one in reversed(named)}
+        self._tracked = {name for name, one in named if id(one) in tracked}
         self.kept = dict[str, Any]()
         for key, target in self.state.items():
-            for path, module in _modules(target):
-                if id(module) not in known:
-                    self.closed.append(module)
-                    name = names.get(id(module)) or ".".join(filter(None, (names.get(id(target), key), path)))
-                    self.kept |= {held.name: held.value for held in _set_by_script(name, module)}
+            for path, one in _own_parts(target):
+                if id(one) not in known:
+                    self.closed.append(one)
+                    name = names.get(id(one)) or ".".join(filter(None, (names.get(id(target), key), path)))
+                    self.kept |= {held.name: held.value for held in _set_by_script(name, one)}
+
+    def _read(self, frame: types.FrameType | None) -> None:
+        """The nearest variable has its bare name. Another one of this name has its function's or module's before it."""
+        outer = set[str]()
+        for scope in scopes(frame):
+            self.running.add(scope.owner)
+            for name, one in scope.variables:
+                if not name.isidentifier():
+                    continue
+                if name not in self.values:
+                    self.values[name] = one
+                # An object is read once; equal numbers are one variable only where an inner function has it too.
+                elif self.values[name] is not one or (as_plain(one) is one and name not in outer):
+                    self.hidden.setdefault(f"{scope.owner}.{name}", one)
+            outer.update(scope.outer)
 
     def all(self) -> list[tuple[str, Any]]:
-        return [*self.own, *self.kept.items(), *self.values.items()]
+        return [*self.own, *self.kept.items(), *self.values.items(), *self.hidden.items()]
 
     @functools.cached_property
     def covered(self) -> Covered:
@@ -127,39 +145,44 @@ class Roots:
     def is_tracked(self, name: str) -> bool:
         """Whether the name is that of a tracked variable, or of what it holds and saves."""
         cuts = [*(found.start() for found in _CUT.finditer(name)), len(name)]
-        return name[: cuts[0]] in self._tracked and not any(name[:cut] in self.kept for cut in cuts)
+        ways = [name[:cut] for cut in cuts]
+        return any(way in self._tracked for way in ways) and not any(way in self.kept for way in ways)
 
 
-def _modules(target: object) -> Iterator[tuple[str, torch.nn.Module]]:
-    yield from torch.nn.Module.named_modules(target) if isinstance(target, torch.nn.Module) else ()
+def _own_parts(target: object) -> Iterator[tuple[str, object]]:
+    """A tracked object that may have attributes of the script's, which nothing saves; of a module all in it."""
+    if isinstance(target, torch.nn.Module):
+        yield from torch.nn.Module.named_modules(target)
+    elif isinstance(target, torch.optim.Optimizer | torch.Tensor) or is_own(type(target)):
+        yield "", target
 
 
-def _set_by_script(name: str, module: torch.nn.Module) -> Iterator[Held]:
-    """Of a class that is derived from a library's only what the script's methods mention: the library has attributes of
-    its own, which it fills in each process."""
-    kind = type(module)
-    if not is_own(kind) or kind.get_extra_state is not torch.nn.Module.get_extra_state:
-        return
-    derived = any(
-        not is_own(one) and one.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing")
-        for one in kind.__mro__
-    )
-    functions = [one for base in kind.__mro__ if is_own(base) for one in vars(base).values()]
-    mentioned = {key for one in functions if isinstance(one, types.FunctionType) for key in one.__code__.co_names}
-    for key, value in attributes(module):
-        if key not in MODULE_PARTS and (not derived or key in mentioned):
-            yield Held(f"{name}.{key}", value)
+def _set_by_script(name: str, value: object) -> Iterator[Held]:
+    """The attributes that the script gives a tracked object, and the parameters and buffers of a module."""
+    kind = type(value)
+    yield from (Held(f"{name}.{key}", one, name) for key, one in set_by_script(value))
+    if isinstance(value, torch.nn.Module):
+        for key, one in (*parameters_of(value).items(), *buffers_of(value).items()):
+            own = set_by_script(one) if one is not None else ()
+            yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in own)
     yield from _of_class(kind.__name__, kind)
 
 
-def plain_values(roots: Roots | types.FrameType | None, beyond: list[str] | None = None) -> Values:
+def plain_values(
+    roots: Roots | types.FrameType | None, beyond: list[str] | None = None, unread: list[str] | None = None
+) -> Values:
     """The script's numbers, texts, names of functions, classes of objects, and contents of what has no names inside, by
-    name. They only make a refusal clearer, so no error is raised. `beyond` gets the names of what is not read."""
+    name. They only make a refusal clearer, so no error is raised. `beyond` gets the names of what is not read, and
+    `unread` one of each class of Python's own library that cannot be read."""
     beyond = [] if beyond is None else beyond
+    past = list[str]()
     try:
         roots = roots if isinstance(roots, Roots) else Roots(roots)
-        found = _Found(roots, beyond)
+        found = _Found(roots, past)
         found.read(roots)
+        beyond += [one for one in past if not roots.is_tracked(one.partition(" (")[0])]
+        if unread is not None:
+            unread += [f"{name} ({kind})" for kind, name in found.unread.items() if not roots.is_tracked(name)]
         return {name: text for name, text in found.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
@@ -167,10 +190,49 @@ def plain_values(roots: Roots | types.FrameType | None, beyond: list[str] | None
         return {}
 
 
+class _Names:
+    """Of one search. A closure's variable has its bare name, as the script writes it, and the object of a method the
+    name of what holds the method; unless another variable or object has that name already: then what leads to it stands
+    before it, `weights['consistency'].count`."""
+
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
+        self._variables = dict(reversed(roots.all()))
+        self._cells = dict[str, types.CellType]()  # by the bare names that are taken
+        self._objects = dict[str, object]()  # by their names
+
+    def parts(self, held: Held) -> Iterator[Held]:
+        """What an object holds."""
+        value = held.value
+        self._objects.setdefault(held.name, value)
+        if isinstance(value, types.FunctionType):
+            cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+            for part in _parts(held):
+                is_bare = part.name not in cells or self._is_its(part.name, cells[part.name], value)
+                yield part if is_bare else Held(f"{held.name}.{part.name}", part.value, held.name)
+        elif isinstance(value, types.MethodType):
+            for part in _parts(held):
+                known = self._objects.get(part.name, part.value)
+                is_bare = known is part.value or known is value
+                yield part if is_bare else Held(f"{held.name}.__self__", part.value, held.name)
+        else:
+            yield from _parts(held)
+
+    def _is_its(self, name: str, cell: types.CellType, function: types.FunctionType) -> bool:
+        """Whether the name stands for this variable of the function's."""
+        if name in self._variables:
+            enclosing = function.__qualname__.split(".<locals>.")[:-1]
+            outer = {".<locals>.".join(enclosing[:i]) for i in range(1, len(enclosing) + 1)}
+            return self._variables[name] is cell.cell_contents and not outer.isdisjoint(self._roots.running)
+        return self._cells.setdefault(name, cell) is cell
+
+
 class _Found:
     def __init__(self, roots: Roots, beyond: list[str]) -> None:
         self.values, self._beyond = Values(), beyond
-        self._saved = roots.covered.objects  # a loader's generator, of which the loader saves what it needs
+        self.unread = dict[str, str]()  # the first name of each class
+        self._covered = roots.covered
+        self._names = _Names(roots)
         self._contents = Contents(map(id, (*roots.state.values(), *roots.closed)))
 
     def read(self, roots: Roots) -> None:
@@ -187,6 +249,8 @@ class _Found:
 
     def _look(self, held: Held) -> list[Held]:
         try:
+            if kind := not_read(held.value):
+                self.unread.setdefault(kind, held.name)
             return self._parts_of(held)
         except Exception:  # a name that cannot be written; and as above
             self._beyond.append(held.name)
@@ -194,12 +258,14 @@ class _Found:
 
     def _parts_of(self, held: Held) -> list[Held]:
         """What an object holds, whose values are noted."""
-        parts = list(_parts(held))
+        parts = list(self._names.parts(held))
         kind = type(held.value)
         is_library = issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.")
-        if len(self.values) <= MOST and not is_library:
-            by_script = kind.__module__ != "builtins" and is_own(kind)
+        if len(self.values) <= MOST:
+            by_script = is_library or (kind.__module__ != "builtins" and is_own(kind))
             inner = [*parts, *_elements(held), *_of_class(kind.__name__, kind)]
+            if is_library:  # of what is its own, tensors alone change, and these are read as such
+                inner = [Held(f"{held.name}.{key}", one) for key, one in set_by_script(held.value)]
             for child in (*inner, *(part for one in inner for part in _of_class(one.name, one.value))):
                 self._add(child.name, child.value, by_script=by_script)
         return parts
@@ -207,7 +273,8 @@ class _Found:
     def _ends(self, held: Held) -> None:
         """The walk does not go into it: what has names further inside has one digest here."""
         text = self.values.get(held.name, "")
-        if text and DIGEST not in text and (_is_own(type(held.value)) or length_of(held.value) is not None):
+        has_parts = length_of(held.value) is not None or parts_of_holder(held.value) is not None
+        if text and DIGEST not in text and (has_parts or _is_own(type(held.value))):
             del self.values[held.name]
             self._note(held.name, held.value, lambda name, value: f"{text}{self._digest(name, value)}")
 
@@ -260,13 +327,17 @@ class _Found:
             return text[:LONG] + (self._digest(name, value) if len(text) > LONG else "")
         if issubclass(kind, FUNCTIONS):
             owner = bound_to(value)
-            is_read = length_of(owner) is not None or (_has_state(type(owner), owner) and id(owner) not in self._saved)
+            is_read = length_of(owner) is not None or (_has_state(type(owner), owner) and not self._is_saved(owner))
             return f"{name_of(value)}{_attributes(value)}{self._digest(name, owner) if is_read else ''}"
         if kind is torch.Tensor:  # what it holds may be on a device, and large
             return shape_of(value)
         if _has_state(kind, value):
-            return f"{kind.__name__}{self._digest(name, value)}" if id(value) not in self._saved else ""
+            return f"{kind.__name__}{self._digest(name, value)}" if not self._is_saved(value) else ""
         return f"{kind.__qualname__}{_attributes(value)}" if _is_own(kind) else ""
+
+    def _is_saved(self, value: object) -> bool:
+        """As a loader's generator is, of which the loader saves what it needs."""
+        return id(value) in self._covered.objects and id(value) not in self._covered.reached
 
     def _digest(self, name: str, value: object) -> str:
         """Nothing if the value itself is too much: then only what stands before it is compared."""
@@ -299,7 +370,7 @@ def _of_class(name: str, value: object) -> list[Held]:
     """The attributes of a class of the script's."""
     own = isinstance(value, type) and is_own(value)
     parts = list(vars(value).items()) if own else []
-    return [Held(f"{name}.{key}", part, name) for key, part in parts if not key.startswith("__")]
+    return [Held(f"{name}.{key}", part, name) for key, part in parts if not is_special(key)]
 
 
 def _parts(held: Held) -> Iterator[Held]:
@@ -349,7 +420,8 @@ def untracked_values(
         roots = Roots(frame, state)
         found = plain_values(roots, beyond)
         found |= _tensors(roots, carried, beyond)
-        found = {name: text for name, text in found.items() if text}
+        # How full a cache is says when its process began. What is read from it shows in the gradients.
+        found = {name: text for name, text in found.items() if text and CACHED not in name}
     except Exception:  # as above
         log.warning("the script's tensors could not be read, and are not compared", exc_info=True)
     unread = list(dict.fromkeys(one for one in beyond if one.partition(" (")[0] in carried))
@@ -386,7 +458,7 @@ def own_tensors(where: Iterable[tuple[str, Any]], roots: Roots, visits: int) -> 
     module in which it stands."""
     outermost, covered = dict[str, str](), roots.covered
     closed = [*roots.state.values(), *roots.closed]
-    for held in islice(walk(where, closed, _parts, deepest=DEEPEST), visits):
+    for held in islice(walk(where, closed, _Names(roots).parts, deepest=DEEPEST), visits):
         value = held.value
         if length_of(value) is not None or (isinstance(value, torch.nn.Module) and not _saves(value, covered)):
             outermost[held.name] = outermost.get(held.owner, held.name)
@@ -401,7 +473,7 @@ def _saves(module: torch.nn.Module, covered: Covered) -> bool:
 
 def _is_compared(value: object, covered: Covered) -> bool:
     if isinstance(value, np.ndarray):
-        return not (value.dtype.hasobject or id(value) in covered.objects)
+        return not (value.dtype.hasobject or (id(value) in covered.objects and id(value) not in covered.reached))
     return isinstance(value, torch.Tensor) and not (value.is_meta or is_lazy(value) or covered.holds(value))
 
 

@@ -14,6 +14,7 @@ import inspect
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import Parameter
 
 from everstep.contract.library_files import is_library
 from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of, tables_of
+from everstep.train.guards.holders import parts_of_holder
 
 VISITS = 20_000
 DEPTH = 7
@@ -54,6 +57,7 @@ _OPEN_KINDS = frozenset({
 })  # fmt: skip
 _OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
 MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
+_ABSTRACT = ("abc", "builtins", "typing")  # modules of bases that have no attributes of their own
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
 
 
@@ -66,23 +70,45 @@ class Held:
     owner: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The variables of a function that runs, or of a module. `outer`: the names that it has of an outer function."""
+
+    owner: str
+    variables: list[tuple[str, Any]]
+    outer: tuple[str, ...] = ()
+
+
 def variables(frame: types.FrameType | None) -> Iterator[tuple[str, Any]]:
     """The script's variables that `frame` and its callers can read, the nearest first."""
-    scopes: list[Mapping[str, Any]] = []
+    for scope in scopes(frame):
+        yield from scope.variables
+
+
+def scopes(frame: types.FrameType | None) -> Iterator[Scope]:
+    """The same, by the function or the module that has them."""
+    modules: list[Mapping[str, Any]] = []
+    done: list[Mapping[str, Any]] = []
     for _ in range(FRAMES):
         if frame is None:
             break
-        if is_script(frame.f_code.co_filename):
-            yield from locals_of(frame)
-            if not any(frame.f_globals is scope for scope in scopes):
-                scopes.append(frame.f_globals)
-        elif frame.f_code.co_filename.startswith(_OURS):
+        code = frame.f_code
+        if is_script(code.co_filename):
+            is_module = frame.f_locals is frame.f_globals
+            if is_module:
+                done.append(frame.f_globals)
+            owner = str(frame.f_globals.get("__name__", "")) if is_module else code.co_qualname
+            yield Scope(owner, locals_of(frame), code.co_freevars)
+            if not any(frame.f_globals is one for one in modules):
+                modules.append(frame.f_globals)
+        elif code.co_filename.startswith(_OURS):
             # A function of the script that our loop calls.
             functions = ((k, v) for k, v in locals_of(frame) if isinstance(v, types.FunctionType))
-            yield from ((k, v) for k, v in functions if is_script(v.__code__.co_filename))
+            yield Scope(code.co_qualname, [(k, v) for k, v in functions if is_script(v.__code__.co_filename)])
         frame = frame.f_back
-    for scope in scopes:
-        yield from _public(scope)
+    for one in modules:
+        if not any(one is known for known in done):
+            yield Scope(str(one.get("__name__", "")), _public(one))
 
 
 def value_of(values: Mapping[str, Any], name: Name) -> Any:
@@ -168,10 +194,13 @@ def _items(value: Mapping[Any, Any]) -> list[Any]:
 def children(held: Held) -> Iterator[Held]:
     name, value = held.name, held.value
     match value:
-        case torch.Tensor() | np.ndarray() | torch.Generator() | np.random.Generator() | random.Random():
-            return
+        case torch.Tensor() | np.ndarray():
+            yield from (Held(f"{name}.{k}", v, name) for k, v in set_by_script(value))
         case torch.nn.Module():
             yield from _of_module(name, value)
+        case _ if (parts := parts_of_holder(value)) is not None:
+            own = ((f".{k}", v) for k, v in attributes(value) if is_own(type(value)))
+            yield from (Held(f"{name}{k}", v, name) for k, v in (*parts.items(), *own))
         case Mapping():
             if _worth(items := _items(value)):
                 yield from (Held(f"{name}[{key!r}]", v, name) for key, v in items)
@@ -183,7 +212,7 @@ def children(held: Held) -> Iterator[Held]:
         case types.ModuleType():
             if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
                 yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
-        case _ if is_open(type(value)):
+        case _ if is_open(type(value)) and not isinstance(value, Generator):
             yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
 
 
@@ -192,7 +221,7 @@ def _of_function(name: str, value: Any) -> Iterator[Held]:
         case types.FunctionType():
             for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if cell != types.CellType():  # nothing is in it yet
-                    yield Held(variable, cell.cell_contents)
+                    yield Held(variable, cell.cell_contents, name)
         case types.MethodType():
             yield Held(name.rpartition(".")[0] or name, value.__self__)
         case _:
@@ -206,9 +235,72 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
     # Normalisation does not read its running statistics in training: only an evaluation needs them.
     if not is_normalization(module):
         yield from (Held(f"{name}.{k}", v, name) for k, v in buffers_of(module).items())
-    if not type(module).__module__.startswith("torch."):
+    if type(module).__module__.startswith("torch."):
+        extra = set_by_script(module)
+    else:
         extra = ((k, v) for k, v in list(vars(module).items()) if k not in MODULE_PARTS)
-        yield from (Held(f"{name}.{k}", v, name) for k, v in extra)
+    yield from (Held(f"{name}.{k}", v, name) for k, v in extra)
+
+
+def set_by_script(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that the script sets on an object. A library sets attributes of its own on objects of its classes,
+    and fills them in each process. So of these classes, and of those that are derived from them, an attribute counts
+    that the script's methods mention, or that the library's do not. One of the library's with a private name may come
+    from another place in it; on a plain module of torch only the script sets such ones."""
+    kind = type(value)
+    if kind in _TENSORS or issubclass(kind, torch.Tensor | np.ndarray):
+        yield from list(_own(value).items()) if kind in _TENSORS or is_own(kind) else ()
+        return
+    if (known := _known.get(kind)) is None:
+        known = _known[kind] = _of_others(kind)
+    parts, others, private = known
+    if others is None:
+        yield from ((k, v) for k, v in attributes(value) if k not in parts)
+    elif not parts or not _own(value).keys() <= parts:  # a module has no slots
+        mine = {key for base in kind.__mro__ if is_own(base) for key in _names_in(base)}
+        for k, v in attributes(value):
+            if k not in parts and (k in mine or (k not in others and (private or not k.startswith("_")))):
+                yield k, v
+
+
+def _of_others(kind: type) -> tuple[frozenset[str], frozenset[str] | None, bool]:
+    """The names that never count; those that the library's methods mention, None where no library's class is among the
+    bases; and whether others may be private."""
+    is_module = issubclass(kind, torch.nn.Module)
+    theirs = [base for base in kind.__mro__ if not is_own(base) and base.__module__ not in _ABSTRACT]
+    theirs = [base for base in theirs if base is not torch.nn.Module]
+    parts = MODULE_PARTS if is_module else frozenset[str]()
+    if not theirs:
+        return parts, None if is_own(kind) else frozenset(), True
+    others = frozenset(key for base in theirs for key in _names_in(base))
+    if is_module and kind is theirs[0]:
+        parts, others = parts | others, frozenset()
+    return parts, others, is_module and all(base.__module__.startswith("torch.nn.modules.") for base in theirs)
+
+
+_TENSORS = frozenset({torch.Tensor, Parameter, np.ndarray})
+_known = weakref.WeakKeyDictionary[type, tuple[frozenset[str], frozenset[str] | None, bool]]()
+
+
+def _names_in(kind: type) -> Iterator[str]:
+    """The names that a class and the texts of its methods mention."""
+    yield from vars(kind)
+    yield from vars(kind).get("__annotations__", ())
+    for one in list(vars(kind).values()):
+        for function in (one.fget, one.fset) if isinstance(one, property) else (one,):
+            plain = function.__func__ if isinstance(function, staticmethod | classmethod) else function
+            while isinstance(plain, types.FunctionType):
+                yield from _names_in_code(plain.__code__)
+                plain = vars(plain).get("__wrapped__")  # of one that is decorated
+
+
+def _names_in_code(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, str):
+            yield one  # of `setattr(self, "name", …)`
+        elif isinstance(one, types.CodeType):
+            yield from _names_in_code(one)
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -219,13 +311,19 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
             yield k, v
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        for k in (slots,) if isinstance(slots, str) else slots:
+        for k in (_mangled(kind, k) for k in ((slots,) if isinstance(slots, str) else slots)):
             member = kind.__dict__.get(k)
             if isinstance(member, types.MemberDescriptorType):
                 try:
                     yield k, member.__get__(value)
                 except AttributeError:  # not set
                     continue
+
+
+def _mangled(kind: type, name: str) -> str:
+    """The name that a class gives to a private one that stands in its text."""
+    owner = kind.__name__.lstrip("_")
+    return f"_{owner}{name}" if owner and name.startswith("__") and not name.endswith("__") else name
 
 
 def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
@@ -240,7 +338,13 @@ def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
 
 
 def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(k, v) for k, v in list(scope.items()) if not k.startswith("__")]
+    """Without what Python itself sets."""
+    return [(k, v) for k, v in list(scope.items()) if not is_special(k)]
+
+
+def is_special(name: str) -> bool:
+    """Whether a name is one of Python's own, such as `__doc__`."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def _first(values: Any) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Finds what the tracked objects hold, and so what a checkpoint or another member's state restores.
 
 A parameter counts as held if a tracked module, tensor, list or mapping holds it, or if its memory is in the
-`state_dict` of another tracked object. Other objects that such an object reaches by its attributes are its author's
-concern.
+`state_dict` of another tracked object. Other objects that such an object reaches by its attributes are not refused; but
+its author may have forgotten them (`reached`), so their values are compared.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Covered:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.objects = set[int]()
+        self.reached = set[int]()  # of these, what a tracked object's author may save, and may have forgotten
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._tensors = set[int]()
         self._memory = set[int | None]()
         for key, target in state.items():
             self._add(key, target)
+        self.reached -= set(map(id, state.values()))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether its values are saved and sent to new members."""
@@ -101,7 +103,7 @@ class Covered:
             return  # it refers to all modules, but saves other things of them
         if type(target).__module__.startswith(OWN_MODULES):
             for name, part in vars(target).items():  # a loader's dataset and generators: the loader saves what it needs
-                self._reach(name, part)
+                self._reach(name, part, saved=True)
             return
         found = self._reach(key, target)
         if not callable(getattr(target, "state_dict", None)):
@@ -117,9 +119,9 @@ class Covered:
         if any(isinstance(h.value, Mapping) and "param_groups" in h.value for h in saved):
             self.optimizers |= found
 
-    def _reach(self, key: str, target: Any) -> dict[str, torch.optim.Optimizer]:
+    def _reach(self, key: str, target: Any, *, saved: bool = False) -> dict[str, torch.optim.Optimizer]:
         """Count all that the object reaches as its own, except parameters of modules. Return the optimizers among
-        it."""
+        it. `saved`: it is known to save what it needs of this."""
         found: dict[str, torch.optim.Optimizer] = {}
         for held in walk([(key, target)]):
             value = held.value
@@ -129,6 +131,10 @@ class Covered:
                 found[held.name] = value
             elif isinstance(value, torch.nn.Parameter):
                 continue
+            if saved:
+                self.reached.discard(id(value))
+            elif id(value) not in self.objects:
+                self.reached.add(id(value))
             self.objects.add(id(value))
         if isinstance(target, torch.optim.Optimizer):
             self.optimizers |= found  # the wrapper may be an optimizer itself

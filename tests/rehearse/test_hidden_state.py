@@ -1,0 +1,139 @@
+"""`everstep rehearse` names state in places that variables only lead to, and that begins to count later."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+
+SCRIPT = """
+import contextvars
+import queue
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+
+import everstep
+
+torch.manual_seed(0)
+X = torch.randn(96, 8)
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+GAIN = contextvars.ContextVar("gain", default=1.0)
+__backwards = 0
+
+
+class Annealer:
+    def __init__(self):
+        self.weight, self.calls = 1.0, 0
+
+    def step(self):
+        self.calls += 1
+        self.weight *= 0.5 if self.calls == 50 else 1.0
+
+    def state_dict(self):
+        return {"weight": self.weight, KEPT}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+class Baseline:
+    __slots__ = ("__mean",)
+
+    def __init__(self):
+        self.__mean = 0.0
+
+    def feed(self, loss):
+        self.__mean += 0.1 * (loss - self.__mean)
+
+
+class Lookback(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        return super().step(closure)
+
+
+def annealed():
+    count = 0
+
+    def weight():
+        nonlocal count
+        count += 1
+        return 1.0
+
+    return weight
+
+
+def hidden(loss):
+    global __backwards
+    __backwards += 1
+    GAIN.set(GAIN.get() * 0.99)
+    line.put(loss)
+    baseline.feed(loss)
+    weights["trained"]()
+    net[0].weight.calls = getattr(net[0].weight, "calls", 0) + 1
+
+
+def watch(layer, _, out):
+    if layer.training:
+        layer.seen = 0.9 * getattr(layer, "seen", out.detach().mean(0)) + 0.1 * out.detach().mean(0)
+
+
+line, baseline, weights = queue.Queue(), Baseline(), {"evaluated": annealed(), "trained": annealed()}
+with everstep.start("commits", every_steps=5) as run:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    if HIDDEN:
+        net[0].register_forward_hook(watch)
+    model = DDP(net)
+    opt = (Lookback if HIDDEN else torch.optim.SGD)(model.parameters(), lr=0.01)
+    penalty = Annealer()
+    run.track(model=model, opt=opt, penalty=penalty)
+    for step in run.steps(run.loader(DATA, global_batch=8), until=40):
+        with step as batch:
+            x, y = batch.data
+            loss = mse_loss(model(x), y) * penalty.weight
+            batch.scale(loss).backward()
+            opt.step()
+            opt.zero_grad()
+            penalty.step()
+            if HIDDEN:
+                hidden(loss.item())
+"""
+
+
+def rehearse(folder: Path, hidden: bool, *options: str) -> list[dict[str, Any]]:
+    kept = '"calls": self.calls' if not hidden else ""
+    (folder / "train.py").write_text(SCRIPT.replace("HIDDEN", str(hidden)).replace("KEPT", kept))
+    own = ("--json", "r.json", "--ranks", "2", "--steps", "12", "--limit", "800", *options)
+    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=850, check=False)
+    assert (folder / "r.json").exists(), done.stderr[-2000:]
+    found: list[dict[str, Any]] = json.loads((folder / "r.json").read_text())["findings"]
+    return found
+
+
+def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> None:
+    (held,) = rehearse(tmp_path, True, "--at", "1@8:backward")
+    assert (held["kind"], held["certain"], held["step"]) == ("held", False, 9)
+    assert set(held["names"]) == {
+        "penalty.calls", "baseline._Baseline__mean", "opt.taken", "weights['trained'].count", "__backwards",
+        "GAIN.get()", "line.queue", "model.module.0.weight.calls", "model.module.0.seen",
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_state_that_an_object_saves_whole_is_no_finding_and_there_is_a_stamp(tmp_path: Path) -> None:
+    assert rehearse(tmp_path, False, "--kill", "rank,all") == []
+    assert json.loads((tmp_path / "r.json").read_text())["stamp"]

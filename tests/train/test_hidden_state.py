@@ -1,0 +1,340 @@
+"""State in places that a script's variables only lead to, and that no commit has, is read under a name."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import ctypes
+import functools
+import io
+import logging
+import multiprocessing
+import pathlib
+import queue
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parameter import Parameter
+
+from everstep.rehearse.held_tensors import held_tensors
+from everstep.train.guards.plain_values import Roots, plain_values
+
+pytestmark = pytest.mark.timeout(120)
+
+Read = dict[str, str]
+Row = tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]  # variables, tracked, a change, the name it has
+
+
+class Baseline:
+    __slots__ = ("__mean", "burn_in")
+
+    def __init__(self) -> None:
+        self.__mean, self.burn_in = 0.0, 3
+
+    def feed(self) -> None:
+        self.__mean += 1.0
+
+
+class Annealer:
+    """Its `state_dict` forgets the counter."""
+
+    def __init__(self) -> None:
+        self.weight, self.calls, self.centre, self.order = 1.0, 0, torch.zeros(2), np.random.default_rng(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+
+class Lookback(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        return super().step(closure)
+
+
+class Smooth(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Array(np.ndarray[Any, Any]):
+    pass
+
+
+class Local(threading.local):
+    pass
+
+
+def annealed() -> Callable[[], int]:
+    count = 0
+
+    def weight() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return weight
+
+
+def kept() -> Callable[[], None]:
+    average = torch.zeros(2)
+
+    def feed() -> None:
+        average.add_(1)
+
+    return feed
+
+
+class Metric:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def feed(self) -> None:
+        self.count += 1
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.count, self.on_begin, self.on_end = 0, Metric().feed, Metric().feed
+
+
+def slots() -> Row:
+    baseline = Baseline()
+    return {"baseline": baseline}, {}, baseline.feed, "baseline._Baseline__mean"
+
+
+def forgotten() -> Row:
+    kl = Annealer()
+    return {"kl": kl}, {"kl": kl}, lambda: setattr(kl, "calls", 1), "kl.calls"
+
+
+def forgotten_without_a_name() -> Row:
+    kl = Annealer()
+    return {}, {"penalty": kl}, lambda: setattr(kl, "calls", 1), "penalty.calls"
+
+
+def forgotten_tensor() -> Row:
+    kl = Annealer()
+    return {"kl": kl}, {"kl": kl}, lambda: kl.centre.add_(1), "kl.centre"
+
+
+def forgotten_generator() -> Row:
+    kl = Annealer()
+    return {"kl": kl}, {"kl": kl}, kl.order.random, "kl.order"
+
+
+def of_optimizer() -> Row:
+    optimizer = Lookback([Parameter(torch.zeros(1))])
+    return {"opt": optimizer}, {"opt": optimizer}, optimizer.step, "opt.taken"
+
+
+def set_on_optimizer() -> Row:
+    optimizer: Any = torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.taken = 0
+    return {"opt": optimizer}, {"opt": optimizer}, lambda: setattr(optimizer, "taken", 1), "opt.taken"
+
+
+def on_library_module(tracked: bool) -> Row:
+    net: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    net[0].seen = 0
+    return {"net": net}, {"model": net} if tracked else {}, lambda: setattr(net[0], "seen", 1), "net.0.seen"
+
+
+def tensor_on_library_module() -> Row:
+    net: Any = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    net[0]._mean = torch.zeros(2)
+    return {"net": net}, {"model": net}, lambda: setattr(net[0], "_mean", torch.ones(2)), "net.0._mean"
+
+
+def extra_state() -> Row:
+    net: Any = torch.nn.Sequential(Smooth())
+    return {"net": net}, {"model": net}, lambda: setattr(net[0], "seen", 1), "net.0.seen"
+
+
+def on_parameter(tracked: bool) -> Row:
+    net: Any = torch.nn.Linear(2, 2)
+    net.weight.calls = 0
+    return {"net": net}, {"model": net} if tracked else {}, lambda: setattr(net.weight, "calls", 1), "net.weight.calls"
+
+
+def on_tensor() -> Row:
+    x: Any = torch.zeros(2)
+    x.calls = 0
+    return {"x": x}, {}, lambda: setattr(x, "calls", 1), "x.calls"
+
+
+def on_array() -> Row:
+    x: Any = np.zeros(2).view(Array)
+    x.calls = 0
+    return {"x": x}, {}, lambda: setattr(x, "calls", 1), "x.calls"
+
+
+def two_closures() -> Row:
+    weights = {"evaluated": annealed(), "consistency": annealed()}
+    return {"weights": weights}, {}, weights["consistency"], "weights['consistency'].count"
+
+
+def two_closures_of_tensors() -> Row:
+    averages = {"a": kept(), "b": kept()}
+    return {"averages": averages}, {}, averages["b"], "averages['b'].average"
+
+
+def closure_under_a_variables_name() -> Row:
+    weight = annealed()
+    return {"count": 0, "weight": weight}, {}, weight, "weight.count"
+
+
+def two_methods() -> Row:
+    loop = Loop()
+    return {"loop": loop}, {}, loop.on_end, "loop.on_end.__self__.count"
+
+
+def two_numbers() -> Row:
+    weight, twin = annealed(), annealed()
+    own: dict[str, Any] = {"weight": weight, "twin": twin}
+    return own, {}, twin, "twin.count"
+
+
+def held(x: Any, change: Callable[[Any], Any], name: str) -> Callable[[], Row]:
+    def row() -> Row:
+        value = x()
+        return {"x": value}, {}, lambda: change(value), name
+
+    return row
+
+
+def cached() -> Any:
+    @functools.lru_cache
+    def doubled(k: int) -> int:
+        return 2 * k
+
+    return doubled
+
+
+MODULE = torch.nn.Linear(1, 1)
+
+ROWS: dict[str, Callable[[], Row]] = {
+    "private slot": slots,
+    "field that a state_dict forgets": forgotten,
+    "field of an object that no variable has": forgotten_without_a_name,
+    "tensor that a state_dict forgets": forgotten_tensor,
+    "generator that a state_dict forgets": forgotten_generator,
+    "attribute of a subclass of an optimizer": of_optimizer,
+    "attribute set on an optimizer": set_on_optimizer,
+    "attribute set on a tracked module of torch": functools.partial(on_library_module, True),
+    "attribute set on a module of torch": functools.partial(on_library_module, False),
+    "tensor set on a tracked module of torch": tensor_on_library_module,
+    "attribute beside an extra state": extra_state,
+    "attribute of a tracked parameter": functools.partial(on_parameter, True),
+    "attribute of a parameter": functools.partial(on_parameter, False),
+    "attribute of a tensor": on_tensor,
+    "attribute of an array": on_array,
+    "variable of the second closure": two_closures,
+    "tensor of the second closure": two_closures_of_tensors,
+    "variable of a closure that is equal at first": two_numbers,
+    "closure's variable with another variable's name": closure_under_a_variables_name,
+    "object of the second method": two_methods,
+    "Queue": held(queue.Queue, lambda x: x.put(1), "x.queue"),
+    "LifoQueue": held(queue.LifoQueue, lambda x: x.put(1), "x.queue"),
+    "PriorityQueue": held(queue.PriorityQueue, lambda x: x.put(1), "x.queue"),
+    "ContextVar": held(lambda: contextvars.ContextVar("x", default=1.0), lambda x: x.set(2.0), "x.get()"),
+    "multiprocessing.Value": held(
+        lambda: multiprocessing.Value("i", 0), lambda x: setattr(x, "value", 1), "x.value"),
+    "multiprocessing.Array": held(
+        lambda: multiprocessing.Array("d", 2), lambda x: x.__setitem__(0, 1.0), "x[:]"),
+    "ctypes": held(lambda: ctypes.c_int(0), lambda x: setattr(x, "value", 1), "x.value"),
+    "WeakKeyDictionary": held(
+        weakref.WeakKeyDictionary[Any, int], lambda x: x.update({MODULE: x.get(MODULE, 0) + 1}), "x.data"),
+    "value of a WeakKeyDictionary": held(
+        lambda: weakref.WeakKeyDictionary({MODULE: 0}), lambda x: x.update({MODULE: 1}), "x.data[0]"),
+    "WeakValueDictionary": held(
+        lambda: weakref.WeakValueDictionary({"a": MODULE}), lambda x: x.pop("a"), "x.data"),
+    "WeakSet": held(weakref.WeakSet[Any], lambda x: x.add(MODULE), "x.data"),
+    "threading.local": held(
+        lambda: vars(local := threading.local()).update(n=0) or local, lambda x: setattr(x, "n", 1), "x.n"),
+    "StringIO": held(io.StringIO, lambda x: x.write("a"), "x.getvalue()"),
+    "BytesIO": held(io.BytesIO, lambda x: x.write(b"a"), "x.getvalue()"),
+    "memoryview": held(lambda: memoryview(bytearray(2)), lambda x: x.__setitem__(0, 1), "x.tobytes()"),
+    "cell": held(lambda: types.CellType(0), lambda x: setattr(x, "cell_contents", 1), "x.cell_contents"),
+    "lru_cache": held(cached, lambda x: x(1), "x.cache_info().misses"),
+    "bit generator": held(lambda: np.random.PCG64(1), lambda x: x.random_raw(), "x"),
+    "seed sequence": held(lambda: np.random.SeedSequence(1), lambda x: x.spawn(1), "x.n_children_spawned"),
+    "holder in a long list": held(lambda: [queue.Queue() for _ in range(20)], lambda x: x[18].put(1), "x"),
+}  # fmt: skip
+
+
+def script(own: dict[str, Any]) -> types.FrameType:
+    """A function of a script that has these variables and no other ones."""
+    lines = ["def script(own):", *(f"    {name} = own[{name!r}]" for name in own), "    del own", "    yield"]
+    scope: dict[str, Any] = {}
+    exec("\n".join(lines), scope)
+    running = scope["script"](own)
+    next(running)
+    KEPT.append(running)
+    frame: types.FrameType = running.gi_frame
+    return frame
+
+
+KEPT: list[Any] = []
+
+
+def read(own: dict[str, Any], state: dict[str, Any]) -> Read:
+    roots = Roots(script(own), state)
+    return plain_values(roots) | held_tensors(roots)[0]
+
+
+def test_global_that_a_local_hides_is_read_and_so_is_a_private_one() -> None:
+    scope: dict[str, Any] = {"sys": sys, "__name__": "train", "__private": 1, "count": 7, "model": (model := [0, 1])}
+    exec("def loop(model, count=7):\n    return sys._getframe()", scope)
+    frame = scope["loop"]("another")
+    found = plain_values(Roots(frame, {"model": model}))
+    names = ("model", "count", "train.model", "train.model[0]", "train.count", "__private")
+    assert {name: found[name] for name in names if name in found} == {
+        "model": "'another'", "count": "7", "train.count": "7", "__private": "1",
+    }  # fmt: skip
+
+
+def test_object_of_pythons_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:
+    own = {
+        "line": queue.SimpleQueue(), "other": queue.SimpleQueue(), "room": threading.Semaphore(2), "mine": Local(),
+        "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
+        "path": pathlib.Path(), "delay": queue.Queue(), "arguments": argparse.ArgumentParser(), "out": sys.stdout,
+    }  # fmt: skip
+    beyond, unread = list[str](), list[str]()
+    plain_values(Roots(script(own), {}), beyond, unread)
+    assert beyond == []
+    assert unread == [
+        "line (_queue.SimpleQueue)", "room (threading.Semaphore)", f"mine ({__name__}.Local)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_hidden_state_that_changes_shows_under_a_name(kind: str) -> None:
+    own, state, change, name = ROWS[kind]()
+    before, again = read(own, state), read(own, state)
+    change()
+    after = read(own, state)
+    assert before == again, "to read a value does not change it"
+    assert name in {key for key in before if key in after and before[key] != after[key]}, (before, after)

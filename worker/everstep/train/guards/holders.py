@@ -1,0 +1,129 @@
+"""Reads what objects of Python's own library hold in which a script may keep state: queues, weak dictionaries, context
+variables, memory that processes share.
+
+Invariants: nothing is taken out, no lock is acquired, and no code of the script's classes is called. An object of a
+class that cannot be read so has no parts; `not_read` names its class.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import functools
+import io
+import queue
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from multiprocessing.sharedctypes import SynchronizedBase
+from typing import Any
+
+import numpy as np
+
+_NUMBERS = frozenset("?bBhHiIlLqQfdgu")  # kinds of ctypes' values that are no addresses
+# Objects of these modules are a part of the program, or change without a meaning.
+_STATELESS = frozenset({
+    "_abc", "_asyncio", "_frozen_importlib", "_frozen_importlib_external", "_io", "_ssl", "_thread", "_weakref",
+    "_weakrefset", "abc", "argparse", "ast", "asyncio", "builtins", "codecs", "collections", "concurrent", "contextlib",
+    "csv", "dataclasses", "datetime", "enum", "functools", "gettext", "http", "importlib", "inspect", "ipaddress",
+    "itertools", "json", "locale", "logging", "operator", "optparse", "os", "pathlib", "pickle", "platform", "posix",
+    "re", "selectors", "signal", "socket", "ssl", "string", "struct", "subprocess", "sys", "tempfile", "textwrap",
+    "threading", "time", "traceback", "types", "typing", "unittest", "urllib", "uuid", "warnings", "zipfile",
+    "zipimport", "zoneinfo",
+})  # fmt: skip
+
+
+def not_read(value: Any) -> str:
+    """The name of its class, if it is an object of Python's own library that may hold state and of which nothing is
+    read; otherwise nothing."""
+    kind = type(value)
+    module = kind.__module__ or ""
+    if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)):
+        return "" if _reader(kind) is not None else f"{module}.{kind.__qualname__}"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_hold(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in sys.stdlib_module_names and package not in _STATELESS
+
+
+def parts_of_holder(value: Any) -> dict[str, Any] | None:
+    """What such an object holds, by what the script would write behind its name; None for another object, and for one
+    that is closed or released."""
+    read = _reader(type(value))
+    try:
+        return None if read is None else read(value)
+    except (ValueError, AttributeError, LookupError):
+        return None
+
+
+def _first_of(kind: type) -> type:
+    """The class from which it is derived first."""
+    return kind.__mro__[-2] if len(kind.__mro__) > 1 else kind
+
+
+def _reader(kind: type) -> _Read | None:
+    if _first_of(kind) is threading.local and kind is not threading.local:
+        return None  # its `__init__` is called where a thread reads it first
+    for base in kind.__mro__:
+        if (read := _READ.get(base)) is not None:
+            return read
+    return None
+
+
+def _own(value: Any, name: str) -> Any:
+    return object.__getattribute__(value, "__dict__")[name]
+
+
+def _of_ctypes(value: Any) -> dict[str, Any] | None:
+    """A number, or the memory of an array or a structure. What is an address is not read."""
+    if not isinstance(value, _SIMPLE):
+        return {"[:]" if isinstance(value, ctypes.Array) else " as bytes": bytes(memoryview(value))}
+    kind: Any = type(value)
+    return {".value": _SIMPLE.value.__get__(value)} if kind._type_ in _NUMBERS else None
+
+
+def _of_weak_keys(value: Any) -> dict[str, Any]:
+    """Its keys have no names: each value has the place of its key."""
+    alive = [one for key, one in list(_own(value, "data").items()) if key() is not None]
+    return {".data": len(alive), **{f".data[{i}]": one for i, one in enumerate(alive)}}
+
+
+def _of_weak_values(value: Any) -> dict[str, Any]:
+    alive = [(key, one) for key, ref in list(_own(value, "data").items()) if (one := ref()) is not None]
+    return {".data": len(alive), **{f"[{key!r}]": one for key, one in alive if type(key) in (str, int)}}
+
+
+def _of_cache(value: Any) -> dict[str, Any]:
+    """Not how often a value was found in it: a cache that is as full gives the same."""
+    info, own = functools._lru_cache_wrapper.cache_info(value), object.__getattribute__(value, "__dict__")
+    return {
+        f"{CACHED}misses": info.misses, f"{CACHED}currsize": info.currsize,
+        **{f".{key}": one for key, one in own.items() if key == "__wrapped__" or not key.startswith("__")},
+    }  # fmt: skip
+
+
+CACHED = ".cache_info()."
+_SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
+_Read = Callable[[Any], dict[str, Any] | None]
+_COUNTED = (threading.Semaphore, threading.local)
+_READ: dict[type, _Read] = {
+    threading.local: lambda one: {f".{k}": v for k, v in threading.local.__getattribute__(one, "__dict__").items()},
+    contextvars.ContextVar: lambda one: {".get()": one.get()},
+    memoryview: lambda one: {".tobytes()": one.tobytes()},
+    types.CellType: lambda one: {".cell_contents": one.cell_contents},
+    functools._lru_cache_wrapper: _of_cache,
+    np.random.SeedSequence: lambda one: {".n_children_spawned": one.n_children_spawned, ".entropy": one.entropy},
+    queue.Queue: lambda one: {".queue": _own(one, "queue")},
+    weakref.WeakKeyDictionary: _of_weak_keys,
+    weakref.WeakValueDictionary: _of_weak_values,
+    weakref.WeakSet: lambda one: {".data": sum(ref() is not None for ref in list(_own(one, "data")))},
+    io.StringIO: lambda one: {".getvalue()": io.StringIO.getvalue(one)},
+    io.BytesIO: lambda one: {".getvalue()": io.BytesIO.getvalue(one)},
+    SynchronizedBase: lambda one: _of_ctypes(_own(one, "_obj")),  # its own methods wait for its lock
+    _SIMPLE: _of_ctypes, ctypes.Array: _of_ctypes, ctypes.Structure: _of_ctypes, ctypes.Union: _of_ctypes,
+}  # fmt: skip
