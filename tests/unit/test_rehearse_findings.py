@@ -6,15 +6,17 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import DataLoaderShard
 
 from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import BUFFERS, DIGEST, OWN, UNCONVERTED, Record, began_again, note_unconverted
-from everstep.rehearse.watch import digests, samples
+from everstep.rehearse.watch import digests, kept_by_loaders, samples
 from everstep.train.guards import contents
 
 RANKS, STEPS = 2, 16
@@ -110,6 +112,18 @@ def test_value_that_the_script_has_declared_untracked_is_no_warning_and_a_cause_
     run = change(played(ALL), 9, held={"lr": "0.1", "k.n": "1"}, untracked=["k"])
     assert find([CALM, run]) == []
     assert "k.n" in only([CALM, change(run, 9, tracked={"model": "x"})]).names
+
+
+def test_what_a_library_counts_in_its_own_loader_is_no_value_of_the_scripts() -> None:
+    class Counts(torch.utils.data.DataLoader[Any]):
+        iteration = 0
+
+    data = torch.utils.data.TensorDataset(torch.ones(2))
+    own, loader = Counts(data), DataLoaderShard(data)
+    own.iteration, loader.seen = 1, 1  # type: ignore[attr-defined]
+    names = kept_by_loaders({"own": own, "held": loader, "n": 3})
+    assert "held.iteration" in names
+    assert not {"held.seen", "own.iteration"} & set(names)
 
 
 def test_same_finding_of_several_runs_is_one() -> None:

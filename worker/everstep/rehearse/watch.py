@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +40,7 @@ from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
 from everstep.train.guards.plain_values import Roots, plain_values
+from everstep.train.guards.script_objects import is_own
 from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
@@ -69,6 +70,7 @@ class Watch:
         self.by_commits = False  # the script's own loop goes back to commits in memory, which are saved when due
         self.on_enter: list[Callable[[int, int], None]] = []  # the step after so many begins, on a rank
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
+        self._of_libraries: list[str] = []  # see `kept_by_loaders`
         self.on_evaluation: list[Callable[[bool], None]] = []  # one begins (True); it is lost, and comes again (False)
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
@@ -274,7 +276,8 @@ class Watch:
         tracked, raising = digests(self.tracked)
         record = Record(
             step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *raising],
-            self.position, self.indices, sorted(self.run._untracked) if self.run is not None else [], unread,
+            self.position, self.indices, [*(self.run._untracked if self.run is not None else ()), *self._of_libraries],
+            unread,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
@@ -286,6 +289,7 @@ class Watch:
         what cannot be read."""
         beyond, closed_kinds = list[str](), list[str]()
         roots = Roots(frame, {**(self.run._state if self.run is not None else {}), **self.tracked}, own, closed)
+        self._of_libraries = kept_by_loaders(roots.values)
         values = plain_values(roots, beyond, closed_kinds)
         try:
             tensors, unread = held_tensors(roots)
@@ -345,6 +349,22 @@ def rank() -> int:
 def replace_all(*wrapped: tuple[Any, str, Any]) -> None:
     for owner, name, ours in wrapped:
         setattr(owner, name, ours)
+
+
+def kept_by_loaders(values: Mapping[str, Any]) -> list[str]:
+    """The names of what libraries keep in their own loaders, such as `eval_dataloader.iteration` of Accelerate's: a new
+    process counts anew, and no script can track it. What the script sets on such a loader is not among them."""
+    return [
+        f"{name}.{key}" for name, loader in values.items()
+        if isinstance(loader, torch.utils.data.DataLoader) and not is_own(type(loader))
+        for key in sorted(vars(loader).keys() & _mentioned(type(loader)))
+    ]  # fmt: skip
+
+
+def _mentioned(kind: type) -> frozenset[str]:
+    """The names of attributes in the methods of a class."""
+    methods = [one for base in kind.__mro__ for one in vars(base).values() if isinstance(one, FunctionType)]
+    return frozenset(name for one in methods for name in one.__code__.co_names)
 
 
 def settings_of(tracked: Mapping[str, Any]) -> dict[str, str]:
