@@ -82,7 +82,12 @@ def rehearse(
         player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
         runs: list[Played] = []
         with _shown_if_interrupted(script, runs, began):
-            _play(player, calm(ranks, steps), lambda one: scenarios(ranks, one.last, kinds, kills, one.evaluated), runs)
+            _play(
+                player,
+                calm(ranks, steps),
+                lambda played: scenarios(ranks, played.last, kinds, kills, played.evaluated),
+                runs,
+            )
         findings = compare.find(runs)
         kept = keep or any(f.certain for f in findings)
         slow = any(f.kind is Kind.SLOW for f in findings)
