@@ -100,7 +100,7 @@ def test_list_and_status_say_of_a_job_what_its_objects_say(jobs: Jobs, call: Cal
         assert done.returncode == 0, done.stderr
 
     shown = json.loads(call("status", "seen", "-o", "json"))
-    states = {row["pod"]: (row["worker"], row["restarts"], row["state"]) for row in shown["workers"]}
+    states = {row["pod"]: (row["worker"], row["incarnation"], row["state"]) for row in shown["workers"]}
     assert states == {
         "seen-w0-0": (0, 0, "Failed"), "seen-w1-4": (1, 4, "training"), "seen-w2-0": (2, 0, "Unschedulable")
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,29 @@ def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(
             "three workers that train", lambda: job.view().get("size") == 3 and job.reached("progress.step") > 0, 90
         )
         assert call("list", "-o", "name") == "elastic\n"
+        (listed,) = json.loads(call("list", "-o", "json"))
+        assert (listed["ready"], listed["wanted"]) == (3, 3)
+        assert "workers" not in listed, "a summary does not know them"
+        assert call("list").splitlines()[1].split()[4] == "3/3"
         shown = json.loads(call("status", "elastic", "-o", "json"))
         assert [(row["worker"], row["state"]) for row in shown["workers"]] == [(n, "training") for n in range(3)]
+        assert [row["rank"] for row in shown["workers"] if row["step"] is not None] == [0], "no other reports its steps"
+        kept = json.loads(call("events", "elastic", "-o", "json"))
+        assert datetime.fromisoformat(shown["events"][0]["at"]).tzinfo is not None
+        assert kept[0] == shown["events"][0], "one event has one time, whichever command prints it"
         wait_for("a line of the script", lambda: "\nstep=" in call("logs", "0"), 60)  # the only run is meant
         assert len(call("logs", "elastic", "w0", "--tail", "1").splitlines()) == 1
         assert call("kill", "elastic", "1") == "kill elastic-w1-0 (local run elastic)\n"
-        wait_for("the worker that replaces it", lambda: job.worker(1)["restarts"] == 1 and job.worker(1)["step"], 60)
+        wait_for(
+            "the worker that replaces it",
+            lambda: job.worker(1)["incarnation"] == 1 and job.worker(1)["state"] == "training",
+            60,
+        )
         assert call("logs", "elastic-w1-0").count("step=") == 0, (
             "rank 0 alone prints; the log of a pod that is gone is kept"
         )
+        with pytest.raises(JobError, match=r"^elastic can have 2 to 4 workers, not 9: spec\.elastic"):
+            call("scale", "9")
         assert call("scale", "2") == "elastic: 2 workers wanted (local run elastic)\n"
         assert call("suspend") == "elastic: suspended (local run elastic)\n"
         assert job.view()["workers"] == []
@@ -59,8 +74,11 @@ def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(
         with pytest.raises(JobError, match="no worker 9; it has 0, 1"):
             call("logs", "elastic", "9")
         assert call("delete", "elastic") == "elastic: deleted; its commits stay (local run elastic)\n"
+        with pytest.raises(JobError, match=r"has been deleted|ended|no local run"):
+            call("kill", "elastic", "0")
         assert job.process is not None
         assert job.process.wait(60) == 130
+        assert json.loads(call("status", "elastic", "-o", "json"))["status"] == "Deleted"
         assert call("status").startswith("elastic  ")
         assert call("list", "--ended", "-o", "name") == "elastic\n"
         assert call("logs", "elastic", "--tail", "1")

@@ -104,7 +104,7 @@ def processes(job: LocalJob) -> dict[int, list[int]]:
 
 def pids(job: LocalJob) -> dict[int, int]:
     """Of each worker with a process, the newest pod's."""
-    rows = sorted(job.view().get("workers", ()), key=lambda row: row["restarts"])
+    rows = sorted(job.view().get("workers", ()), key=lambda row: row["incarnation"])
     return {row["worker"]: row["pid"] for row in rows if row["pid"]}
 
 

@@ -12,12 +12,12 @@ Call = Callable[..., str]
 
 
 def caller(*always: str) -> Call:
-    """Runs a command with these arguments behind its own; what it prints. It raises as the command does."""
+    """Runs a command with these arguments behind its own; what it prints on stdout. It raises as the command does."""
 
     def run(verb: str, *arguments: str) -> str:
         done = CliRunner().invoke(main.app, [verb, *arguments, *always])
         if done.exception is not None:
             raise done.exception
-        return done.output
+        return done.stdout
 
     return run

@@ -159,7 +159,7 @@ def test_script_that_is_not_there_ends_the_job_after_few_tries_in_its_words(
 
 def view(message: str) -> View:
     rows = (WorkerRow(0, "j-w0-0", "node-1", "training", 0, 5, 0, 77),)
-    events = (EventRow("12:00:00", "Warning", "JobFailed", message),)
+    events = (EventRow("2026-11-30T12:00:00Z", "Warning", "JobFailed", message),)
     return View("j", "Failed", message, 1, 1, 5, 9, None, 0, "", rows, events, {})
 
 

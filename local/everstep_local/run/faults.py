@@ -71,4 +71,4 @@ def changes_world(fault: Fault, view: View) -> bool:
 def target(fault: Fault, view: View) -> str | None:
     """The pod of the fault's worker; None if that worker has no pod now."""
     rows = [row for row in view.workers if str(row.worker) == fault.argument]
-    return max(rows, key=lambda row: row.restarts).pod if rows else None
+    return max(rows, key=lambda row: row.incarnation).pod if rows else None

@@ -58,13 +58,14 @@ class StatusSeen:
 
 @dataclass(frozen=True, slots=True)
 class EventSeen:
-    """A Kubernetes event about the job."""
+    """A Kubernetes event about the job. `time`: its own, RFC 3339."""
 
     kind: ClassVar[str] = "event"
     at: float
     type: str
     reason: str
     message: str
+    time: str = ""
 
 
 @dataclass(frozen=True, slots=True)

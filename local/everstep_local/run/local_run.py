@@ -13,7 +13,6 @@ import random
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,7 +21,7 @@ from pathlib import Path
 from everstep.contract import labels
 from everstep.contract.messages import Phase, Report
 from everstep.jobs.view import EVENTS as EVENTS_SHOWN
-from everstep.jobs.view import EventRow, View, clock_time, condition
+from everstep.jobs.view import EventRow, View, condition
 from everstep.jobs.view import ended as has_ended
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.nodes.pool import LocalNodes
@@ -35,7 +34,7 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import EVENTS, PODS, Resource
-from everstep_operator.kube.wire import Event, Pod, Unstructured
+from everstep_operator.kube.wire import Event, Pod, Unstructured, micro_time
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.runtime.cache import Deleted, Delta
 from everstep_operator.runtime.clock import SystemClock, cancel
@@ -96,8 +95,9 @@ class LocalRun:
         self._leaderless: Leaderless | None = None
         self._steps: dict[str, StepSeen] = {}
         self._memory: dict[str, Peak] = {}  # by pod
-        self._events: deque[EventRow] = deque(maxlen=EVENTS_SHOWN)
+        self._events: dict[str, EventRow] = {}  # the newest ones by the names of their objects, oldest first
         self._ended = asyncio.Event()
+        self.deleted = False  # somebody has deleted the job
         self._last = Unstructured()  # the job as last seen: it may be deleted as soon as it has ended
         self._restarting = asyncio.Lock()
         self._logs: dict[str, asyncio.Task[None]] = {}
@@ -111,6 +111,11 @@ class LocalRun:
         self._jobs.add_handler(self._job_changed)
         self._pods.add_handler(self._pod_changed)
         self._news.add_handler(self._event_changed)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job is over: what is left to do is to end its processes and to write the report."""
+        return self._ended.is_set()
 
     @property
     def seconds(self) -> float:
@@ -136,7 +141,7 @@ class LocalRun:
         finally:
             await cancel(ended, self._operator, *machinery, *self._logs.values())
         if not has_ended(self._last.status):
-            return Outcome.INTERRUPTED  # somebody has deleted the job
+            return Outcome.INTERRUPTED
         complete = condition(self._last.status, "Complete").get("status") == "True"
         return Outcome.COMPLETE if complete else Outcome.FAILED
 
@@ -184,6 +189,11 @@ class LocalRun:
             await cancel(self._operator)
             self.start_operator()
 
+    async def delete_job(self) -> None:
+        """Delete the job, with which the run ends. Raises `KubeError`."""
+        await self.client.delete(JOBS, self.job.namespace, self.job.name)
+        await self._ended.wait()
+
     def notice(self) -> str:
         """Why nothing happens to the job at the moment; empty if an operator leads."""
         return (self._leaderless.notice() or "") if self._leaderless is not None else ""
@@ -210,7 +220,9 @@ class LocalRun:
             return None
         pods = [p for p in self._pods.list() if p.metadata.labels.get(labels.JOB) == self.job.name]
         pids = {p.metadata.name: pid for p in pods if (pid := self._pid(p))}
-        return view(job, pods, self._steps, pids, self._events, self._memory, self.notice())
+        return view(
+            job, pods, self._steps, pids, self._events.values(), self._memory, self.notice(), deleted=self.deleted
+        )
 
     def pod_names(self) -> list[str]:
         return sorted(p.metadata.name for p in self._pods.list())
@@ -243,8 +255,8 @@ class LocalRun:
             report.round,
         )  # fmt: skip
         before = self._steps.get(identity.pod_name)
-        # Of several processes in a pod the lowest rank counts.
-        if before is None or report.rank <= before.rank:
+        # Of several processes in a pod the lowest rank counts; in another round they may have other ranks.
+        if before is None or report.round > before.round or report.rank <= before.rank:
             self._steps[identity.pod_name] = seen
             self.history.add(seen)
             self._changed()
@@ -254,7 +266,10 @@ class LocalRun:
         if job.metadata.name != self.job.name:
             return
         if isinstance(delta, Deleted):
+            # One that has ended is deleted with the rest of its cluster's objects; that is what it stays.
+            self.deleted = not has_ended(self._last.status)
             self._ended.set()
+            self._changed()
             return
         self._last = job
         ready, world = condition(job.status, "Ready"), job.status.get("world") or {}
@@ -291,8 +306,14 @@ class LocalRun:
         event = delta.object
         if isinstance(delta, Deleted) or event.regarding.name != self.job.name:
             return
-        self.history.add(EventSeen(self.seconds, event.type, event.reason, event.note))
-        self._events.append(EventRow(clock_time(self._clock.now()), event.type, event.reason, event.note))
+        observed_at = event.series.last_observed_time if event.series is not None else None
+        time_ = micro_time(observed_at or event.event_time or self._clock.now())
+        self.history.add(EventSeen(self.seconds, event.type, event.reason, event.note, time_))
+        # An event that repeats is one object: it is shown once, where it was seen last.
+        self._events.pop(event.metadata.name, None)
+        self._events[event.metadata.name] = EventRow(time_, event.type, event.reason, event.note)
+        if len(self._events) > EVENTS_SHOWN:
+            del self._events[next(iter(self._events))]
         self._changed()
 
     async def _keep_log(self, namespace: str, pod: str) -> None:

@@ -214,9 +214,7 @@ class Handlers:
         self._local = local
 
     def by_verb(self) -> dict[str, Handler]:
-        return {
-            "status": self.status,
-            "events": self.events,
+        changing: dict[str, Handler] = {
             "delete-job": self.delete_job,
             "kill": self.kill,
             "delete": self.delete,
@@ -225,8 +223,19 @@ class Handlers:
             "kill-operator": self.kill_operator,
             "scale": self.scale,
             "suspend": self.suspend,
-            "logs": self.logs,
         }
+        refusing = {verb: self._unless_ended(handler) for verb, handler in changing.items()}
+        return {"status": self.status, "events": self.events, "logs": self.logs, **refusing}
+
+    def _unless_ended(self, handler: Handler) -> Handler:
+        async def refuse_or_do(request: dict[str, Any]) -> AsyncIterator[Answer]:
+            if self._local.ended:
+                what = "has been deleted" if self._local.deleted else "has ended"
+                raise ControlError(f"the job of this run {what}: its processes end, and nothing of it can be changed")
+            async for answer in handler(request):
+                yield answer
+
+        return refuse_or_do
 
     def do(self, fault: Fault, pod: str | None) -> AsyncIterator[Answer]:
         """Carry out one fault. `pod`: the pod that it affects, if any."""
@@ -266,9 +275,8 @@ class Handlers:
         yield {"events": [asdict(row) for row in rows]}
 
     async def delete_job(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
-        job = self._local.job
-        await _kube(self._local.client.delete(JOBS, job.namespace, job.name))
-        yield self._did(f"delete {job.name}")
+        await _kube(self._local.delete_job())
+        yield self._did(f"delete {self._local.job.name}")
 
     async def kill(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
         pod = self._pod(request)
@@ -359,4 +367,5 @@ async def _kube(request: Any) -> None:
     try:
         await request
     except KubeError as e:
-        raise ControlError("; ".join(c.message for c in e.causes) or e.message) from e
+        causes = [c.message.removeprefix('Invalid value: "object": ') for c in e.causes]
+        raise ControlError("; ".join(causes) or e.message) from e

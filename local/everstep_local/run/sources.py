@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 
 from everstep.cli.printing import say_error
 from everstep.jobs.source import RUNS, JobError, NoSuchJob, Run, RunEnded
-from everstep.jobs.view import EventRow, View, clock_time, moment
+from everstep.jobs.view import EventRow, View, moment
 from everstep_local.run import control
 from everstep_local.run.history import Entry, EventSeen, History, HistoryError
+from everstep_operator.kube.wire import micro_time
 
 STATUS, HISTORY, LOGS, JOB = "status.json", "history.jsonl", "logs", "trainingjob.json"
 PROGRAM, PRINTED = "program", "printed.txt"  # of a run that `start` began
@@ -274,7 +275,8 @@ def event_rows(entries: Iterable[Entry], began: str) -> list[EventRow]:
     start = moment(began)
 
     def at(entry: EventSeen) -> str:
-        return clock_time(start + timedelta(seconds=entry.at)) if start is not None else f"{entry.at:.1f}s"
+        seen = start + timedelta(seconds=entry.at) if start is not None else None
+        return entry.time or (micro_time(seen) if seen is not None else "")
 
     return [EventRow(at(e), e.type, e.reason, e.message) for e in entries if isinstance(e, EventSeen)]
 

@@ -148,7 +148,7 @@ class LocalJob(Player):
         rows = [row for row in self.view().get("workers", ()) if row["worker"] == index]
         if not rows:
             raise ScenarioError(f"worker {index} has no pod\n{self.describe()}")
-        newest: dict[str, Any] = max(rows, key=lambda row: row["restarts"])
+        newest: dict[str, Any] = max(rows, key=lambda row: row["incarnation"])
         return newest
 
     # What a user does.

@@ -37,13 +37,13 @@ class Worker(_Shown):
     """A pod of a job. `rank`, `step` and `memory` (bytes, its processes' greatest peak) are None on a cluster, whose
     API does not have them."""
 
-    COLUMNS: ClassVar[tuple[str, ...]] = ("worker", "pod", "node", "state", "restarts", "rank", "step")
+    COLUMNS: ClassVar[tuple[str, ...]] = ("worker", "pod", "node", "state", "incarnation", "rank", "step")
 
     worker: int
     pod: str
     node: str
     state: str
-    restarts: int
+    incarnation: int  # how many pods this worker had before
     rank: int | None
     step: int | None
     memory: int | None
@@ -84,7 +84,7 @@ class Job(_Shown):
     @classmethod
     def of(cls, view: View, place: str) -> Job:
         rows = Rows(
-            Worker(row.worker, row.pod, row.node, row.state, row.restarts, row.rank, row.step, row.memory)
+            Worker(row.worker, row.pod, row.node, row.state, row.incarnation, row.rank, row.step, row.memory)
             for row in view.workers
         )
         return cls(

@@ -6,6 +6,7 @@ Requests are JSON in and out. Every wait has a bound, and every failure is one l
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _load_incluster: Any = config.load_incluster_config
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 MAX_LINE = 1024 * 1024  # bytes of a log's line; a longer one is printed in pieces
+RETRY_SECONDS, PAUSE_SECONDS = 30.0, 0.5  # for reads from a server that has answered before; between two of them
 PAGE = 500  # objects of a list in one answer
 EVENTS_API = "/apis/events.k8s.io/v1"
 JOBS_API = f"/apis/{labels.GROUP}/{labels.VERSION}"
@@ -96,14 +98,20 @@ def operators(where: Where) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+class _NoAnswer(Unreachable):
+    """The server is away, or says that it is: it may be back at once."""
+
+
+@dataclass(slots=True)
 class Cluster:
-    """A namespace of a cluster; `every`: lists are of all namespaces."""
+    """A namespace of a cluster; `every`: lists are of all namespaces. A server that has answered once and then does not
+    restarts, or another one takes over: reads wait `RETRY_SECONDS` for it."""
 
     api: Any
     namespace: str
     cluster: str
     every: bool = False
+    answered: bool = False
 
     @property
     def title(self) -> str:
@@ -189,7 +197,12 @@ class Cluster:
             raise JobError(f"{job} has no pod {pod} any more")
         # Another job of this name may have a pod of this name by now.
         body = {"preconditions": {"uid": uid}, **({} if delete else {"gracePeriodSeconds": 0})}
-        self._call("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}", body=body)
+        try:
+            self._call("DELETE", f"/api/v1/namespaces/{self.namespace}/pods/{pod}", body=body)
+        except _NoAnswer:  # it may have been done all the same
+            left = {each["metadata"]["uid"]: each["metadata"] for each in self._pods(stored)}
+            if uid in left and not left[uid].get("deletionTimestamp"):
+                raise
         return f"pod {pod} deleted" if delete else f"pod {pod} deleted by force"
 
     def disturb(self, job: str, verb: str, **arguments: str) -> str:
@@ -276,6 +289,21 @@ class Cluster:
         silence: float | None = ANSWER_SECONDS,
     ) -> Any:
         """The answer may be silent for `silence` seconds; None: for any time."""
+        until = time.monotonic() + (RETRY_SECONDS if method == "GET" and self.answered else 0.0)
+        while True:
+            try:
+                response = self._send_once(method, path, query, job=job, body=body, silence=silence)
+            except _NoAnswer:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+            else:
+                self.answered = True
+                return response
+
+    def _send_once(
+        self, method: str, path: str, query: dict[str, Any], *, job: str, body: Any, silence: float | None
+    ) -> Any:
         headers = {"Accept": "application/json", **(MERGE if method == "PATCH" else {})}
         request = self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, body=body,
@@ -285,7 +313,7 @@ class Cluster:
         try:
             response = self.api.call_api(*request, _request_timeout=timeout)
         except (ApiException, urllib3.exceptions.HTTPError, OSError) as e:
-            raise Unreachable(f"the cluster at {self.server} does not answer: {_cause(e)}") from e
+            raise _NoAnswer(f"the cluster at {self.server} does not answer: {_cause(e)}") from e
         if response.status >= 300:
             self._refused(response, path, job)
         return response
@@ -293,7 +321,7 @@ class Cluster:
     def _refused(self, response: Any, path: str, job: str) -> NoReturn:
         try:
             status = json.loads(response.read())
-            message = str(status.get("message") or "")
+            message = str(status.get("message") or "").replace('Invalid value: "object": ', "")
         except ValueError:
             message = ""
         match response.status:
@@ -313,6 +341,8 @@ class Cluster:
                 raise Unreachable(f"you may not do that in {self.title}: {message}")
             case 400 | 404 | 409 | 422:  # 400: the log of a container that has not started
                 raise JobError(message or f"{self.cluster} refuses it: {response.reason}")
+            case 429 | 500 | 502 | 503 | 504 as code:
+                raise _NoAnswer(f"{self.cluster} answers {code}: {message or response.reason}")
             case code:
                 raise Unreachable(f"{self.cluster} answers {code}: {message or response.reason}")
 

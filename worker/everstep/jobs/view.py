@@ -9,13 +9,16 @@ from typing import Any
 
 from everstep.contract import labels
 
+DELETED = "Deleted"  # the status of a job that has been deleted, and may still have pods that end
 EVENTS = 12  # newest events that are kept in a view
 Object = Mapping[str, Any]  # as the API server's JSON has it
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """`rank`, `step`, `pid` and the peaks of memory, in bytes, are known of runs of this machine alone."""
+    """`rank`, `step`, `pid` and the peaks of memory, in bytes, are known of runs of this machine alone. `step`: only of
+    the worker with rank 0, because the others report no steps but their first. `incarnation`: how many pods of this
+    worker there were before; a loss, a change of the job and a suspension each end one."""
 
     worker: int
     pod: str
@@ -23,7 +26,7 @@ class WorkerRow:
     state: str
     rank: int | None
     step: int | None
-    restarts: int
+    incarnation: int
     pid: int | None
     memory: int | None = None  # the greatest peak of a process of the pod
     device_memory: int | None = None
@@ -31,7 +34,7 @@ class WorkerRow:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    at: str  # HH:MM:SS, on the person's own clock
+    at: str  # RFC 3339; empty if it is not known
     type: str
     reason: str
     message: str
@@ -60,6 +63,10 @@ class View:
     began: str = ""  # RFC 3339
     as_of: str = ""  # RFC 3339: when it was so; empty: now
     observed: bool = True  # the status is about the spec as it is now
+    ready: int = 0  # workers
+    wanted: int = 0  # workers
+    fewest: int | None = None  # of an elastic job: the workers below and above which it is not scaled
+    most: int | None = None
 
     @classmethod
     def unknown(cls, job: str) -> View:
@@ -68,6 +75,10 @@ class View:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def to_summary_json(self) -> dict[str, Any]:
+        """Without what a summary does not have."""
+        return {key: value for key, value in self.to_json().items() if key not in ("workers", "events")}
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> View:
@@ -102,10 +113,12 @@ def of_status(job: str, status: Object, workers: Iterable[WorkerRow], events: It
         committed=(status.get("checkpoint") or {}).get("lastCommittedStep"),
         restarts=int((status.get("restarts") or {}).get("total", 0)),
         goodput=str(status.get("goodput") or ""),
-        workers=tuple(sorted(workers, key=lambda row: (row.worker, row.restarts))),
+        workers=tuple(sorted(workers, key=lambda row: (row.worker, row.incarnation))),
         events=tuple(events),
         raw_status=dict(status),
         rehearsed=str(progress.get("rehearsed") or ""),
+        ready=int(status.get("readyReplicas") or 0),
+        wanted=int(status.get("replicas") or 0),
     )
 
 
@@ -114,16 +127,27 @@ def observed(generation: int | None, status: Object) -> bool:
     return generation is None or int(status.get("observedGeneration") or 0) >= generation
 
 
+def with_bounds(view: View, spec: Object) -> View:
+    """The view with the fewest and the most workers of an elastic job; one of a fixed size has none."""
+    elastic = spec.get("elastic") or {}
+    return replace(view, fewest=elastic.get("minReplicas"), most=elastic.get("maxReplicas"))
+
+
 def of_objects(job: Object, pods: Iterable[Object] = (), events: Iterable[Object] = ()) -> View:
     """A view of a cluster's objects: the TrainingJob, its pods, its events (events.k8s.io/v1), oldest first."""
     meta = job["metadata"]
     workers = [row for pod in pods if (row := _worker(pod)) is not None]
-    return replace(
+    view = replace(
         of_status(meta["name"], job.get("status") or {}, workers, map(event_row, events)),
         namespace=meta.get("namespace", ""),
         began=str(meta.get("creationTimestamp", "")),
         observed=observed(meta.get("generation"), job.get("status") or {}),
     )
+    view = with_bounds(view, job.get("spec") or {})
+    if not meta.get("deletionTimestamp"):
+        return view
+    waits = ", ".join(meta.get("finalizers") or ())
+    return replace(view, status=DELETED, message=f"it has been deleted, and is gone when {waits} allow it")
 
 
 def _worker(pod: Object) -> WorkerRow | None:
@@ -139,7 +163,7 @@ def _worker(pod: Object) -> WorkerRow | None:
         state=_state(pod),
         rank=None,
         step=None,
-        restarts=int(incarnation) if incarnation.isdecimal() else 0,
+        incarnation=int(incarnation) if incarnation.isdecimal() else 0,
         pid=None,
     )
 
@@ -171,7 +195,7 @@ def _state(pod: Object) -> str:
 
 def event_row(event: Object) -> EventRow:
     return EventRow(
-        clock_time(moment(event_time(event))),
+        event_time(event),
         str(event.get("type") or ""),
         str(event.get("reason") or ""),
         str(event.get("note") or ""),
@@ -194,9 +218,14 @@ def moment(text: str) -> datetime | None:
     return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
 
 
-def clock_time(at: datetime | None) -> str:
-    """HH:MM:SS on the person's own clock."""
-    return "" if at is None else at.astimezone().strftime("%H:%M:%S")
+def clock_time(text: str) -> str:
+    """HH:MM:SS on the person's own clock of what an RFC 3339 text names, with its date if that is not today's; the text
+    itself if it names no time."""
+    at = moment(text)
+    if at is None:
+        return text
+    own = at.astimezone()
+    return own.strftime("%H:%M:%S" if own.date() == datetime.now().astimezone().date() else "%Y-%m-%d %H:%M:%S")
 
 
 def age(began: str, now: datetime) -> str:

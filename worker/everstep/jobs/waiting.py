@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from everstep.jobs.source import JobError
-from everstep.jobs.view import View, ended
+from everstep.jobs.view import DELETED, View, ended
 
 POLL_SECONDS = 1.0
 
@@ -34,7 +34,7 @@ def wait_until(
         view = look()
         if view.observed and done(view):
             return view
-        if ended(view.raw_status):
+        if ended(view.raw_status) or view.status == DELETED:
             raise EndedBefore(f"{view.job} has ended: {view.status}: {view.message}")
         left = until - time.monotonic()
         if left <= 0:

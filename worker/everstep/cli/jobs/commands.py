@@ -38,6 +38,7 @@ from everstep.jobs.waiting import POLL_SECONDS, wait_until
 app = typer.Typer(add_completion=False)
 EXPECTED = (JobError, Unreachable)
 
+WORD_SECONDS = 5.0  # of a wait at a terminal, from one line to the next
 WAIT_SECONDS = 600.0  # for workers to leave or to train again
 SHOWN_EVENTS = 12
 
@@ -94,7 +95,7 @@ def list_jobs(
     if not views and output in (Output.TABLE, Output.WIDE):
         say_error(f"no job{f' in {title}' if title else ''}; start one with `everstep run`, or kubectl apply")
         return
-    data = [{"where": title, **view.to_json()} for title, view in views]
+    data = [{"where": title, **view.to_summary_json()} for title, view in views]
     tables.put(output, data, [view.job for _, view in views], lambda wide: tables.jobs(views, wide))
 
 
@@ -178,7 +179,7 @@ def logs(
 
 def _pods(view: View, worker: str | None, *, failed: bool, every: bool) -> list[str]:
     """The pods that are meant, a worker's newest one each."""
-    newest = {row.worker: row.pod for row in view.workers}  # sorted by restarts
+    newest = {row.worker: row.pod for row in view.workers}  # sorted by incarnation
     if failed:
         failure = view.raw_status.get("failure") or {}
         known = [row.pod for row in view.workers if row.state == "Failed"]
@@ -216,6 +217,12 @@ def scale(
     if len(job) > 1 or not number.isdecimal() or int(number) < 1:
         raise JobError("give the job and its number of workers, at least 1: everstep scale JOB WORKERS")
     source, name = pick(job[0] if job else None, Where(namespace, context, kubeconfig), changes=True)
+    view = source.summary(name)
+    if view.fewest is not None and view.most is not None and not view.fewest <= int(number) <= view.most:
+        raise JobError(
+            f"{name} can have {view.fewest} to {view.most} workers, not {number}: spec.elastic.minReplicas and "
+            "maxReplicas bound it"
+        )
     source.scale(name, int(number))
     say(f"{name}: {number} workers wanted ({source.title})")
 
@@ -253,15 +260,18 @@ def resume(
 
 
 def _wait(source: Source, job: str, what: str, done: Callable[[View], bool], *, no_workers: bool = False) -> None:
-    """Wait until `done`, with `no_workers` also until they are gone; and say what for. Raises `JobError` when the job
-    has ended, or after `WAIT_SECONDS`."""
-    message = ""
+    """Wait until `done`, with `no_workers` also until they are gone; and print on stderr what for: at a terminal at
+    least every `WORD_SECONDS`, else when that changes. Raises `JobError` when the job has ended, or after
+    `WAIT_SECONDS`."""
+    began = time.monotonic()
+    message, printed_at = "", began
 
     def waiting(view: View) -> None:
-        nonlocal message
-        if view.message != message and sys.stderr.isatty():
-            message = view.message
-            say_error(f"{job}: waiting until {what}: {message}")
+        nonlocal message, printed_at
+        now = time.monotonic()
+        if view.message != message or (now - printed_at > WORD_SECONDS and sys.stderr.isatty()):
+            message, printed_at = view.message, now
+            say_error(f"{job}: waiting until {what} ({now - began:.0f} s): {view.status}: {message}")
 
     def whole(view: View) -> bool:
         return done(view) and not (no_workers and source.view(job).workers)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from everstep.cli.printing import SafeConsole, cell, say
 from everstep.jobs.source import JobError
-from everstep.jobs.view import EventRow, View, age
+from everstep.jobs.view import EventRow, View, age, clock_time
 
 PIPE_WIDTH = 4096  # characters of a line
 STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}
@@ -76,7 +76,7 @@ def _workers(view: View) -> Table:
         ("STATE", "left", [row.state for row in rows]),
         ("RANK", "right", [shown(row.rank) for row in rows]),
         ("STEP", "right", [shown(row.step) for row in rows]),
-        ("RESTARTS", "right", [str(row.restarts) for row in rows]),
+        ("INCARNATION", "right", [str(row.incarnation) for row in rows]),
         ("PEAK RAM", "right", [_gibibytes(row.memory) for row in rows]),
         ("PEAK DEVICE", "right", [_gibibytes(row.device_memory) for row in rows]),
         ("POD", "left", [row.pod for row in rows]),
@@ -99,7 +99,7 @@ def events(rows: Iterable[EventRow]) -> Table:
     for event in rows:
         # Shown as text, because a message of the program may look like markup.
         style = "red" if event.type == "Warning" else ""
-        table.add_row(cell(event.at, "dim"), cell(event.reason, style), cell(event.message))
+        table.add_row(cell(clock_time(event.at), "dim"), cell(event.reason, style), cell(event.message))
     return table
 
 
@@ -113,7 +113,8 @@ def jobs(views: Sequence[tuple[str, View]], wide: bool) -> Table:
     for title, view in views:
         total = f"/{view.total_steps}" if view.total_steps is not None else ""
         texts = [
-            view.job, view.status, f"{shown(view.step)}{total}", shown(view.committed), str(view.size),
+            view.job, view.status, f"{shown(view.step)}{total}", shown(view.committed),
+            f"{view.ready}/{view.wanted}",
             str(view.restarts), view.goodput or "–", age(view.began, now) or "–", title,
         ]  # fmt: skip
         table.add_row(*map(cell, [*texts, *([view.message] if wide else [])]))
