@@ -61,6 +61,11 @@ def list_of_workers(indices: Collection[int]) -> str:
     return f"worker{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown[:8]))}{more}"
 
 
+def number_of_workers(count: int) -> str:
+    """`1 worker`, `3 workers`."""
+    return f"{count} worker{'' if count == 1 else 's'}"
+
+
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:
     """The host name of worker 0 in exactly this round. No other round or job ever has this name."""
     return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"

@@ -22,7 +22,7 @@ class EventReason(StrEnum):
     WORKER_WAITS = "WorkerWaits"  # a worker does not start: image, init container, volume, quota, scheduling gate
     NAME_TAKEN = "NameTaken"
     CREATE_REFUSED = "CreateRefused"  # of an object beside the pods: quota, admission, rights
-    CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count, not one a commit
+    CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count in ten minutes
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"
     CHECKPOINT_CORRUPT = "CheckpointCorrupt"
     RESTORED_FROM_CHECKPOINT = "RestoredFromCheckpoint"

@@ -28,8 +28,10 @@ from everstep_operator.runtime.write_limit import WriteLane, WriteLimit
 log = logging.getLogger("everstep.record")
 
 MAX_NOTE = 1000
-# Events that repeat as long as a job runs: one event object with a count, instead of one object each time.
-_SERIES = {EventReason.CHECKPOINT_COMMITTED: "training state committed; status.checkpoint names the newest step"}
+# Events that repeat as long as a job runs: one event object with a count for so many seconds, instead of one object
+# each time. The API server lets nobody change an event's text, so it is that of the first one, and says so.
+SERIES_SECONDS = 600
+_SERIES = {EventReason.CHECKPOINT_COMMITTED: ", and those after it that are counted here"}
 _KNOWN = frozenset(field.alias or name for name, field in Status.model_fields.items())
 
 
@@ -91,11 +93,13 @@ class Recorder:
                 log.warning("event not written", extra={"job": job.key, "reason": event.reason, "error": str(e)})
 
     async def _write_event(self, job: JobView, event: Event) -> None:
-        now = micro_time(self._now())
+        moment = self._now()
+        now = micro_time(moment)
         series = _SERIES.get(event.reason)
-        note = (series or event.message)[:MAX_NOTE]
-        # A series has one name per job and reason; any other event is named by its content and moment.
-        seed = f"{job.uid}/{event.reason}" if series else f"{job.uid}/{event.reason}/{note}/{now}"
+        note = f"{event.message}{series or ''}"[:MAX_NOTE]
+        # A series has one name per job, reason and window; any other event is named by its content and moment.
+        window = int(moment.timestamp()) // SERIES_SECONDS
+        seed = f"{job.uid}/{event.reason}/{window}" if series else f"{job.uid}/{event.reason}/{note}/{now}"
         name = f"{job.name}.{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
         try:
             await self._client.create(EVENTS, job.namespace, self._event(job, event, name, note, now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
 from everstep_operator.api.events import EventReason
+from everstep_operator.object_names import number_of_workers
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.state import roster
@@ -17,7 +18,7 @@ def when_nothing_is_wanted_yet(facts: Facts) -> Publish | None:
         made = roster.initial(facts.snapshot, facts.wanted)
     else:
         made = roster.successor(facts.snapshot, facts.roster, facts.wanted)
-    message = f"creating {facts.wanted} workers"
+    message = f"creating {number_of_workers(facts.wanted)}"
     before = facts.job.status.condition(ConditionType.READY)
     resumed = before is not None and before.reason == ReadyReason.SUSPENDED
     event = Event(EventReason.JOB_RESUMED, message) if resumed else None

@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.contract import labels
 from everstep_operator import object_names
+from everstep_operator.object_names import number_of_workers
 from everstep_operator.plan.actions import Action, CreateDisruptionBudget, DeleteDisruptionBudget
 from everstep_operator.plan.snapshot import JobView, Snapshot
 from everstep_operator.plan.state.facts import Facts
@@ -23,10 +24,10 @@ def actions(facts: Facts) -> tuple[Action, ...]:
     least = _least(facts)
     name = object_names.service_name(job.name)
     if existing is not None and existing.min_available != least:
-        why = "no drain has to be held up" if least is None else f"it does not leave {least} workers"
+        why = "no drain has to be held up" if least is None else f"it does not leave {number_of_workers(least)}"
         return (DeleteDisruptionBudget(name, existing.uid, why),)
     if existing is None and least is not None:
-        return (CreateDisruptionBudget(name, _body(job, name, least), f"drains leave {least} workers"),)
+        return (CreateDisruptionBudget(name, _body(job, name, least), f"drains leave {number_of_workers(least)}"),)
     return ()
 
 

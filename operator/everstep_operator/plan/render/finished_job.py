@@ -24,7 +24,7 @@ FINISH_GRACE_SECONDS = 5
 
 def complete(snapshot: Snapshot, size: int) -> Plan:
     """The job is complete: all `size` workers of the world succeeded."""
-    message = f"all {size} workers succeeded"
+    message = f"all {size} workers succeeded" if size != 1 else "the worker succeeded"
     done = job_status.render(
         snapshot,
         Verdict(ReadyReason.COMPLETE, message),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
+from everstep_operator.object_names import number_of_workers
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.render import ready_condition, recovery_record
 from everstep_operator.plan.snapshot import Snapshot
@@ -23,7 +24,12 @@ def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
     if _formed(before.world, observed.world):
         world = observed.world
         number = world.round if world.formed_round is None else world.formed_round
-        text = f"round {number} formed with {world.size} workers" if number else f"{world.size} workers are ready"
+        workers = number_of_workers(world.size)
+        text = (
+            f"round {number} formed with {workers}"
+            if number
+            else f"{workers} {'is' if world.size == 1 else 'are'} ready"
+        )
         events.append(Event(EventReason.WORLD_FORMED, text))
     if (
         observed.recoveries != before.recoveries
@@ -72,8 +78,8 @@ def _holds(status: Status, type_: ConditionType) -> bool:
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     done = observed.recoveries[0]
     if done.rung == Rung.REGROW:
-        return [Event(EventReason.WORKER_REPLACED, f"the world has its {observed.world.size} workers again")]
-    size = f" with {observed.world.size} workers" if done.rung == Rung.SHRINK else ""
+        return [Event(EventReason.WORKER_REPLACED, f"the world has its {number_of_workers(observed.world.size)} again")]
+    size = f" with {number_of_workers(observed.world.size)}" if done.rung == Rung.SHRINK else ""
     events = [
         Event(
             EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
+from everstep_operator.object_names import number_of_workers
 from everstep_operator.plan.decide import restart_budget
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import waits
@@ -51,7 +52,7 @@ def verdict(facts: Facts) -> Verdict:
 def _with_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     """The verdict if enough workers are in the world."""
     size, wanted = facts.world.size, facts.roster.wanted
-    quorum = _quorum(facts, f"{size} workers train, of {wanted} wanted")
+    quorum = _quorum(facts, f"{number_of_workers(size)} train{'s' if size == 1 else ''}, of {wanted} wanted")
     before = _reason_before(facts)
     if before in _CHANGES and not trains(facts):
         counted = (
