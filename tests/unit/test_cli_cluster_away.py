@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from everstep.cli import main
 from everstep.contract import labels
 from everstep.jobs import cluster
 from everstep.jobs.source import JobError, Unreachable
@@ -35,13 +37,20 @@ class Api:
     suspended: bool = True
     generation: int = 1
     requests: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
 
     def job(self) -> dict[str, Any]:
         ready = {"type": "Ready", "reason": "Suspended" if self.suspended else "Running", "message": "2/2 ready"}
         return {
             "metadata": {"name": "train", "namespace": "ml", "uid": "u", "generation": self.generation},
             "spec": {"elastic": {"minReplicas": 1, "maxReplicas": 3}},
-            "status": {"observedGeneration": self.generation, "conditions": [ready], "readyReplicas": 1, "replicas": 2},
+            "status": {
+                "observedGeneration": self.generation,
+                "conditions": [ready],
+                "readyReplicas": 1,
+                "replicas": 2,
+                "progress": self.progress,
+            },
         }
 
     def answer(self, method: str, path: str) -> Any:
@@ -53,6 +62,8 @@ class Api:
             self.pods = []
         if "/pods" in path or "/events" in path:
             return {"items": self.pods if "/pods" in path else []}
+        if path.partition("?")[0].endswith(f"/{labels.PLURAL}"):
+            return {"items": [self.job()]}
         return self.job()
 
 
@@ -135,3 +146,31 @@ def test_scale_beyond_the_bounds_names_them_and_sends_nothing(api: Api, call: Ca
     assert api.changes == []
     listed = json.loads(call("status", "train", "-o", "json"))
     assert (listed["ready"], listed["wanted"]) == (1, 2)
+
+
+def test_top_says_how_fast_each_job_trains(api: Api, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.suspended = False
+    at = "2026-01-01T00:00:00Z"
+    api.progress = {"step": 100, "totalSteps": 500, "etaSeconds": 80, "updatedAt": at}
+    (row,) = json.loads(call("top", "-o", "json"))
+    assert (row["job"], row["step"], row["ready"], row["steps_per_second"]) == ("train", 100, 1, 5.0)
+    assert call("top").splitlines()[1].split()[:5] == ["train", "Running", "1/2", "100/500", "5"]
+
+    looks = 0
+
+    def later(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise KeyboardInterrupt
+        api.progress = {"step": 130, "updatedAt": "2026-01-01T00:00:10Z"}
+
+    monkeypatch.setattr("everstep.cli.jobs.top.time.sleep", later)
+    done = CliRunner().invoke(main.app, ["top", "-w", "-n", "ml", "-o", "json"])
+    assert done.exit_code == 130
+    decoder = json.JSONDecoder()
+    first, end = decoder.raw_decode(done.stdout)
+    second, _ = decoder.raw_decode(done.stdout[end:].lstrip())
+    assert [first[0]["steps_per_second"], second[0]["steps_per_second"]] == [5.0, 3.0], "by the times of the statuses"
+    api.suspended = True
+    assert json.loads(call("top", "-o", "json"))[0]["steps_per_second"] is None

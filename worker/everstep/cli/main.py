@@ -31,6 +31,7 @@ _OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "d
 OWN = {
     **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),
     **dict.fromkeys(("goodput", "nodes"), "everstep.cli.jobs.costs"),
+    "top": "everstep.cli.jobs.top",
     "init": "everstep.cli.jobs.create",
     "report": "everstep.cli.jobs.report",
     "version": "everstep.cli.about",
