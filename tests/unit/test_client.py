@@ -256,7 +256,7 @@ def test_names_that_are_made_are_unlike_and_valid() -> None:
 
 
 def test_the_statuses_are_the_operators() -> None:
-    assert set(STATUSES) == {str(reason) for reason in ReadyReason}
+    assert set(STATUSES) == {*map(str, ReadyReason), "Deleted"}
     with pytest.raises(InvalidRequest, match="status=Completed: a job's are Pending"):
         TrainingClient(local=True).wait_for_job_status("x", "Completed")
 

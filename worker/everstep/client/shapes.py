@@ -100,7 +100,7 @@ class Job(_Shown):
 
 @dataclass(frozen=True, slots=True)
 class Event(_Shown):
-    """`at`: HH:MM:SS, on this machine's clock."""
+    """`at`: RFC 3339; empty if it is not known."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("at", "type", "reason", "message")
 
@@ -131,7 +131,7 @@ class Checkpoint(_Shown):
 # A job's status: the reason of its condition Ready, which kubectl shows.
 STATUSES = (
     "Pending", "WaitingForQuorum", "Running", "RunningDegraded", "Resizing", "Updating", "Recovering", "Suspended",
-    "Complete", "Failed",
+    "Complete", "Failed", "Deleted",
 )  # fmt: skip
 
 
