@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,15 +36,15 @@ def fails() -> None:
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainingClient]:
-    (tmp_path / "sockets").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "sockets"))
-    monkeypatch.chdir(tmp_path)
-    made = TrainingClient(local=tmp_path / "runs")
-    yield made
-    for job in made.list_jobs():
-        if not job.ended and job.place.startswith("local run"):
-            made.delete_job(job.name)
-    wait_for("no run is left", lambda: not any(job.place.startswith("local run") for job in made.list_jobs()), 60)
+    with tempfile.TemporaryDirectory() as sockets:  # a socket's path has a limit
+        monkeypatch.setenv("XDG_RUNTIME_DIR", sockets)
+        monkeypatch.chdir(tmp_path)
+        made = TrainingClient(local=tmp_path / "runs")
+        yield made
+        for job in made.list_jobs():
+            if not job.ended and job.place.startswith("local run"):
+                made.delete_job(job.name)
+        wait_for("no run is left", lambda: not any(job.place.startswith("local run") for job in made.list_jobs()), 60)
 
 
 def refused(call: Callable[[], object], error: type[Exception], text: str) -> None:
