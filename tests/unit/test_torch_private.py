@@ -39,7 +39,7 @@ REMAINING = (
 # Of Python's own library, which is no subject here: names that it documents or that have no public way.
 OF_PYTHON = {
     "_exit", "_getframe", "_current_frames", "_run_module_as_main", "_run_exitfuncs", "_register_atexit",
-    "_threads_queues", "_fields", "_DummyThread", "_lru_cache_wrapper",
+    "_threads_queues", "_fields", "_type_", "_DummyThread", "_lru_cache_wrapper",
 }  # fmt: skip
 # Ours, with the name of a library's: the file, and the attribute of an object that is not `self`.
 OURS = {("session.py", "_rank"), ("rehearse/watch.py", "_rank"), ("recovery/ddp/uneven_inputs.py", "_everstep_enable")}
