@@ -94,7 +94,7 @@ def test_run_on_a_terminal_shows_a_live_table_with_every_worker(tmp_path: Path) 
     os.close(terminal)
     shown = STYLES.sub("", read_all(screen, process, 60))
     assert process.wait(10) == 0, shown
-    assert re.search(r"WORKER +NODE +STATE +RANK +STEP +RESTARTS +PEAK RAM +POD +PID", shown), shown
+    assert re.search(r"WORKER +NODE +STATE +RANK +STEP +INCARNATION +PEAK RAM +POD +PID", shown), shown
     for worker in range(2):
         assert re.search(rf"{worker} +node-[12] +\w+ .*-w{worker}-0 +\d+", shown), shown
     assert "WorldFormed" in shown, shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,8 @@ class Forked:
 def end_with(body: Callable[[], object]) -> NoReturn:
     """Run it in a process that was just forked, and end that with 0; with 1 if it raises."""
     code = 1
+    # Garbage of the parent's may be a process group, whose end waits for a thread that is not in this process.
+    gc.freeze()
     try:
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)  # the threads that OpenMP made do not live on in a child
