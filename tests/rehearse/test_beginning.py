@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -57,21 +58,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def rehearse(project: Path, script: str, *options: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report if there is one, and what the terminal shows."""
     (project / "train.py").write_text(script)
-    report = project.parent / "r.json"
-    report.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "everstep.cli.main",
-        "rehearse",
-        *SHORT,
-        "--json",
-        str(report),
-        *options,
-        "train.py",
-    ]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout + done.stderr
+    done = play(project, *SHORT, *options, seconds=300, report="../r.json", reports=False)
+    return done.code, done.report, done.shown + done.errors
 
 
 @pytest.mark.long

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -56,14 +55,9 @@ with everstep.start("commits", every_steps=100) as run:
 @pytest.mark.parametrize("begins", ["pass", pytest.param('metric["total"] = 0', marks=pytest.mark.long)])
 def test_metric_that_counts_twice_what_a_lost_evaluation_has_added_is_found(begins: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("BEGINS", begins))
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", "r.json", "--ranks", "2", "--steps"]
-    done = subprocess.run(
-        [*command, "12", "--kill", "rank", "--limit", "200", "train.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=330, check=False,
-    )  # fmt: skip
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert [run["killed"] for run in report["runs"]] == [0, 0, 6], done.stdout
-    found = {finding["names"][0]: finding["text"] for finding in report["findings"]}
+    done = play(tmp_path, "--ranks", "2", "--steps", "12", "--kill", "rank", "--limit", "200", seconds=330)
+    assert [run["killed"] for run in done.report["runs"]] == [0, 0, 6], done.shown
+    found = {finding["names"][0]: finding["text"] for finding in done.findings}
     if begins == "pass":
         assert found.keys() == {"stdout"}
         assert "rank 0 printed 'evaluated 32', and 'evaluated 24' in the calm run" in found["stdout"]

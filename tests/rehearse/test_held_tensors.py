@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from everstep.rehearse import held_tensors as module
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.record import DIGEST
 from everstep.train.guards.plain_values import Roots
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -79,11 +77,8 @@ AVERAGE = 'state["average"] = average.shadow'
 def rehearse(folder: Path, body: str, tracked: str, *options: str) -> tuple[int, list[dict[str, Any]], str]:
     """The exit code, the findings, and what the terminal shows in one line."""
     (folder / "train.py").write_text(SCRIPT.replace("BODY", body).replace("TRACKED", tracked))
-    own = ("--json", "r.json", "--ranks", "2", "--steps", "12", "--limit", "200", *options)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text())["findings"], " ".join(done.stdout.split())
+    done = play(folder, "--ranks", "2", "--steps", "12", "--limit", "200", *options, seconds=300)
+    return done.code, done.findings, " ".join(done.shown.split())
 
 
 def test_hidden_state_by_which_it_trains_is_named_with_its_step(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -79,12 +78,7 @@ with everstep.start("commits", every_steps=5) as run:
 
 def rehearse(folder: Path, penalty: str, *options: str) -> list[dict[str, Any]]:
     (folder / "train.py").write_text(SCRIPT.replace("PENALTY", penalty))
-    own = ("--json", "r.json", "--ranks", "2", "--steps", "12", "--limit", "800", *options)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=850, check=False)
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads((folder / "r.json").read_text())["findings"]
-    return found
+    return play(folder, "--ranks", "2", "--steps", "12", "--limit", "800", *options, seconds=850).findings
 
 
 def test_each_kind_of_value_that_a_new_process_lacks_is_named_with_its_step(tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support import TESTS
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,13 +57,8 @@ RIGHT = SCRIPT.replace("COUNT", "state.batch").replace("warm += 1", "pass")
 def rehearse(folder: Path, script: str, *options: str, **environ: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and the report."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", "r.json", *options]
-    done = subprocess.run(
-        [*command, "train.py"], cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=850,
-        check=False,
-    )  # fmt: skip
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text())
+    done = play(folder, *options, seconds=850, environ=environ)
+    return done.code, done.report
 
 
 def ended(report: dict[str, Any]) -> list[tuple[str, int, int, bool]]:

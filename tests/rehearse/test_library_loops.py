@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -122,10 +121,8 @@ main()
 def rehearse(folder: Path, script: str, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and the report."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", "r.json", "--limit", "100", *options]
-    done = subprocess.run([*command, "train.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text())
+    done = play(folder, "--limit", "100", *options, seconds=300)
+    return done.code, done.report
 
 
 HELD = TRAINER.replace("SEEN", "Count()").replace("ADDS", "seen.n").replace("COUNT", "warmth.seen.n")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from support import TESTS
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -57,15 +58,12 @@ def rehearse(
     behind: str = "pass",
 ) -> tuple[int, dict[str, Any], str]:  # fmt: skip
     """The exit code, the report, and what the terminal shows."""
-    script, report = folder / "train.py", folder / "report.json"
     text = SCRIPT.format(
         before=before, tracked=tracked, weight=weight, behind=behind, commits=folder.parent / "real-commits"
     )
-    script.write_text(text)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", str(report), *options, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert report.exists(), done.stderr[-2000:]
-    return done.returncode, json.loads(report.read_text()), done.stdout
+    (folder / "train.py").write_text(text)
+    done = play(folder, *options, seconds=300, report="report.json")
+    return done.code, done.report, done.shown
 
 
 @pytest.fixture

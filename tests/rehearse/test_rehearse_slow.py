@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from everstep.rehearse.starvation import is_starved
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -38,13 +38,8 @@ SHORT = ("--ranks", "2", "--steps", "12", "--kill", "rank", "--limit", "60")
 def rehearse(folder: Path, slow: str, step: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report, and what the terminal shows."""
     (folder / "train.py").write_text(SCRIPT.replace("SLOW", slow).replace("STEP", step))
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--json", "r.json", *SHORT, "train.py"]
-    environ = {**os.environ, "STARTS": str(folder / "starts")}
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=480, check=False
-    )  # fmt: skip
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text()), done.stdout
+    done = play(folder, *SHORT, seconds=480, environ={"STARTS": str(folder / "starts")})
+    return done.code, done.report, done.shown
 
 
 def test_process_that_gets_no_processor_is_starved() -> None:

@@ -3,13 +3,12 @@ for a busy machine."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -66,13 +65,8 @@ with everstep.start() as run:
 def rehearse(folder: Path, loop: str, seconds: str, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and the report."""
     (folder / "train.py").write_text(SCRIPT.replace("SECONDS", seconds) + loop)
-    own = ["--json", "r.json", "--ranks", "2", "--steps", "12", *options, "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "everstep.cli.main", "rehearse", *own], cwd=folder, capture_output=True, text=True,
-        timeout=480, check=False,
-    )  # fmt: skip
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text())
+    done = play(folder, "--ranks", "2", "--steps", "12", *options, seconds=480)
+    return done.code, done.report
 
 
 def test_kill_of_one_rank_waits_for_the_save_from_which_all_go_on(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from everstep.contract.stamp import Program, Stamp
 from everstep.rehearse import stamp as stamps
 from everstep.train.guards.comparison.rehearsed import program_of_process
 from everstep.train.guards.contents import ELEMENTS
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -101,13 +102,8 @@ def folder(rehearsed: tuple[Path, dict[str, Any], str], tmp_path: Path) -> Path:
 
 def rehearse(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report, and what the terminal shows."""
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *SHORT, "--json", "../r.json", *options]
-    done = subprocess.run(
-        [*command, "train.py", STEPS], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    report = folder.parent / "r.json"
-    assert report.exists(), done.stderr[-2000:]
-    return done.returncode, json.loads(report.read_text()), done.stdout + done.stderr
+    done = play(folder, *SHORT, *options, seconds=300, report="../r.json", arguments=[STEPS])
+    return done.code, done.report, done.shown + done.errors
 
 
 @dataclass(frozen=True)
@@ -196,13 +192,19 @@ def test_program_that_has_changed_since_is_compared_and_the_log_says_what_has(fo
     assert "new processes are compared: the module net has another text" in run.log
 
 
+def stamp_script_that_counts(folder: Path, late: int) -> None:
+    """Its steps have another loss from its `late`th on, as each process counts them. No rehearsal would leave this
+    stamp: that of the right script is made to name this one."""
+    text = SCRIPT.replace("COUNTS", "seen.append(0)").replace("LATE", str(late))
+    (folder / "train.py").write_text(text)
+    body = json.loads((folder / STAMP).read_text())
+    body["program"]["modules"]["__main__"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / STAMP).write_text(json.dumps(body))
+
+
 @pytest.mark.long
 def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folder: Path) -> None:
-    late = SCRIPT.replace("COUNTS", "seen.append(0)").replace("LATE", "30")
-    (folder / "train.py").write_text(late)
-    body = json.loads((folder / STAMP).read_text())
-    body["program"]["modules"]["__main__"] = hashlib.sha256(late.encode()).hexdigest()
-    (folder / STAMP).write_text(json.dumps(body))  # no rehearsal has left this one
+    stamp_script_that_counts(folder, 30)
     run = run_with_a_loss(folder, at=20)
     assert run.code != 0
     assert run.blocks[:3] == [1, 2, 1], "the others did not wait for a second computation of its first step"
@@ -211,11 +213,7 @@ def test_what_begins_to_matter_behind_the_rehearsed_steps_is_still_refused(folde
 
 @pytest.mark.long
 def test_process_that_joins_behind_the_rehearsed_steps_is_refused_in_its_second_step(folder: Path) -> None:
-    late = SCRIPT.replace("COUNTS", "seen.append(0)").replace("LATE", "15")
-    (folder / "train.py").write_text(late)
-    body = json.loads((folder / STAMP).read_text())
-    body["program"]["modules"]["__main__"] = hashlib.sha256(late.encode()).hexdigest()
-    (folder / STAMP).write_text(json.dumps(body))  # no rehearsal has left this one
+    stamp_script_that_counts(folder, 15)
     run = run_with_a_loss(folder, at=20)
     assert run.code != 0, f"a launcher's restart does not make it right: {run.log}"
     assert "It came 1 step ago, and its gradients were not compared until now" in run.log

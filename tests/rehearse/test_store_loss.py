@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -53,14 +51,10 @@ def rehearse(folder: Path, script: str) -> tuple[int, dict[str, Any]]:
     """The exit code, and the report. The runs are kept below `folder`."""
     (folder / "project").mkdir()
     (folder / "project" / "train.py").write_text(script)
-    options = ["--ranks", "2", "--steps", "16", "--limit", "100", "--kill", "store", "--keep", "--json", "../r.json"]
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options, "train.py"]
-    environ = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder / "project", env=environ, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text())
+    options = ["--ranks", "2", "--steps", "16", "--limit", "100", "--kill", "store", "--keep"]
+    environ = {"TMPDIR": str(folder)}
+    done = play(folder / "project", *options, seconds=300, report="../r.json", environ=environ)
+    return done.code, done.report
 
 
 def test_run_without_its_stores_for_a_while_ends_as_a_calm_one(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -53,14 +53,9 @@ with everstep.start("commits", every_steps=100) as run:
 def rehearse(folder: Path, script: str, *options: str) -> tuple[int, dict[str, Any], str]:
     """The exit code, the report, and what the terminal shows."""
     (folder / "train.py").write_text(script)
-    own = ("--json", "r.json", "--html", "r.html", "--ranks", "2", "--steps", "12", "--limit", "200", *options)
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "COLUMNS": "160"}, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert (folder / "r.json").exists(), done.stderr[-2000:]
-    return done.returncode, json.loads((folder / "r.json").read_text()), done.stdout
+    own = ("--html", "r.html", "--ranks", "2", "--steps", "12", "--limit", "200", *options)
+    done = play(folder, *own, seconds=300, environ={"COLUMNS": "160"})
+    return done.code, done.report, done.shown
 
 
 class Parsed(HTMLParser):
