@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -148,11 +148,8 @@ async def test_damaged_status_of_one_ended_run_hides_no_other(folder: Path, dama
     assert str(named.exception).startswith(".everstep/bad/status.json cannot be read: ")
 
 
-async def test_status_that_is_watched_shows_the_end_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "POLL_SECONDS", 0.05)
-    left = folder / "elsewhere"
-    left.mkdir()
-    run = Run("digits", 0, out=left)
+async def watched_until_it_ends(run: Run, before: Callable[[], object] = lambda: None) -> Any:
+    """What `status -w` says of a run that ends when it has been seen once, and after `before`."""
     asked = asyncio.Event()
     status = run.handlers()["status"]
 
@@ -164,9 +161,17 @@ async def test_status_that_is_watched_shows_the_end_of_a_run(folder: Path, monke
     async with control.ControlServer("digits", {"status": seen}):
         watching = asyncio.create_task(call("status", "digits", "-w"))
         await asyncio.wait_for(asked.wait(), 10)
-        end = replace(run.view, status="Complete", raw_status=COMPLETE, workers=())
-        (left / "status.json").write_text(json.dumps(end.to_json()))
-    done = await asyncio.wait_for(watching, 10)
+        before()
+    return await asyncio.wait_for(watching, 10)
+
+
+async def test_status_that_is_watched_shows_the_end_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "POLL_SECONDS", 0.05)
+    left = folder / "elsewhere"
+    left.mkdir()
+    run = Run("digits", 0, out=left)
+    end = replace(run.view, status="Complete", raw_status=COMPLETE, workers=())
+    done = await watched_until_it_ends(run, lambda: (left / "status.json").write_text(json.dumps(end.to_json())))
     assert (done.exit_code, done.exception) == (0, None)
     assert done.output.splitlines()[0].startswith("digits  Pending")
     assert any(line.startswith("digits  Complete") for line in done.output.splitlines())
@@ -180,18 +185,7 @@ async def test_run_that_ends_without_a_word_is_named_and_an_older_one_of_its_fol
     run.view = replace(run.view, began="2026-01-02T00:00:00+00:00")
     older = replace(run.view, began="2026-01-01T00:00:00+00:00", status="Complete", raw_status=COMPLETE)
     (folder / "status.json").write_text(json.dumps(older.to_json()))
-    asked = asyncio.Event()
-    status = run.handlers()["status"]
-
-    async def seen(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async for answer in status(request):
-            yield answer
-        asked.set()
-
-    async with control.ControlServer("digits", {"status": seen}):
-        watching = asyncio.create_task(call("status", "digits", "-w"))
-        await asyncio.wait_for(asked.wait(), 10)
-    done = await asyncio.wait_for(watching, 10)
+    done = await watched_until_it_ends(run)
     assert isinstance(done.exception, JobError)
     assert str(done.exception) == f"run digits has ended, and left no status.json in {folder}: it was killed"
 

@@ -257,7 +257,8 @@ class TrainingClient:
                 raise JobFailed(str(e)) from None
             except NotInTime as e:
                 raise WaitTimeout(f"{e}. The job goes on") from None
-            return Job.of(replace(view, workers=self._seen(name)[1].workers), self._source(name).title)
+            source, seen = self._seen(name)
+            return Job.of(replace(view, workers=seen.workers), source.title)
 
     def _printed(self, name: str, pod: str, tail: int | None) -> Iterator[str]:
         with translated():

@@ -40,16 +40,14 @@ def goodput(
 
 
 def _states(seconds: dict[str, int], total: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("STATE")
-    table.add_column("SECONDS", justify="right")
-    table.add_column("SHARE", justify="right")
-    table.add_column("MEANING", style="dim")
+    names = ("STATE", "SECONDS", "SHARE", "MEANING")
+    table = tables.columns(names, right=names[1:3], wraps=names)
     meanings = {**STATES, PENDING: "what it was shows with the next report, loss or status"}
     for state, meaning in meanings.items():
         share = f"{100 * seconds[state] / total:.1f}%" if total else "–"
-        table.add_row(*map(cell, (state, str(seconds[state]), share, meaning)))
-    table.add_row("total", str(total), "100%" if total else "–", "the time for which the job was not suspended")
+        table.add_row(*map(cell, (state, str(seconds[state]), share)), cell(meaning, "dim"))
+    whole = cell("the time for which the job was not suspended", "dim")
+    table.add_row("total", str(total), "100%" if total else "–", whole)
     return table
 
 
@@ -73,10 +71,8 @@ def nodes(
 
 
 def _nodes(costs: list[NodeCost], wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    columns = ["NODE", "RECOVERIES", "SECONDS", "LOST STEPS", "CAUSES", "LAST", "WHERE", *(["JOBS"] if wide else [])]
-    for name in columns:
-        table.add_column(name, justify="right" if name in columns[1:4] else "left", no_wrap=name != "JOBS")
+    names = ["NODE", "RECOVERIES", "SECONDS", "LOST STEPS", "CAUSES", "LAST", "WHERE", *(["JOBS"] if wide else [])]
+    table = tables.columns(names, right=names[1:4], wraps=("JOBS",))
     for cost in costs:
         causes = ", ".join(f"{cause} {count}" for cause, count in sorted(cost.causes.items()))
         texts = [

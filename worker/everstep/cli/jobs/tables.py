@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from importlib import import_module
@@ -52,6 +52,14 @@ def put(output: Output, data: Any, names: Iterable[str], table: Callable[[bool],
             console.print(table(output is Output.WIDE))
 
 
+def columns(names: Iterable[str], *, right: Container[str] = (), wraps: Container[str] = ()) -> Table:
+    """An empty table without lines. Of the columns `right` the cells end alike; those in `wraps` may be broken."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wraps)
+    return table
+
+
 def job(view: View) -> Group:
     """The job's line, a row a worker, then the newest events."""
     head = Text()
@@ -70,7 +78,7 @@ def job(view: View) -> Group:
 def _workers(view: View) -> Table:
     """A column for what nobody knows of any worker is left out."""
     rows = view.workers
-    columns: list[tuple[str, str, list[str]]] = [
+    known: list[tuple[str, str, list[str]]] = [
         ("WORKER", "left", [str(row.worker) for row in rows]),
         ("NODE", "left", [row.node for row in rows]),
         ("STATE", "left", [row.state for row in rows]),
@@ -82,12 +90,10 @@ def _workers(view: View) -> Table:
         ("POD", "left", [row.pod for row in rows]),
         ("PID", "right", [shown(row.pid) for row in rows]),
     ]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    kept = [column for column in columns if not rows or any(text != "–" for text in column[2])]
+    kept = [column for column in known if not rows or any(text != "–" for text in column[2])]
     if view.namespace == "":  # a local run's columns stay where they are from its first second on
-        kept = [column for column in columns if column in kept or column[0] != "PEAK DEVICE"]
-    for name, side, _ in kept:
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+        kept = [column for column in known if column in kept or column[0] != "PEAK DEVICE"]
+    table = columns((name for name, _, _ in kept), right=[name for name, side, _ in kept if side == "right"])
     for index in range(len(rows)):
         texts = [(name, column[index]) for name, _, column in kept]
         table.add_row(*(cell(text, STYLES.get(text, "") if name == "STATE" else "") for name, text in texts))
@@ -106,10 +112,8 @@ def events(rows: Iterable[EventRow]) -> Table:
 def jobs(views: Sequence[tuple[str, View]], wide: bool) -> Table:
     """A row a job, with the title of its source."""
     now = datetime.now(UTC)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    columns = ["NAME", "STATUS", "STEP", "COMMITTED", "WORKERS", "RESTARTS", "GOODPUT", "AGE", "WHERE"]
-    for name in [*columns, *(["MESSAGE"] if wide else [])]:
-        table.add_column(name, no_wrap=name != "MESSAGE")
+    names = ["NAME", "STATUS", "STEP", "COMMITTED", "WORKERS", "RESTARTS", "GOODPUT", "AGE", "WHERE"]
+    table = columns([*names, *(["MESSAGE"] if wide else [])], wraps=["MESSAGE"])
     for title, view in views:
         total = f"/{view.total_steps}" if view.total_steps is not None else ""
         texts = [

@@ -103,9 +103,8 @@ def _show(rows: list[Row], output: Output, *, clear: bool) -> None:
 
 def _table(rows: list[Row]) -> Table:
     now = datetime.now(UTC)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("JOB", "STATUS", "WORKERS", "STEP", "STEPS/S", "GOODPUT", "COMMITTED", "AGO", "WHERE"):
-        table.add_column(name, no_wrap=True)
+    names = ("JOB", "STATUS", "WORKERS", "STEP", "STEPS/S", "GOODPUT", "COMMITTED", "AGO", "WHERE")
+    table = tables.columns(names)
     for row in rows:
         view = row.view
         total = f"/{view.total_steps}" if view.total_steps is not None else ""
