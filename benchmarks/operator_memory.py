@@ -1,4 +1,4 @@
-"""What an idle operator costs: its memory, its modules, and what its image has beyond Python.
+"""Measures an idle operator: its memory, its loaded modules, and the packages that its image has besides Python.
 
     python benchmarks/operator_memory.py [--quick] [--json PATH] [--python PATH]
 

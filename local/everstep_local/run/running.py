@@ -115,7 +115,7 @@ async def _play(
             return 2
         finally:
             await cancel(shown, faults)
-        # Whoever watches finds the report as soon as the socket is gone.
+        # The report is written before the socket goes, so `status -w` finds it when the run no longer answers.
         for fault in waiting:
             console.print(f"note: --at {fault} never came due", highlight=False, markup=False)
         try:

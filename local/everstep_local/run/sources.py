@@ -104,7 +104,7 @@ def _seen(run: LiveRun) -> bool:
 
 
 def _load(folder: Path) -> View:
-    """What a run has written of itself at its end. Raises `JobError`."""
+    """The view that a run wrote into its folder when it ended. Raises `JobError`."""
     try:
         view = View.from_json(json.loads((folder / STATUS).read_text("utf-8")))
         written = datetime.fromtimestamp((folder / STATUS).stat().st_mtime, UTC)

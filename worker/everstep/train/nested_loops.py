@@ -48,12 +48,11 @@ class NestedLoops:
         self._state: Mapping[str, Any] = {}
         self._spot: Spot | None = None  # where the state is; None: there is none yet
         self._epoch: int | None = None  # the epoch of the script's outer loop
-        self._came = 0  # how many of the epoch's evaluations the script has reached
+        self._evaluations = 0  # how many of the epoch's evaluations the script has reached
         self._target = 0  # the position of a received state, which the script has yet to reach
         self._given: list[Tree] = []  # small objects as they came with that state
-        self.arrives_at: str | None = (
-            None  # where this process is as one of the first; None if others were there before
-        )
+        # Where this process is as one of the first; None if others were there before.
+        self.arrives_at: str | None = None
         self.moved = False  # whether the state is at another place than the script's frames
         self.in_steps = False  # whether the script's inner loop runs
 
@@ -92,7 +91,7 @@ class NestedLoops:
     def epoch(self) -> int:
         """The epoch that the outer loop begins, or goes on in, with the state that is there now."""
         assert self._spot is not None
-        self._epoch, self._came, self.moved = self._spot.epoch, 0, False
+        self._epoch, self._evaluations, self.moved = self._spot.epoch, 0, False
         self._keep()
         return self._spot.epoch
 
@@ -127,7 +126,7 @@ class NestedLoops:
     def evaluates(self) -> bool:
         """The script reaches an evaluation. Returns whether it must still be made."""
         assert self._spot is not None
-        number, self._came = self._came, self._came + 1
+        number, self._evaluations = self._evaluations, self._evaluations + 1
         if number < self._spot.evaluated:
             return False
         position = self._spot.position & STEPS | 2 * number + 1
@@ -141,7 +140,7 @@ class NestedLoops:
     def evaluated(self) -> None:
         """The evaluation is over in this process."""
         assert self._spot is not None
-        self._spot = Spot(self._spot.epoch, self._spot.position & STEPS | 2 * self._came)
+        self._spot = Spot(self._spot.epoch, self._spot.position & STEPS | 2 * self._evaluations)
 
     def leave(self, step: int) -> None:
         """The script comes to the end of its outer loop's body. Raises LoopError if it has left out steps."""
