@@ -95,7 +95,7 @@ def test_rows_that_are_doubled_and_lines_that_are_others_are_warnings_and_stand_
     assert sorted(written) == [("metrics.csv",), ("stdout",)]
     assert "metrics.csv has step 5 twice, step 6 twice, step 7 twice" in written["metrics.csv",]["text"]
     assert "in step 5 rank 0 printed 'step 5 at" in written["stdout",]["text"]
-    assert "as calm, but held, written" in shown
+    assert "as calm, but written" in shown, "the script declares `started`, so it is not said to be held"
 
     text = (tmp_path / "r.html").read_text()
     parsed = Parsed(text)
