@@ -51,7 +51,7 @@ $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml loc
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check uv
 	@$(INSTALL_ALL)
-	@printf '%s\n' '$(CURDIR)/tests' '$(CURDIR)/tests/cluster' > "$$($(BIN)/python -c '$(SITE)')/everstep_tests.pth"
+	@printf '%s\n' '$(CURDIR)/tests' '$(CURDIR)/tests/cluster' '$(CURDIR)/tools' > "$$($(BIN)/python -c '$(SITE)')/everstep_tests.pth"
 	@touch $@
 
 # Without torch, whose builds differ by the kind of GPU. No index is named: whoever installs from these has one.
