@@ -38,6 +38,7 @@ sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, FigureError, finish, parser, quantile
 from job import START, Job, Line, NeverError, Way
 from stores import STORES, Store
+from torchft_peer import NIGHTLY
 
 TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
 TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -46,8 +47,8 @@ TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
 WAYS = (
     Way("stock_default", TORCHRUN, "c10d"),
     Way("stock_tuned", TORCHRUN, "c10d", TUNED_CONF, environ=TUNED),
-    Way("torchft", TORCHRUN, "static", store="lighthouse", peer=True),
-    Way("torchft_1s", TORCHRUN, "static", store="lighthouse_1s", peer=True),  # heartbeats of 1 s
+    Way("torchft", TORCHRUN, "static", store="lighthouse", peer=NIGHTLY),
+    Way("torchft_1s", TORCHRUN, "static", store="lighthouse_1s", peer=NIGHTLY),  # heartbeats of 1 s
     Way("torchrun_etcd", TORCHRUN, "etcd-v3", "last_call=5"),
     Way("everstep_run", AGENT, "etcd-v3", OURS),
     Way("session", AGENT, "etcd-v3", OURS, session=True),

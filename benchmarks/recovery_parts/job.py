@@ -40,12 +40,14 @@ class Way:
     environ: tuple[tuple[str, str], ...] = ()
     store: str = "etcd"  # of `stores.STORES`
     rehearsed: bool = False  # the script has the stamp of a rehearsal
-    peer: bool = False  # torchft: another interpreter and script, and each agent is the torchrun of a world of one
+    peer: str = ""  # torchft's distribution: its own interpreter, and each agent is the torchrun of a world of one
+    script: Path | None = None  # another one than `train.py`
+    nodes: str = "2:3"
 
     @property
     def survives(self) -> bool:
         """Whether the others go on without one that is lost."""
-        return self.session or self.peer
+        return self.session or bool(self.peer)
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,27 @@ class Job:
     folder: Path
     way: Way
     store: Store
+    arguments: tuple[str, ...] = ()  # of the script, behind the folder
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)  # of each agent, from 0
     _read: dict[Path, tuple[int, list[Line]]] = field(default_factory=dict)
     _port: int = 0
 
     def __post_init__(self) -> None:
         self.id = self.store.new_job()
-        self._script = [str(SCRIPT), str(self.folder), *(["--session"] if self.way.session else [])]
+        script = self.way.script or (torchft_peer.SCRIPT if self.way.peer else SCRIPT)
+        flags = ["--session"] if self.way.session and script is SCRIPT else []
+        self._script = [str(script), str(self.folder), *flags, *self.arguments]
         if self.way.rehearsed:
             self._script[0] = shutil.copy(SCRIPT, self.folder)
             subprocess.run([sys.executable, str(STAMPED), *self._script], check=True)
 
-    def start(self, count: int = 1) -> list[subprocess.Popen[bytes]]:
+    def replace(self, agent: subprocess.Popen[bytes]) -> None:
+        """Start another one in its place."""
+        self.start(place=self.places[self.agents.index(agent)])
+
+    def start(self, count: int = 1, place: int | None = None) -> list[subprocess.Popen[bytes]]:
+        """Start agents, each in a place of its own or in this one."""
         way = self.way
         if way.backend == "c10d" and not self._port:
             (self._port,) = free_ports(1)
@@ -96,7 +107,8 @@ class Job:
         for _ in range(count):
             log = self.folder / f"agent-{len(self.agents)}.log"
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **dict(way.environ)}
-            environ |= self.store.variables(self.id, len(self.agents))
+            self.places.append(len(self.agents) if place is None else place)
+            environ |= self.store.variables(self.id, self.places[-1])
             with log.open("wb") as out:
                 agent = subprocess.Popen(self._command(), stdout=out, stderr=out, start_new_session=True, env=environ)
             self.agents.append(agent)
@@ -108,8 +120,8 @@ class Job:
         way, script = self.way, self._script
         restarts = "--max-restarts=1000"
         if way.peer:
-            script = [str(torchft_peer.SCRIPT), str(self.folder)]
-            return [str(torchft_peer.interpreter()), "-m", way.module, "--standalone", restarts, *script]
+            python = str(torchft_peer.interpreter(way.peer))
+            return [python, "-m", way.module, "--standalone", restarts, *script]
         conf = [way.conf] if way.conf else []
         if way.backend == "c10d":  # else any of the first three may come to host the store
             conf.append(f"is_host={int(not self.agents)}")
@@ -117,7 +129,7 @@ class Job:
         where = [f"--rdzv-backend={way.backend}", f"--rdzv-id={self.id}"]
         where += [f"--rdzv-endpoint={endpoint}"] if endpoint else []
         where += [f"--rdzv-conf={','.join(conf)}"] if conf else []
-        return [sys.executable, "-m", way.module, "--nnodes=2:3", restarts, *where, *script]
+        return [sys.executable, "-m", way.module, f"--nnodes={way.nodes}", restarts, *where, *script]
 
     def below(self, agent: subprocess.Popen[bytes]) -> list[int]:
         """All that the agent started, and what that started."""
@@ -163,6 +175,13 @@ class Job:
         agent.wait()
         return at
 
+    def kill_process(self, agent: subprocess.Popen[bytes]) -> float:
+        """SIGKILL its training process; when."""
+        pid = self.trainer(agent)
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
     def stop(self, agent: subprocess.Popen[bytes]) -> float:
         """SIGSTOP it and what it started; when."""
         at = time.monotonic()
@@ -185,6 +204,14 @@ class Job:
     def lines(self) -> list[Line]:
         """What the training processes wrote in the last minutes."""
         oldest = time.monotonic() - REMEMBERED
+        return self._lines_since(oldest)
+
+    def all_lines(self) -> list[Line]:
+        """What they wrote since the job began."""
+        self._read.clear()
+        return self._lines_since(0.0)
+
+    def _lines_since(self, oldest: float) -> list[Line]:
         for path in self.folder.glob("*.steps"):
             at, told = self._read.get(path, (0, []))
             if path.stat().st_size > at:

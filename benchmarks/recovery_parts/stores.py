@@ -108,12 +108,13 @@ class OperatorStore:
 class Lighthouse:
     """torchft's, with a heartbeat that counts as lost after `lost_after` seconds."""
 
-    def __init__(self, lost_after: float) -> None:
+    def __init__(self, lost_after: float, distribution: str = torchft_peer.NIGHTLY) -> None:
         (port,) = free_ports(1)
         self.endpoint = f"http://127.0.0.1:{port}"
+        program = torchft_peer.interpreter(distribution).with_name("torchft_lighthouse")
         self._process = subprocess.Popen(
             [
-                str(torchft_peer.interpreter().with_name("torchft_lighthouse")), "--bind", f"127.0.0.1:{port}",
+                str(program), "--bind", f"127.0.0.1:{port}",
                 "--min_replicas", "2", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000",  # as its example does
                 "--heartbeat_timeout_ms", str(int(lost_after * 1000)),
             ],
@@ -143,4 +144,5 @@ STORES: Final[dict[str, Callable[[], Store]]] = {
     "operator": OperatorStore,
     "lighthouse": lambda: Lighthouse(5.0),  # its default
     "lighthouse_1s": lambda: Lighthouse(1.0),
+    "lighthouse_release": lambda: Lighthouse(5.0, torchft_peer.RELEASE),
 }
