@@ -31,8 +31,8 @@ GENERATED := '*.stamp' '*.log' '*.pyc'
 # Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup lock generate check test nightly durations unit lane-unit lint techniques e2e soak bench clean-root cluster-up \
-  cluster-down clean
+.PHONY: help demo setup lock generate docs check test nightly durations unit lane-unit lint techniques e2e soak bench \
+  clean-root cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -72,6 +72,13 @@ generate: setup  ## the CRD and its reference page, from the API types: when a f
 	  printf %s "$${crd%.}" | tee manifests/crd.yaml > charts/everstep/files/crd.yaml && \
 	  printf %s "$${page%.}" > docs/reference/trainingjob.md  # nothing is written where one of them fails
 
+$(VENV)/.docs.stamp: $(VENV)/.stamp
+	@$(INSTALL) --group docs || ( $(PIP) -U 'pip>=25.1' && $(PIP) --group docs )
+	@touch $@
+
+docs: $(VENV)/.docs.stamp  ## the documents as a site: .everstep/site/html; DOCS_VERSION=1.2 puts it beside others
+	@$(BIN)/python tools/documents/build_site.py $(if $(DOCS_VERSION),--version $(DOCS_VERSION))
+
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \
 	  echo "generated, and in the repository: $$made"; echo 'git rm --cached them, and name them in .gitignore'; exit 1; fi
@@ -90,7 +97,8 @@ LANES := unit ordinary recipes servers nodes alone
 NIGHTLY := long long-nodes long-alone
 
 # tests/lanes/lanes.py says which tests are in which lane. A test that fails in its lane is repeated once, alone; the end
-# of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason.
+# of the output lists those that needed it. Nothing is skipped silently: -ra prints each skip with its reason. `--lint`
+# builds the site of the documents, too.
 test: setup  ## lint, and each mechanism: unit, model, worker, API server, S3, and a real cluster with nodes
 	$(BIN)/python tests/lanes/lanes.py --lint $(LANES)
 

@@ -168,7 +168,7 @@ def _earlier(name: str) -> Record | None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("lane", nargs="+", choices=sorted(LANES))
-    parser.add_argument("--lint", action="store_true", help="`make lint` first, while the builds begin")
+    parser.add_argument("--lint", action="store_true", help="`make lint docs` first, while the builds begin")
     parser.add_argument("--whole", action="store_true", help="a lane that fails does not end the run")
     parser.add_argument("--go-on", action="store_true", help="leave out what an earlier run on this commit passed")
     parser.add_argument("--record", action="store_true", help=f"keep the tests' seconds in {durations.FILE.name}")
@@ -182,7 +182,8 @@ def _needed(names: Sequence[str]) -> list[str]:
 
 
 def _lint() -> str:
-    return "" if subprocess.run(["make", "-s", "lint"], check=False).returncode == 0 else "lint: its errors are above"
+    done = subprocess.run(["make", "-s", "lint", "docs"], check=False)
+    return "" if done.returncode == 0 else "lint, or the site of the documents: the errors are above"
 
 
 def _end(run: Run, arguments: argparse.Namespace) -> int:
