@@ -10,5 +10,6 @@ COMMANDS: Final = {
     "start": "everstep_local.run.commands",
     "demo": "everstep_local.run.demo",
     "plan": "everstep_local.plan.command",
+    "render": "everstep_local.plan.render_command",
     "bench": "everstep_local.bench.command",
 }
