@@ -143,9 +143,9 @@ def test_command_loads_its_own_modules_alone(arguments: list[str], loaded: str, 
 
 
 def test_command_that_is_misspelt_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    done = call([*PROGRAMS["everstep"], "stack"], tmp_path)
+    done = call([*PROGRAMS["everstep"], "doktor"], tmp_path)
     assert done.returncode == 2
-    assert "No such command 'stack'. Did you mean 'stacks'?" in done.stderr
+    assert "No such command 'doktor'. Did you mean 'doctor'?" in done.stderr
 
 
 def test_help_lists_all_commands_with_what_they_do(tmp_path: Path) -> None:
