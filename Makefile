@@ -43,8 +43,8 @@ demo: setup  ## train here with three workers, kill one, scale to four; no clust
 setup: $(VENV)/.stamp  ## the virtual environment with everything the tests need
 
 # uv installs in a fifth of the time; where it cannot reach the packages, pip may.
-INSTALL_ALL = $(INSTALL_TORCH) && $(INSTALL) $(OURS) --group dev || \
-  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev )
+INSTALL_ALL = $(INSTALL_TORCH) && $(INSTALL) $(OURS) --group dev --group release || \
+  ( $(PIP) -U 'pip>=25.1' && $(PIP) $(TORCH) && $(PIP) $(OURS) --group dev --group release )
 $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml local/pyproject.toml \
   horovod/pyproject.toml sources/pyproject.toml
 	@echo 'installing PyTorch and all else into $(VENV): minutes the first time, seconds later'
@@ -56,21 +56,23 @@ $(VENV)/.stamp: pyproject.toml worker/pyproject.toml operator/pyproject.toml loc
 
 # Without torch, whose builds differ by the kind of GPU. No index is named: whoever installs from these has one.
 LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --upgrade --universal --python-version 3.11 \
-  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package everstep
+  --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package everstep --no-emit-package everstep-operator
 
-lock: setup  ## renew requirements/: exact versions and hashes of what the images install
+lock: setup  ## renew requirements/: exact versions and hashes of what the images, local mode and a release install
 	$(LOCK) worker/pyproject.toml operator/pyproject.toml -o requirements/operator.txt
 	$(LOCK) worker/pyproject.toml --extra worker --extra s3 --overrides <(echo "torch; python_version < '3'") \
 	  -o requirements/worker.txt
+	$(LOCK) worker/pyproject.toml operator/pyproject.toml local/pyproject.toml --extra kubeconfig -o requirements/local.txt
 	$(LOCK) <($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("worker/pyproject.toml", "rb"))["build-system"]["requires"])') \
 	  -o requirements/build.txt
 
 # The page is made from the CRD, and both from the types.
-generate: setup  ## the CRD and its reference page, from the API types: when a field of TrainingJob has changed
+generate: setup  ## the CRD, its page and install.yaml: when a field of TrainingJob or the chart has changed
 	crd="$$($(BIN)/python -m everstep_operator.api.crd && echo .)" && \
 	  page="$$($(BIN)/python -m everstep_operator.api.reference && echo .)" && \
 	  printf %s "$${crd%.}" | tee manifests/crd.yaml > charts/everstep/files/crd.yaml && \
 	  printf %s "$${page%.}" > docs/reference/trainingjob.md  # nothing is written where one of them fails
+	@$(BIN)/python -m release.manifests
 
 $(VENV)/.docs.stamp: $(VENV)/.stamp
 	@$(INSTALL) --group docs || ( $(PIP) -U 'pip>=25.1' && $(PIP) --group docs )

@@ -102,7 +102,7 @@ class Run:
         self.repeated += outcome.repeated
         self.problems += [outcome.problem] if outcome.problem else []
         self.measured |= {test: outcome.record.seconds[test] for test in outcome.record.passed}
-        self.results += results.of_lane(outcome, self.commit)
+        self.results += results.of_lane(name, outcome, self.commit)
         tests = [test for one in outcome.repeated for test in one.failure.tests]
         often = ledger.enter(LEDGER, name, tests, self.commit)
         if often:

@@ -248,7 +248,8 @@ def test_whole_run_goes_on_after_a_lane_that_failed_and_writes_what_each_test_ca
         "test_two.py::test_good": "passed",
         "test_three.py::test_once": "passed alone",
     }
-    assert all(set(one) == {"test", "outcome", "seconds", "commit"} and one["seconds"] >= 0 for one in found)
+    keys = {"test", "lane", "outcome", "seconds", "commit"}
+    assert all(set(one) == keys and one["seconds"] >= 0 and f"test_{one['lane']}.py" in one["test"] for one in found)
 
 
 def test_run_that_goes_on_plays_what_the_one_before_did_not_pass(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from release.errors import ReleaseError
 
+ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {
     "everstep": "worker",
     "everstep-operator": "operator",

@@ -1,4 +1,4 @@
-"""What each test of a run came to, as `results.json`: test, outcome, seconds, commit."""
+"""What each test of a run came to, as `results.json`: test, lane, outcome, seconds, commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.lanes.repeats import Outcome
 DID_NOT_RUN = "did not run"
 
 
-def of_lane(outcome: Outcome, commit: str) -> list[dict[str, Any]]:
+def of_lane(lane: str, outcome: Outcome, commit: str) -> list[dict[str, Any]]:
     """One for each test that was collected. The outcome is `passed`, `failed`, `skipped`, `passed alone` or
     `did not run`."""
     record = outcome.record
@@ -26,7 +26,7 @@ def of_lane(outcome: Outcome, commit: str) -> list[dict[str, Any]]:
         else:
             how = "passed" if test in record.passed else "skipped"
         seconds = round(record.seconds.get(test, 0.0), 3)
-        found.append({"test": test, "outcome": how, "seconds": seconds, "commit": commit})
+        found.append({"test": test, "lane": lane, "outcome": how, "seconds": seconds, "commit": commit})
     return found
 
 
