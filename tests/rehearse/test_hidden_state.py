@@ -132,3 +132,39 @@ def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> 
 def test_state_that_an_object_saves_whole_is_no_finding_and_there_is_a_stamp(tmp_path: Path) -> None:
     assert rehearse(tmp_path, False, "--kill", "rank,all") == []
     assert json.loads((tmp_path / "r.json").read_text())["stamp"]
+
+
+METER = """
+class Meter:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def add(self, seconds):
+        took = torch.tensor(seconds, dtype=torch.float64)
+        torch.distributed.broadcast(took, 0)
+        self.seconds += took.item()
+
+    def state_dict(self):
+        return {"seconds": self.seconds} if IS_KEPT else {}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+meter = Meter()
+"""
+
+
+@pytest.mark.long_but("True")
+@pytest.mark.parametrize("kept", [True, False])
+def test_seconds_in_tracked_state_differ_in_each_run_and_are_found_where_a_new_process_forgets_them(
+    tmp_path: Path, kept: bool
+) -> None:
+    script = SCRIPT.replace("HIDDEN", "False").replace("KEPT", '"calls": self.calls').replace(
+        "line, baseline", METER.replace("IS_KEPT", str(kept)) + "line, baseline", 1
+    ).replace("penalty=penalty", "penalty=penalty, meter=meter").replace(
+        "penalty.step()", "penalty.step(); meter.add(time.perf_counter() % 1 / 100)"
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text(f"import time\n{script}")
+    findings = play(tmp_path, "--ranks", "2", "--steps", "12", "--at", "0+1@8:backward", seconds=800).findings
+    assert [(one["kind"], one["names"]) for one in findings] == ([] if kept else [("held", ["meter.seconds"])])

@@ -15,8 +15,9 @@ from accelerate.data_loader import DataLoaderShard
 from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, _copied
-from everstep.rehearse.record import BUFFERS, DIGEST, OWN, UNCONVERTED, Record, began_again, note_unconverted
-from everstep.rehearse.watch import digests, kept_by_loaders, samples
+from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, OWN, UNCONVERTED, Record, began_again, note_unconverted
+from everstep.rehearse.tracked_values import digests
+from everstep.rehearse.watch import kept_by_loaders, samples
 from everstep.train.guards import contents
 
 RANKS, STEPS = 2, 16
@@ -218,6 +219,56 @@ def test_calm_runs_that_train_otherwise_are_a_finding_of_their_own() -> None:
     assert (finding.kind, finding.step) == (Kind.CHANCE, 4)
 
 
+def metered(run: Played, *, seed: int, **others: str) -> Played:
+    """With a tracked number of seconds, the same on all ranks. `others`: what it is instead, by rank and step."""
+    steps = {}
+    for (rank, step), one in run.steps.items():
+        text = others.get(f"r{rank}s{step}", str(step + seed / 10))
+        steps[rank, step] = replace(one, tracked={**one.tracked, METER: NUMBER + text})
+    return replace(run, steps=steps)
+
+
+METER = "meter['seconds']"
+
+
+def test_tracked_number_that_differs_by_itself_is_no_finding() -> None:
+    """It measures the time. What is trained is the same."""
+    assert find([metered(CALM, seed=0), metered(played(AGAIN, 0), seed=1), metered(played(RANK), seed=2)]) == []
+
+
+@pytest.mark.parametrize(
+    ("others", "text", "step"),
+    [
+        ({f"r{rank}s{step}": str(step - 8) for rank in range(2) for step in range(9, 17)}, "falls from 8.2 to 1", 9),
+        ({"r1s9": "8.7"}, "9.2 on rank 0 and 8.7 on rank 1", 9),
+        ({"r0s9": "nan", "r1s9": "nan"}, "nan", 9),
+    ],
+    ids=["began anew", "ranks", "no number"],
+)
+def test_tracked_number_that_differs_by_itself_and_by_the_kill_is_found(
+    others: dict[str, str], text: str, step: int
+) -> None:
+    calm_runs = [metered(CALM, seed=0), metered(played(AGAIN, 0), seed=1)]
+    finding = only([*calm_runs, metered(played(RANK), seed=2, **others)])
+    assert (finding.kind, finding.names, finding.step) == (Kind.TRACKED, (METER,), step)
+    assert text in finding.text
+
+
+def test_measured_attribute_that_the_state_of_its_object_forgets_is_a_warning() -> None:
+    runs = []
+    for i, one in enumerate((CALM, played(AGAIN, 0), played(ALL))):
+        seconds = {key: str(key[1] + i / 10 - 8 * (i == 2 and key[1] > 8)) for key in one.steps}
+        steps = {key: replace(r, held={"model.seconds": seconds[key]}) for key, r in one.steps.items()}
+        runs.append(replace(one, steps=steps))
+    finding = only(runs)
+    assert (finding.kind, finding.names, finding.step) == (Kind.HELD, ("model.seconds",), 9)
+
+
+def test_number_that_calm_runs_train_by_is_not_taken_for_a_measured_time() -> None:
+    runs = [change(metered(CALM, seed=0), 3, tracked={"model": "x"}), metered(played(AGAIN, 0), seed=1)]
+    assert only(runs).kind is Kind.CHANCE
+
+
 def test_samples_are_those_of_all_ranks_together() -> None:
     swapped = {key: replace(r, samples=[f"{r.step}-{1 - r.rank}"]) for key, r in CALM.steps.items()}
     assert find([CALM, replace(played(FEWER), steps=swapped)]) == []
@@ -272,8 +323,15 @@ def test_tracked_object_that_cannot_be_read_is_named_and_has_no_digest() -> None
     deep: list[object] = []
     for _ in range(2000):
         deep = [deep]
-    found, unread = digests({"count": {"n": 1}, "broken": Broken(), "deep": deep})
-    assert (list(found), unread) == (["count"], ["broken (ValueError)", "deep (RecursionError)"])
+    state = {"count": {"n": 1, "of": ["a", 0.5]}, "best": 2, "broken": Broken(), "deep": deep}
+    found, unread = digests(state)
+    assert unread == ["broken (ValueError)", "deep (RecursionError)"]
+    numbers = {name: text for name, text in found.items() if name != "count"}
+    assert numbers == {"count['n']": NUMBER + "1", "count['of'][1]": NUMBER + "0.5", "best": NUMBER + "2"}
+    other, _ = digests({"count": {"n": 7, "of": ["a", torch.tensor(0.25)]}})
+    assert other["count['of'][1]"] == NUMBER + "0.25"
+    assert digests({"count": {"n": 7, "of": ["a", 0.25]}})[0]["count"] == found["count"]
+    assert digests({"count": {"n": 7, "of": ["b", 0.25]}})[0]["count"] != found["count"]
 
 
 def test_rows_of_samples_are_compared() -> None:

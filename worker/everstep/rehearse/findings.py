@@ -14,9 +14,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from everstep.rehearse.measured_numbers import broken
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
-from everstep.rehearse.record import BUFFERS, DIGEST, Record
+from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record
 from everstep.rehearse.written import differing_files, differing_prints
 from everstep.train.guards.remedies import OF_A_RANK
 
@@ -132,6 +133,8 @@ def find(runs: list[Played]) -> list[Finding]:
             found += [problem] if problem is not None else []
             continue
         mine = _compared(calm, run, chance)
+        if again is not None and not any(one.kind is Kind.TRACKED for one in mine):
+            mine += _measured(calm, again, run, chance)
         if run.refused and not any(one.certain for one in mine):
             text = f"{run.refused}. A later start went on from the last commit, and came to the end"
             mine.append(Finding(Kind.REFUSED, (run.scenario.title,), text, run.last))
@@ -275,7 +278,14 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
         if other is not None:
             names |= {f"held {n}" for n in _differing(record.held, other.held)}
             names |= {f"tracked {n}" for n in _differing(record.tracked, other.tracked)}
-    first = _first_tracked(calm, again, frozenset()) or _first_tracked(calm, again, frozenset(), buffers=True)
+    # A tracked number that alone differs is measured, as a sum of seconds is: nothing is trained by it.
+    numbers = frozenset(
+        f"tracked {name}"
+        for record in calm.steps.values()
+        for name, text in record.tracked.items()
+        if text.startswith(NUMBER)
+    )
+    first = _first_tracked(calm, again, numbers) or _first_tracked(calm, again, frozenset(), buffers=True)
     if first is None:
         return frozenset(names), None
     step, tracked = first
@@ -285,6 +295,19 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
         "what is not deterministic"
     )
     return frozenset(names), Finding(Kind.CHANCE, (calm.scenario.title,), text, step, tuple(tracked))
+
+
+def _measured(calm: Played, again: Played, run: Played, chance: frozenset[str]) -> list[Finding]:
+    """The first number of a tracked object that differs in each run, and in this one in another way than in the calm
+    ones."""
+    for one in broken(calm.steps, again.steps, run.steps, chance)[:1]:
+        text = (
+            f"{one.name}, which differs in each run, {one.text} behind step {one.step}, and does nothing of the kind "
+            f"in the calm runs. {_advice(run)}"
+        )
+        kind = Kind.TRACKED if one.saved else Kind.HELD
+        return [Finding(kind, (run.scenario.title,), text, one.step, (one.name,))]
+    return []
 
 
 def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding]:

@@ -20,6 +20,7 @@ COMMITS = "by-commits"  # the script's loop is a function of hvd.elastic.run
 OWN = "own"  # a rank was killed in a loop of the script's own, whose ranks all start again
 LIBRARY = "library"  # a library has the loop, and an adapter of ours trains by it
 DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: between what a value is and its digest
+NUMBER = "number "  # in `tracked`: before a number, which has a name of its own (`meter['seconds']`)
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read behind each step
 REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
@@ -32,11 +33,12 @@ GONE = "gone"  # a process began in place of one that was killed, in a run that 
 
 @dataclass(frozen=True)
 class Record:
-    """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, and one of a module's
-    buffers. `held`: the script's own plain values, as text, and others, as what they are and a digest. `samples`: a
-    digest of each sample that this rank has read for the step, sorted. `position`: how many batches a loader has given
-    since its loop began, where the script's loop is its own. `indices`: the names that count them by `enumerate`.
-    `beyond`: the names of what is too much. `unread`: one of each class whose objects cannot be read."""
+    """`step`: how many steps are complete. `tracked`: a digest of each tracked object's state, one of a module's
+    buffers, and the numbers in what is plain. `held`: the script's own plain values, as text, and others, as what they
+    are and a digest. `samples`: a digest of each sample that this rank has read for the step, sorted. `position`: how
+    many batches a loader has given since its loop began, where the script's loop is its own. `indices`: the names that
+    count them by `enumerate`. `beyond`: the names of what is too much. `unread`: one of each class whose objects cannot
+    be read."""
 
     step: int
     rank: int

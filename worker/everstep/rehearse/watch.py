@@ -26,13 +26,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
 import everstep
-from everstep.checkpoint import Catalog, Checkpointer, RngState
+from everstep.checkpoint import Catalog, Checkpointer
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.state.modules import bare
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill
-from everstep.rehearse.record import BUFFERS, EVALUATED, OWN, Record
+from everstep.rehearse.record import EVALUATED, OWN, Record
 from everstep.rehearse.saves import Saves
+from everstep.rehearse.tracked_values import digests
 from everstep.storage import open_store
 from everstep.train import between_steps, session
 from everstep.train import step as steps
@@ -375,26 +376,6 @@ def settings_of(tracked: Mapping[str, Any]) -> dict[str, str]:
         for i, group in enumerate(one.param_groups)
         for key, value in group.items() if type(value) in (int, float)
     }  # fmt: skip
-
-
-def digests(tracked: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """Of the states of tracked objects, by name; and the names of those that cannot be read."""
-    found, unread = dict[str, str](), list[str]()
-    for name, value in tracked.items():
-        try:
-            found |= dict(_digests(name, value))
-        except Exception as e:  # an object's own `state_dict` may raise anything
-            unread.append(f"{name} ({type(e).__name__})")
-    return found, unread
-
-
-def _digests(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, RngState):
-        return  # generators that nobody seeds or draws from differ in each run; a draw shows in what it is for
-    if isinstance(value, torch.nn.Module) and (buffers := dict(value.named_buffers())):
-        yield f"{BUFFERS}{name}", left_state.digest(buffers)
-        value = {key: part for key, part in value.state_dict().items() if key not in buffers}
-    yield name, left_state.digest(value)
 
 
 def samples(batch: Any) -> list[str]:
