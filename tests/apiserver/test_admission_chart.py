@@ -38,7 +38,7 @@ def _only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def granted(crd: Any, helm: Any) -> Iterator[Any]:
     """The control plane with the chart's roles and service account, and nothing else of it."""
-    templates = ("serviceaccount", "rbac", "policy-rounds")
+    templates = ("serviceaccount", "rbac", "policy-rounds", "tests/installation")
     flags = [flag for name in templates for flag in ("-s", f"templates/{name}.yaml")]
     manifest = helm("template", "everstep", "-n", NAMESPACE, *flags).stdout
     crd.kubectl("create", "namespace", NAMESPACE)
@@ -229,11 +229,12 @@ def test_operators_port_is_for_workers_and_replicas_and_its_probes_for_whoever_i
     assert spec["podSelector"]["matchLabels"].items() <= pod.items()
     workers, probes = spec["ingress"]
     assert {p["port"] for rule in (workers, probes) for p in rule["ports"]} == ports
-    every, own = workers["from"]
+    every, own, test = workers["from"]
     (label,) = every["podSelector"]["matchExpressions"]
     assert every["namespaceSelector"] == {}
     assert label == {"key": labels.JOB_UID, "operator": "Exists"}
     assert own == {"podSelector": spec["podSelector"]}
+    assert test["podSelector"]["matchLabels"].items() <= _only(objects, "Pod")["metadata"]["labels"].items()
     assert probes["from"][0]["namespaceSelector"]
     assert "from" not in _only(_objects(helm), "NetworkPolicy")["spec"]["ingress"][1]  # the kubelet is no pod
     off = _objects(helm, "--set", "networkPolicy.enabled=false")

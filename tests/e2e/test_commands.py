@@ -9,9 +9,17 @@ import pytest
 
 from everstep.jobs.source import JobError
 from support.commands import caller
-from support.e2e.driver import Job
+from support.e2e.driver import SYSTEM, Job
 
 pytestmark = pytest.mark.kind
+
+
+def test_helm_test_passes_on_a_cluster_that_enforces_network_policies(new_job: Callable[..., Job]) -> None:
+    shown = new_job().cluster.helm(
+        "--namespace", SYSTEM, "test", "everstep", "--logs", "--timeout", "120s", timeout=180
+    )
+    assert "Phase:          Succeeded" in shown
+    assert shown.count("ok    ") == 3
 
 
 def test_commands_of_a_person_follow_a_job_on_a_cluster_and_change_it(new_job: Callable[..., Job]) -> None:

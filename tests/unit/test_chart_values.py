@@ -53,6 +53,6 @@ def test_page_of_the_chart_has_a_row_with_the_default_of_each_value() -> None:
 
 
 def test_values_of_the_chart_are_used_by_its_templates() -> None:
-    templates = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    templates = "\n".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     unused = [path for path, _ in values(SCHEMA, VALUES) if path.rpartition(".")[2] not in templates]
     assert [path for path in unused if not path.startswith("resources.")] == []

@@ -40,7 +40,7 @@ def helm(*arguments: str | Path) -> str:
 
 def install(chart: Path) -> str:
     """The text of install.yaml. Raises `ReleaseError` where the chart cannot be rendered."""
-    return HEAD + helm("template", "everstep", chart, "-n", NAMESPACE)
+    return HEAD + helm("template", "everstep", chart, "-n", NAMESPACE, "--no-hooks")
 
 
 def main() -> None:

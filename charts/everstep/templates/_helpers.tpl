@@ -19,6 +19,18 @@ app.kubernetes.io/component: operator
 
 {{- define "everstep.labels" -}}
 {{ include "everstep.selectorLabels" . }}
+{{ include "everstep.commonLabels" . }}
+{{- end -}}
+
+{{- /* Of what `helm test` makes: no replica of the operator, so its component is another one. */ -}}
+{{- define "everstep.testLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{ include "everstep.commonLabels" . }}
+{{- end -}}
+
+{{- define "everstep.commonLabels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: {{ .Chart.Name }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
