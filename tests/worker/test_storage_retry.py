@@ -1,6 +1,7 @@
 """Bounded retries at the pace that a store allows, on a clock that the test moves."""
 
 import logging
+import random
 
 import pytest
 
@@ -93,6 +94,15 @@ def test_delay_is_jittered_and_never_above_the_most(attempt: int) -> None:
     policy = RetryPolicy(first=0.2, most=5.0)
     low, high = policy.delay(attempt, 0.0), policy.delay(attempt, 0.999)
     assert 0.1 <= low < high <= 5.0
+
+
+def test_waiting_for_a_store_leaves_the_scripts_own_generator_alone() -> None:
+    clock, before = Clock(), random.getstate()
+    faulty = FaultStore(MemoryStore(), {n: Fail(RetryableError("away")) for n in range(3)})
+    with pytest.raises(NotFound):
+        RetryingStore(faulty, pacer=Pacer(), clock=clock, sleep=clock.sleep).get("a")
+    assert len(clock.slept) == 3
+    assert random.getstate() == before
 
 
 def test_burst_of_slow_downs_longer_than_an_outage_is_waited_out() -> None:

@@ -11,10 +11,10 @@ object is its own, and compares.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Final, TypeVar
 
 from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore
@@ -64,14 +64,14 @@ class RetryingStore(ObjectStore):
         pacer: Pacer | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        jitter: Callable[[], float] = random.random,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
         self._inner = inner
         self._policy = policy or RetryPolicy()
         self._pacer = pacer or pacer_for(inner.url)
         self._clock = clock
         self._sleep = sleep
-        self._jitter = jitter
+        self._jitter = jitter or Random().random  # noqa: S311 - and no number of the script's own generator
 
     @property
     def url(self) -> str:
