@@ -8,7 +8,7 @@ import torch
 
 import everstep
 from everstep.checkpoint import CheckpointError, NoCommit
-from everstep.checkpoint.format.layout import LOG, pin_name, record_name
+from everstep.checkpoint.format.layout import LOG, record_name
 from everstep.checkpoint.format.manifest import (
     SMALL_BYTES,
     CommitRecord,
@@ -117,7 +117,7 @@ def test_state_without_tensors_is_all_in_its_record_and_goes_with_it_unless_it_i
     assert everstep.load(store=store).state["note"] == "3" * 2000
 
 
-@pytest.mark.parametrize("how", ["pin", "tag", "an earlier release's pin"])
+@pytest.mark.parametrize("how", ["pin", "tag"])
 def test_record_of_a_held_commit_stays_while_its_shards_are_away(how: str) -> None:
     """A folder that was moved to other storage, or is still being restored from a backup."""
     store = MemoryStore()
@@ -128,9 +128,6 @@ def test_record_of_a_held_commit_stays_while_its_shards_are_away(how: str) -> No
         catalog.tag("good", 1)
     else:
         catalog.pin(1)
-    if "earlier" in how:
-        store.objects = {n: d for n, d in store.objects.items() if not n.startswith("pins/")}
-        store.put(pin_name(record.save_id), b"{}")
     away = {s.path: store.objects.pop(s.path) for s in record.shards}
     train(store, 4, 5, keep=1)
     catalog.gc(1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import Checkpointer, CheckpointError
-from everstep.checkpoint.format import wire
 from everstep.checkpoint.format.layout import is_deletion, save_folder
 from everstep.checkpoint.format.manifest import CommitRecord, is_compacted
 from everstep.checkpoint.keep import Kept
@@ -118,14 +117,12 @@ def test_hold_that_is_refused_leaves_one_that_was_granted_before(one: Any, kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_hold_that_is_taken_again_leaves_one_object_and_all_go_when_it_is_taken_back(one: Any, kind: str) -> None:
     store, record = one
-    old = {"pin": "", "tag": "/tag-good", "kept": "/kept"}[kind]
-    store.put(f"pins/{record.save_id}{old}.json", wire.encode({"n": 1}))  # as earlier releases wrote it
-    assert pins.held_saves(store) == {record.save_id}
-    assert pins.held_commits(store, pins.holds(store)) == [1]
-    assert not delete(store, record)
-    assert hold(store, record, kind)
-    assert hold(store, record, kind)
-    assert len(store.list("pins/")) == 1
+    for _ in range(2):
+        assert hold(store, record, kind)
+        assert len(store.list("pins/")) == 1
+        assert pins.held_saves(store) == {record.save_id}
+        assert pins.held_commits(store, pins.holds(store)) == [1]
+        assert not delete(store, record)
     if kind == "tag":
         assert pins.untag(store, "good")
     else:
@@ -146,18 +143,9 @@ def test_tag_that_two_move_at_once_holds_the_commits_of_both(one: Any) -> None:
     assert pins.held_saves(store) == {record.save_id}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_deletion_that_an_earlier_release_has_begun_refuses_a_hold_and_is_ended(one: Any, kind: str) -> None:
-    store, record = one
-    store.put(f"{save_folder(record.save_id)}deleting.json", b"{}")
-    assert not hold(store, record, kind)
-    Catalog(store).gc(1)
-    assert store.list(save_folder(record.save_id)) == []
-
-
 def test_what_deleters_that_died_left_goes_with_the_save(one: Any) -> None:
     store, record = one
-    for at in (1, 2, 3):  # before it looks, between, and before its first deletion
+    for at in (1, 1, 2):  # before it looks, and before its first deletion
         with pytest.raises(StoreUnusable):
             delete(FaultStore(store, {at: Fail(StoreUnusable("the cleaner dies here"))}), record)
     assert len(deletions(store, record)) == 3
@@ -170,7 +158,7 @@ def test_what_deleters_that_died_left_goes_with_the_save(one: Any) -> None:
 def test_deleter_that_died_refuses_holds_for_an_hour_and_no_longer(one: Any, kind: str) -> None:
     store, record = one
     with pytest.raises(StoreUnusable):  # after its mark, before its first deletion
-        delete(FaultStore(store, {3: Fail(StoreUnusable("the cleaner dies here"))}), record)
+        delete(FaultStore(store, {2: Fail(StoreUnusable("the cleaner dies here"))}), record)
     begun = time.time()
     assert not hold(store, record, kind, now=lambda: begun + pins.DEAD - 5), "it may be slow"
     assert hold(store, record, kind, now=lambda: begun + pins.DEAD + 5)
@@ -183,7 +171,7 @@ def test_deleter_that_died_refuses_holds_for_an_hour_and_no_longer(one: Any, kin
 def test_deleter_that_died_after_it_deleted_a_shard_leaves_nothing_to_hold(one: Any, kind: str) -> None:
     store, record = one
     with pytest.raises(StoreUnusable):
-        delete(FaultStore(store, {4: Fail(StoreUnusable("the cleaner dies here"))}), record)
+        delete(FaultStore(store, {3: Fail(StoreUnusable("the cleaner dies here"))}), record)
     assert (len(deletions(store, record)), shards_left(store, record)) == (1, [False])
     assert not hold(store, record, kind, now=lambda: time.time() + 2 * pins.DEAD)
     assert pins.held_saves(store) == frozenset()

@@ -166,11 +166,11 @@ def test_web_server_gives_the_newest_commit(ranges: bool, serve: Any, tmp_path: 
     assert everstep.open_commit(url).tensor("w")[5:8].tolist() == [41, 41, 41]
     with pytest.raises(StoreUnusable, match="can only be read"):
         everstep.Checkpointer(url).restore(runs.state())
-    # Old records may be deleted: a record that exists is enough of a hint, and powers of two are tried without one.
+    # A log that was copied in part: any record that exists is enough of a hint.
     for n in range(35):
         (tmp_path / "run" / record_name(n)).unlink()
     assert everstep.load(url, start=36).step == 41
-    with pytest.raises(NoCommit, match=r"cannot be listed.*start="):
+    with pytest.raises(NoCommit, match=r"no record 0, .* cannot be listed.*start="):
         everstep.load(url)
     with pytest.raises(NoCommit, match=r"no record 99.*start="):
         everstep.open_commit(url, start=99)
@@ -198,7 +198,7 @@ def test_end_of_a_log_that_cannot_be_listed(first: int, last: int) -> None:
     store = Unlisted()
     for n in range(first, max(first, last) + 1):
         store.create(record_name(n), b"?")
-    assert CommitLog(store).head().last == max(first, last)
+    assert CommitLog(store, start=first).head().last == max(first, last)
 
 
 def test_server_that_answers_for_every_name_is_refused() -> None:

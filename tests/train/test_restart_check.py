@@ -364,13 +364,6 @@ def test_without_comparison_nothing_is_noted_and_nothing_compared(tmp_path: Path
 
 
 @pytest.mark.long
-def test_old_name_of_compare_gradients_has_its_meaning_and_warns(tmp_path: Path) -> None:
-    crashed(tmp_path)
-    with pytest.warns(DeprecationWarning, match="now called compare_gradients"):
-        train(tmp_path, lambda: 0.5, rehearsal=False)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 7, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
 def test_note_that_cannot_be_read_costs_nothing(tmp_path: Path, damage: bytes) -> None:
     crashed(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,9 @@ def test_a_save_that_comes_while_one_is_in_flight_is_the_one_to_wait_for(
     assert kept.durable(2, 30, nothing)
     assert kept.newest() == 2
     kept.checkpointer.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["", "memory"])
+def test_option_that_there_is_not_is_refused_with_and_without_a_place_to_save(checkpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rehearsal'"):
+        SaveSchedule.find(checkpoint and str(tmp_path), None, None, {"rehearsal": False}, {})

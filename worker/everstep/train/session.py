@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -69,10 +68,6 @@ def start(
     `strict`: names that the loop carries from step to step, and that are not tracked, are refused before the first step
     in place of a warning. `EVERSTEP_STRICT=1` does the same. Raises `LoopError` if that variable is neither 0 nor 1.
     """
-    if "rehearsal" in options:
-        text = "everstep.start(rehearsal=…) is now called compare_gradients=…, with the same meaning"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        compare_gradients = options.pop("rehearsal")
     strict = strict or _strict_by_environment()
     names.check_once()
     refused_end.check_first_start()

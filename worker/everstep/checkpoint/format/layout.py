@@ -23,10 +23,9 @@ _TAG_IS = "tag-"
 _RECORD = re.compile(r"log/(\d{12})\.json")
 _SHARD = re.compile(r"data/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
 _OWN_SHARD = re.compile(r"data/(\d{12})-[0-9a-f]{8}-\d{8}/\d{5,}\.safetensors")
-_DELETION = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]{0,127}/deleting(?:-[0-9a-f]{16})?\.json")
-_PIN = re.compile(r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.json")
+_DELETION = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]{0,127}/deleting-[0-9a-f]{16}\.json")
 _HOLD = re.compile(
-    r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(?:[0-9a-f]{16}-)?(pin|kept|tag-[A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json"
+    r"pins/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/[0-9a-f]{16}-(pin|kept|tag-[A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json"
 )
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOAD = re.compile(r"loads/(\d{12})/(\d{12})\.json")
@@ -118,18 +117,13 @@ def deletion_name(identifier: str, deleter: str) -> str:
 
 
 def is_deletion(name: str) -> bool:
-    """Whether an object of this name says that a deletion has begun; earlier releases had one name for all deleters."""
+    """Whether an object of this name says that a deletion has begun."""
     return _DELETION.fullmatch(name) is not None
 
 
 def withdrawal_name(deletion: str) -> str:
     """The object that says that the deletion whose object has this name was given up."""
     return deletion.replace("/deleting", "/withdrawn")
-
-
-def pin_name(identifier: str) -> str:
-    """The object by which earlier releases kept this save from being deleted, one for all who did."""
-    return f"{PINS}{identifier}.json"
 
 
 def holds_folder(identifier: str) -> str:
@@ -158,9 +152,7 @@ def tag_in(what: str) -> str | None:
 
 
 def held_save(name: str) -> tuple[str, str] | None:
-    """The save id that the object of this name keeps, and by what; or None. Earlier releases wrote no holder."""
-    if match := _PIN.fullmatch(name):
-        return match[1], PIN
+    """The save id that the object of this name keeps, and by what; or None."""
     match = _HOLD.fullmatch(name)
     return (match[1], match[2]) if match else None
 

@@ -341,13 +341,13 @@ def decode_record(data: bytes, n: int, where: str) -> Record:
     kind = fields.text("kind")
     if kind == "open":
         owners = tuple(
-            Owner(o.text("job_uid"), o.integer("round"), o.integer("created"), _rendezvous(o))
+            Owner(o.text("job_uid"), o.integer("round"), o.integer("created"), o.text("rendezvous"))
             for o in fields.objects("owners")
         )
         return OpenRecord(
             n, fields.text("writer"), fields.integer("round"), fields.text("job_uid"), fields.integer("world_size", 1),
-            fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n), _rendezvous(fields),
-            _former(fields),
+            fields.text("at"), owners, _link(fields, "open", n), _link(fields, "commit", n),
+            fields.text("rendezvous"), _former(fields),
         )  # fmt: skip
     if kind != "commit":
         raise FormatError(f"{where}: kind {kind!r} is neither open nor commit")
@@ -450,11 +450,6 @@ def _check_version(fields: Fields) -> None:
         raise UnsupportedVersion(
             f"{fields.where}: format version {version}; this everstep reads version {VERSION}. Install a newer everstep"
         )
-
-
-def _rendezvous(fields: Fields) -> str:
-    """Records of a release that did not know the field have none."""
-    return fields.text("rendezvous") if fields.has("rendezvous") else ""
 
 
 def _former(fields: Fields) -> tuple[str, ...]:

@@ -115,7 +115,6 @@ class OpenCopies:
 # --- commitlog
 
 MAX_CONFLICTS: Final = 1000  # as many writers may race for one number
-_DOUBLINGS: Final = 24
 IMPORT: Final = "import"  # instead of a rendezvous, in the open record of an imported commit
 MAX_WALK: Final = 10_000  # records read in search of one
 
@@ -230,9 +229,9 @@ class CommitLog:
 
     def _probed(self) -> int:
         """The greatest record number in a store that cannot be listed: searched by doubling steps, then by halves. That
-        takes about 2 log2 requests. The log is dense from its oldest record on.
+        takes about 2 log2 requests. The log is dense, and records stay when they are compacted (ADR 0019).
 
-        Raises `NoCommit` if no record is found to begin from, `StoreUnusable` if every name seems to be there: the
+        Raises `NoCommit` if there is no record to begin from, `StoreUnusable` if every name seems to be there: the
         search would have no end.
         """
         if self._has(MAX_RECORD_NUMBER):
@@ -242,15 +241,9 @@ class CommitLog:
             )
         low = self._start
         if not self._has(low):
-            # Records are compacted and stay (ADR 0019). A log that was made before, or copied in part, may lack the
-            # oldest: then a power of two between the oldest and the newest is a beginning.
-            tried = () if low else (2**k for k in range(_DOUBLINGS))
-            low = next((n for n in tried if self._has(n)), NONE)
-        if low == NONE:
-            which = f"record {self._start}" if self._start else "record 0, 1, 2, 4, 8 and so on"
             raise NoCommit(
-                f"{self._store.url}: there is no {which}, and this store cannot be listed. If there is a log, give "
-                "start=, the number of any record that exists, or n=, the commit's own number"
+                f"{self._store.url}: there is no record {low}, and this store cannot be listed. If there is a log, "
+                "give start=, the number of any record that exists, or n=, the commit's own number"
             )
         step = 1
         while self._has(low + step):

@@ -37,7 +37,6 @@ from everstep.checkpoint.format.layout import (
     hold_name,
     holds_folder,
     is_deletion,
-    pin_name,
     save_folder,
     tag_in,
     tag_of,
@@ -115,7 +114,7 @@ def held_saves(store: ObjectStore) -> frozenset[str]:
 
 def is_held(store: ObjectStore, identifiers: Iterable[str]) -> bool:
     """Whether one of these saves is pinned, tagged, or marked by retention."""
-    return any(store.size(pin_name(i)) is not None or store.list(holds_folder(i)) for i in identifiers)
+    return any(store.list(holds_folder(i)) for i in identifiers)
 
 
 def held_commits(store: ObjectStore, holds: Holds) -> list[int]:
@@ -299,12 +298,9 @@ def _is_over(store: ObjectStore, identifier: str, mark: str, now: float) -> bool
         at = _fields(store, mark).integer("at")
     except NotFound:
         return True  # it ended after the listing; the caller then checks which shards are left
-    except FormatError:
-        if (
-            "-" in mark.rpartition("/")[2]
-        ):  # damaged: it ends `DEAD` seconds from now, which is later than it would have
-            store.put(mark, wire.encode({"version": VERSION, "save_id": identifier, "at": int(now)}))
-        return False  # else written by an earlier release, without the time
+    except FormatError:  # damaged: it ends `DEAD` seconds from now, which is later than it would have
+        store.put(mark, wire.encode({"version": VERSION, "save_id": identifier, "at": int(now)}))
+        return False
     if now - at <= DEAD:
         return False
     store.put(withdrawal_name(mark), wire.encode({"version": VERSION, "save_id": identifier, "at": at}))

@@ -104,7 +104,7 @@ class _OrderedDDP:
 class Reducers:
     """The DDP objects of this process, found once, after the script has built them. A tracked object of the session."""
 
-    everstep_optional = True  # older commits do not hold it
+    everstep_optional = True  # commits of runs without a session lack it
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         ddps = parallel() if dist.is_available() and dist.is_initialized() else []

@@ -241,7 +241,7 @@ class Randomness:
     """The random numbers of a run. Call `start` before its state is restored, `agree` after that and whenever the
     world has changed, and `begin` at each step."""
 
-    everstep_optional = True  # commits of older versions lack it
+    everstep_optional = True  # commits of runs without a session lack it
 
     def __init__(self, rng: Rng, device: torch.device) -> None:
         if not isinstance(rng, bool) and rng not in ("rank", "saved"):
@@ -372,14 +372,10 @@ class Randomness:
         return self._shared
 
     def state_dict(self) -> dict[str, Any]:
-        version = 2 if NONE in self._alike.values() else 1
-        alike = {name: who if who == NONE else bool(who) for name, who in self._alike.items()}
-        return {"version": version, "seeds": dict(self._seeds), "alike": alike}
+        return {"seeds": dict(self._seeds), "alike": dict(self._alike)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["version"] not in (1, 2):
-            raise ValueError(f"version {state['version']}; this Everstep reads 1 and 2")
-        self._seeds, self._alike = dict(state["seeds"]), {name: int(who) for name, who in state["alike"].items()}
+        self._seeds, self._alike = dict(state["seeds"]), dict(state["alike"])
 
     def _who_draws_alike(self, name: str) -> int:
         return self._alike.get(name, -1)

@@ -49,7 +49,7 @@ class Switches:
     """The switches of the modules in `state`. Call `start` once, when the script has built them and nothing is restored
     yet."""
 
-    everstep_optional = True  # older commits do not have it
+    everstep_optional = True  # commits of runs without a session lack it
     everstep_of_session = True  # so buffers, and what the script keeps, may have other sizes than when it began
 
     def __init__(self, state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ rank has written, or that was restored.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -65,6 +66,7 @@ class SaveSchedule:
             return cls(checkpoint, every_seconds=None)
         settings = Settings.resolve(environ, checkpoint, None, every_seconds, every_steps, None, None, None)
         if not settings.url:
+            inspect.signature(Checkpointer).bind(None, **options)  # raises for one that there is not
             return None
         made = Checkpointer(settings.url, every_steps=settings.every_steps or NEVER, **options)
         return cls(made, every_seconds=settings.every_seconds)
