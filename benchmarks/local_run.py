@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from figures import Better, Figure, finish, parser
 
-from everstep_local.run.history import ActionTaken, Entry, History, PodSeen
-from everstep_local.run.timeline import build
+from everstep.jobs.history import ActionTaken, Entry, History, PodSeen
+from everstep.jobs.timeline import build
 
 SAMPLES = 5
 LIMIT = 300.0  # seconds

@@ -8,6 +8,7 @@ from typing import Final
 COMMANDS: Final = {
     "run": "everstep_local.run.commands",
     "start": "everstep_local.run.commands",
+    "ui": "everstep_local.run.commands",
     "demo": "everstep_local.run.demo",
     "plan": "everstep_local.plan.command",
     "render": "everstep_local.plan.render_command",

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from everstep.jobs.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep.jobs.source import JobError
 from everstep_local.run.demo import SCRIPT, demo
-from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 from support import ROOT
 from support.local.elastic_rows import taken, worker_logs
 

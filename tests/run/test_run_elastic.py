@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from everstep_local.run.history import EventSeen, History, StatusSeen
+from everstep.jobs.history import EventSeen, History, StatusSeen
 from support.local.elastic_rows import taken, worker_logs
 from support.scenarios.reference import EXAMPLE
 

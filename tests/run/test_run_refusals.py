@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep_local.run.history import EventSeen, History
+from everstep.jobs.history import EventSeen, History
 
 pytestmark = pytest.mark.timeout(240)
 

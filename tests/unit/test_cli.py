@@ -18,11 +18,11 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import profile
 from everstep.cli.jobs import commands, tables
+from everstep.jobs.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep.jobs.source import JobError
 from everstep.jobs.view import EventRow, View, WorkerRow
 from everstep_local.run import control
 from everstep_local.run.console import Plain
-from everstep_local.run.history import ActionTaken, EventSeen, History, StatusSeen
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 

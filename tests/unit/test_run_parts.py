@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from everstep.contract import labels
+from everstep.jobs.history import StepSeen
 from everstep.jobs.view import View, WorkerRow
 from everstep.storage import open_store
 from everstep_local.run import control
 from everstep_local.run.faults import Fault, FaultError, changes_world, due, parse, target
-from everstep_local.run.history import StepSeen
 from everstep_local.run.job_file import (
     Overrides,
     Prepared,

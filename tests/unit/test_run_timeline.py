@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_local.run.drawing import draw, text
-from everstep_local.run.history import (
+from everstep.jobs.drawing import draw, text
+from everstep.jobs.history import (
     ActionTaken,
     Entry,
     EventSeen,
@@ -22,7 +22,7 @@ from everstep_local.run.history import (
     decode,
     encode,
 )
-from everstep_local.run.timeline import Segment, Span, State, build
+from everstep.jobs.timeline import Segment, Span, State, build
 
 KILLED: list[Entry] = [
     StatusSeen(0.0, "Pending", "creating 2 workers", 1, 2),

@@ -24,10 +24,10 @@ from rich.text import Text
 from everstep.cli.agents import NoAgent, Where, ask
 from everstep.cli.printing import SafeConsole
 from everstep.contract.agent_requests import PROFILE
+from everstep.jobs.history import History, StepSeen
 from everstep_local.bench.plot import draw
 from everstep_local.bench.scaling import Measured, Row, Scaling, rows
 from everstep_local.run import control
-from everstep_local.run.history import History, StepSeen
 
 START_SECONDS = 300.0  # for a size to take its first steps
 PROFILE_STEPS, PROFILE_SECONDS = 10, 300.0

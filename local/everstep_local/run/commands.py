@@ -1,4 +1,4 @@
-"""`everstep run`: run a TrainingJob on this machine; and what only its nodes can do.
+"""`everstep run`: run a TrainingJob on this machine; what only its nodes can do; and `everstep ui`, the page.
 
 This module parses, calls `everstep_local.run` and prints. It needs the operator's dependencies. What is common to
 local runs and clusters is in `everstep.cli.jobs`.
@@ -6,17 +6,20 @@ local runs and clusters is in `everstep.cli.jobs`.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from everstep.cli.printing import say
-from everstep.jobs.source import JobError, Unreachable, Where, pick
+from everstep.jobs.source import RUNS, JobError, Unreachable, Where, pick
 from everstep_local.run import control, running
 from everstep_local.run.faults import ACTIONS, FaultError, parse
 from everstep_local.run.job_file import Overrides, parse_elastic, read_secret
 from everstep_local.run.manifest import JobFileError
+from everstep_local.run.sources import ended
 
 app = typer.Typer(add_completion=False)
 # Errors of the user's input, whose text says what is wrong.
@@ -50,6 +53,7 @@ def run(
         list[str] | None, typer.Option(metavar="STEP:ACTION", help=f"Do something at a step: {ACTIONS}.")
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+    ui: Annotated[bool, typer.Option("--ui", help="Serve a page about the run, and print its address.")] = False,
 ) -> None:
     """Run a job here with the real operator; its exit code: 0 complete, 1 failed, 130 interrupted."""
     secrets = {}
@@ -60,7 +64,32 @@ def run(
         secrets[secret_name] = read_secret(Path(path))
     overrides = Overrides(name, workers, checkpoint, parse_elastic(elastic), secrets)
     story = tuple(parse(text) for text in at or ())
-    raise typer.Exit(running.run(job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story))
+    code = running.run(job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story, page=ui)
+    raise typer.Exit(code)
+
+
+@app.command()
+def ui(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run to open, by its job's name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="What a run left in this folder.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of 127.0.0.1; 0: any free one.")] = 0,
+) -> None:
+    """Serve a page about the local runs, alive and ended, until Ctrl-C. It changes nothing."""
+    from everstep_local.run import page  # noqa: PLC0415  # it loads a template engine
+
+    if out is not None:
+        ended(str(out))  # refuses a folder that is none of a run
+    jobs = page.LocalJobs(RUNS, out)
+    key = page.key_of(out) if out is not None else jobs.newest(run) if run is not None else None
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+
+    async def serve() -> None:
+        async with page.served(jobs, key, port) as address:
+            say(f"{address}\nCtrl-C ends it")
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
 
 
 @app.command()

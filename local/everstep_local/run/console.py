@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from everstep_local.run.history import ActionTaken, Entry, EventSeen, History, StatusSeen
+from everstep.jobs.history import ActionTaken, Entry, EventSeen, History, StatusSeen
 
 
 class Plain:

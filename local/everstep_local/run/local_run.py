@@ -20,12 +20,12 @@ from pathlib import Path
 
 from everstep.contract import labels
 from everstep.contract.messages import Phase, Report
+from everstep.jobs.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep.jobs.view import EVENTS as EVENTS_SHOWN
 from everstep.jobs.view import EventRow, View, condition
 from everstep.jobs.view import ended as has_ended
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.nodes.pool import LocalNodes
-from everstep_local.run.history import ActionTaken, EventSeen, History, PodSeen, StatusSeen, StepSeen
 from everstep_local.run.job_file import Prepared
 from everstep_local.run.view import Peak, view
 from everstep_operator.controller import observe

@@ -22,16 +22,17 @@ from rich.live import Live
 
 from everstep.cli.jobs import tables
 from everstep.cli.printing import SafeConsole, say_error
+from everstep.jobs.drawing import draw, text
+from everstep.jobs.history import encode, thinned
 from everstep.jobs.source import RUNS, JobError
+from everstep.jobs.timeline import build
 from everstep.jobs.view import View
 from everstep_local.run.console import Plain
 from everstep_local.run.control import Answer, ControlError, ControlServer, Handler
-from everstep_local.run.drawing import draw, text
 from everstep_local.run.faults import ALL, Fault, changes_world, due, target
 from everstep_local.run.job_file import Overrides, Prepared, load, with_local_checkpoints, with_local_claims
 from everstep_local.run.local_run import CLAIMS, LocalRun, Options, Outcome, Refused
-from everstep_local.run.sources import HISTORY, JOB, STATUS, event_rows, kept_log
-from everstep_local.run.timeline import build
+from everstep_local.run.sources import HISTORY, JOB, STATUS, STEPS_SHOWN, event_rows, kept_log
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import PODS
 from everstep_operator.main import JOBS
@@ -62,8 +63,9 @@ def run(
     out: Path | None,
     plain: bool,
     story: tuple[Fault, ...] = (),
+    page: bool = False,
 ) -> int:
-    """Run the job with the faults of `story`. Returns the exit code."""
+    """Run the job with the faults of `story`; `page`: serve a page about it. Returns the exit code."""
     loaded = load(job, arguments, overrides)
     # Each run has a folder of its own, so it goes on from another run's commits only with --out or --checkpoint.
     folder = out or Path(RUNS) / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -75,16 +77,30 @@ def run(
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     with (folder / "operator.log").open("w", encoding="utf-8") as file:
         setup("INFO", file)
-        return asyncio.run(_run(prepared, Options(folder, nodes, overrides.secrets), console, plain, story))
+        options = Options(folder, nodes, overrides.secrets)
+        return asyncio.run(_run(prepared, options, console, plain, story, page))
 
 
-async def _run(prepared: Prepared, options: Options, console: Console, plain: bool, story: tuple[Fault, ...]) -> int:
+async def _run(
+    prepared: Prepared, options: Options, console: Console, plain: bool, story: tuple[Fault, ...], page: bool
+) -> int:
     changed = asyncio.Event()
     local = LocalRun(prepared, options, changed.set)
     try:
-        return await _play(local, prepared, options, console, plain, story, changed)
+        async with _page(options.out, console) if page else contextlib.nullcontext():
+            return await _play(local, prepared, options, console, plain, story, changed)
     finally:
         local.close()
+
+
+@contextlib.asynccontextmanager
+async def _page(out: Path, console: Console) -> AsyncIterator[None]:
+    """Serve a page about this run and the others of this machine, and print its address."""
+    from everstep_local.run import page  # noqa: PLC0415  # it loads a template engine, which most runs do not need
+
+    async with page.served(page.LocalJobs(RUNS), page.key_of(out), 0) as address:
+        console.print(f"page: {address}", highlight=False, markup=False, soft_wrap=True)
+        yield
 
 
 async def _play(
@@ -225,7 +241,13 @@ class Handlers:
             "suspend": self.suspend,
         }
         refusing = {verb: self._unless_ended(handler) for verb, handler in changing.items()}
-        return {"status": self.status, "events": self.events, "logs": self.logs, **refusing}
+        reading: dict[str, Handler] = {
+            "status": self.status,
+            "events": self.events,
+            "history": self.history,
+            "logs": self.logs,
+        }
+        return {**reading, **refusing}
 
     def _unless_ended(self, handler: Handler) -> Handler:
         async def refuse_or_do(request: dict[str, Any]) -> AsyncIterator[Answer]:
@@ -273,6 +295,9 @@ class Handlers:
         view = self._local.view()
         rows = event_rows(self._local.history, view.began) if view is not None else []
         yield {"events": [asdict(row) for row in rows]}
+
+    async def history(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
+        yield {"entries": [encode(entry) for entry in thinned(self._local.history, STEPS_SHOWN)]}
 
     async def delete_job(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         await _kube(self._local.delete_job())

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from everstep.cli.printing import say_error
+from everstep.jobs.history import Entry, EventSeen, History, HistoryError, decode, thinned
 from everstep.jobs.source import RUNS, JobError, NoSuchJob, Run, RunEnded
 from everstep.jobs.view import EventRow, View, moment
 from everstep_local.run import control
-from everstep_local.run.history import Entry, EventSeen, History, HistoryError
 from everstep_operator.kube.wire import micro_time
 
 STATUS, HISTORY, LOGS, JOB = "status.json", "history.jsonl", "logs", "trainingjob.json"
 PROGRAM, PRINTED = "program", "printed.txt"  # of a run that `start` began
 START_SECONDS, START_POLL_SECONDS = 120.0, 0.1
 LAST_LINES = 20
+STEPS_SHOWN = 3000  # step reports of a history that is sent or drawn
 _started: list[subprocess.Popen[bytes]] = []  # children of this process
 
 
@@ -46,13 +47,22 @@ def ended(out: str | None, runs: str = RUNS) -> list[Run]:
         if not (Path(out) / STATUS).is_file():
             raise JobError(f"{out} has no {STATUS}: it is no folder of a run that has ended")
         return [EndedRun(Path(out), _load(Path(out)).job)]
-    left: list[tuple[float, Run]] = []
+    left, problems = kept_runs(runs)
+    for problem in problems:
+        say_error(f"note: {problem}")
+    return list(left)
+
+
+def kept_runs(runs: str) -> tuple[list[EndedRun], list[str]]:
+    """What all runs left under `runs`, newest first, and of those whose status cannot be read why."""
+    left: list[tuple[float, EndedRun]] = []
+    problems: list[str] = []
     for file in Path(runs).glob(f"*/{STATUS}"):
         try:
             left.append((file.stat().st_mtime, EndedRun(file.parent, _load(file.parent).job)))
         except (JobError, OSError) as e:
-            say_error(f"note: {e}")
-    return [run for _, run in sorted(left, key=lambda each: -each[0])]
+            problems.append(str(e))
+    return [run for _, run in sorted(left, key=lambda each: -each[0])], problems
 
 
 def start(job: Mapping[str, Any], files: Mapping[str, str], runs: str) -> Run:
@@ -157,6 +167,13 @@ class LiveRun:
         del job
         return [EventRow(**row) for row in self._ask("events")["events"]]
 
+    def history(self) -> list[Entry]:
+        """What was seen so far, with some of the step reports."""
+        try:
+            return [decode(line) for line in self._ask("history")["entries"]]
+        except HistoryError as e:
+            raise JobError(f"the history of {self.title} cannot be read: {e}") from e
+
     def objects(self, job: str) -> dict[str, Any]:
         if self.folder is None:
             self.view(job)
@@ -236,10 +253,17 @@ class EndedRun:
         return _load(self.folder)
 
     def events(self, job: str) -> list[EventRow]:
+        return event_rows(self._history(), self.view(job).began)
+
+    def history(self) -> list[Entry]:
+        """What was seen, with some of the step reports."""
+        return thinned(self._history(), STEPS_SHOWN)
+
+    def _history(self) -> History:
         try:
-            return event_rows(History.load(self.folder / HISTORY), self.view(job).began)
+            return History.load(self.folder / HISTORY)
         except (OSError, HistoryError) as e:
-            raise JobError(f"the events of this run cannot be read: {e}") from e
+            raise JobError(f"what was seen of this run cannot be read: {e}") from e
 
     def objects(self, job: str) -> dict[str, Any]:
         del job

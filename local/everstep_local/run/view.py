@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from everstep.jobs.history import StepSeen
 from everstep.jobs.view import DELETED, EVENTS, EventRow, View, WorkerRow, observed, of_status, with_bounds
-from everstep_local.run.history import StepSeen
 from everstep_operator.controller import observe
 from everstep_operator.kube.wire import Pod, Unstructured
 

@@ -26,7 +26,7 @@ USAGE, INTERRUPTED = 2, 130
 # Entry points of modules that have `COMMANDS`, as `OWN`: by name a module, which has `app`, and `EXPECTED`: errors of
 # the user's input, whose text says what is wrong.
 GROUP = "everstep.commands"
-LOCAL = ("run", "start", "plan", "render", "bench")
+LOCAL = ("run", "start", "ui", "plan", "render", "bench")
 _OF_JOBS = ("list", "status", "logs", "events", "scale", "suspend", "resume", "delete", "kill")
 OWN = {
     **dict.fromkeys(_OF_JOBS, "everstep.cli.jobs.commands"),

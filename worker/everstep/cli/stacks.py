@@ -29,7 +29,7 @@ def stacks(job: Job = None, namespace: Namespace = None, context: Context = None
             say(json.dumps(answer))
     else:
         for answer in answers:
-            say(f"{head(answer)}: {_is(answer)}")
+            say(f"{head(answer)}: {state_of(answer)}")
         for answer in answers:
             if answer.get("stacks"):
                 say(f"\n--- {head(answer)}\n{answer['stacks'].rstrip()}")
@@ -37,7 +37,7 @@ def stacks(job: Job = None, namespace: Namespace = None, context: Context = None
         raise typer.Exit(1)
 
 
-def _is(answer: Answer) -> str:
+def state_of(answer: Answer) -> str:
     """`step 17, waits in all_reduce of 1 tensor for 12 s, at train.py:31 in main`."""
     if "error" in answer:
         return str(answer["error"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.client import manifest, program
+from everstep.client.commits import commits
 from everstep.client.errors import ClusterUnavailable, InvalidRequest, JobFailed, WaitTimeout, translated
 from everstep.client.shapes import STATUSES, Checkpoint, Event, Job, Rows
 from everstep.jobs.source import (
@@ -214,7 +215,7 @@ class TrainingClient:
         url = (spec.get("checkpoint") or {}).get("url")
         if not url:
             raise InvalidRequest(f"job {name} has no spec.checkpoint.url: it commits nothing that could be listed")
-        return _commits(url)
+        return commits(url)
 
     # How jobs are found and waited for.
 
@@ -309,25 +310,3 @@ def _worker_of(view: View, rank: int) -> int:
         if known
         else "no ranks are known of this job: give worker="
     )
-
-
-def _commits(url: str) -> Rows[Checkpoint]:
-    try:
-        from everstep.checkpoint.errors import CheckpointError  # noqa: PLC0415
-        from everstep.checkpoint.retention.catalog import Catalog  # noqa: PLC0415
-        from everstep.storage import StorageError, open_for_command  # noqa: PLC0415
-    except ImportError as e:
-        raise InvalidRequest(f"the package {e.name} is missing: pip install 'everstep[worker]'") from None
-    try:
-        commits = Catalog(open_for_command(url)).list()
-    except ImportError as e:
-        raise InvalidRequest(f"the package {e.name} is missing, which reads {url}: install it here") from None
-    except (CheckpointError, StorageError) as e:
-        raise ClusterUnavailable(f"the store of the commits cannot be read from here: {e}") from None
-    return Rows(
-        Checkpoint(
-            each.step, each.n, url, each.at, each.world_size, each.bytes, each.pinned, not each.missing, each.tags,
-            each.metrics,
-        )
-        for each in commits
-    )  # fmt: skip

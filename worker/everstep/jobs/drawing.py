@@ -12,12 +12,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from everstep_local.run.timeline import Segment, State, Timeline
+from everstep.jobs.timeline import Segment, State, Timeline
 
 WIDTH, LEFT, RIGHT = 960, 104, 24  # pixels
 LANE, GAP, PLOT = 26, 8, 96
 COLOURS = {State.STARTING: "#f2b134", State.TRAINING: "#2b7bba"}
-FAULT, BAND, INK, PALE = "#c8352b", "#f6dcd9", "#22272e", "#d7dce2"
+FAULT, BAND, INK, PALE, PAPER = "#c8352b", "#f6dcd9", "#22272e", "#d7dce2", "#ffffff"
+# A page that has the drawing in it may give these classes other colours, for a dark screen.
+CLASSES = {
+    COLOURS[State.STARTING]: "starting", COLOURS[State.TRAINING]: "training", FAULT: "fault", BAND: "band",
+    INK: "ink", PALE: "pale", PAPER: "paper",
+}  # fmt: skip
+# Distances of ticks, in seconds; beyond the last one, days.
+TICKS = (0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200)
 MAX_POINTS = 600  # of the loss curve: more than its pixels
 BAR = {State.STARTING: "░", State.TRAINING: "█"}
 
@@ -43,10 +50,11 @@ class _Drawing:
         loss_top = world_top + PLOT // 2 + 30
         height = loss_top + PLOT + 44
         parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+            f'height="{height}" '
             'font-family="ui-sans-serif, system-ui, sans-serif" font-size="12">',
             f"<title>{_escape(title)}</title>",
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            f'<rect width="{WIDTH}" height="{height}" {_fill(PAPER)}/>',
             _text(16, 26, title, size=16, weight="600"),
             *self._legend(),
             *self._bands(loss_top + PLOT),
@@ -67,7 +75,7 @@ class _Drawing:
             (BAND, "no step is taken"),
             (FAULT, "what was done, and pods that died"),
         ):
-            yield f'<rect x="{at}" y="38" width="12" height="12" fill="{colour}"/>'
+            yield f'<rect x="{at}" y="38" width="12" height="12" {_fill(colour)}/>'
             yield _text(at + 17, 48, text)
             at += 34 + 7 * len(text)
 
@@ -76,7 +84,7 @@ class _Drawing:
             begin, end = self.x(span.begin), self.x(span.end)
             width = max(end - begin, 1.0)
             height = bottom - self.top + 4
-            yield f'<rect x="{begin}" y="{self.top - 4}" width="{width:.1f}" height="{height}" fill="{BAND}"/>'
+            yield f'<rect x="{begin}" y="{self.top - 4}" width="{width:.1f}" height="{height}" {_fill(BAND)}/>'
             label = f"{span.reason} {span.end - span.begin:.1f} s"
             yield _text(begin + width / 2, bottom - 6, label, anchor="middle", colour=FAULT)
 
@@ -84,7 +92,7 @@ class _Drawing:
         for row, worker in enumerate(self.lanes):
             top = self.top + row * (LANE + GAP)
             yield _text(16, top + LANE / 2 + 4, f"worker {worker}")
-            yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + LANE}" y2="{top + LANE}" stroke="{PALE}"/>'
+            yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + LANE}" y2="{top + LANE}" {_stroke(PALE)}/>'
             segments = self.timeline.lanes[worker]
             for segment in segments:
                 yield self._bar(segment, top)
@@ -97,19 +105,19 @@ class _Drawing:
         tip = f"{segment.pod}: {segment.state} {segment.begin:.2f} s to {segment.end:.2f} s {segment.ended}".strip()
         return (
             f'<rect x="{begin}" y="{top + 2}" width="{max(end - begin, 1):.1f}" height="{LANE - 4}" rx="2" '
-            f'fill="{COLOURS[segment.state]}"><title>{_escape(tip)}</title></rect>'
+            f"{_fill(COLOURS[segment.state])}><title>{_escape(tip)}</title></rect>"
         )
 
     def _cross(self, segment: Segment, y: float) -> str:
         x = self.x(segment.end)
-        return f'<path d="M{x - 5} {y - 5} l10 10 m0 -10 l-10 10" stroke="{FAULT}" stroke-width="2.5" fill="none"/>'
+        return f'<path d="M{x - 5} {y - 5} l10 10 m0 -10 l-10 10" {_stroke(FAULT)} stroke-width="2.5" fill="none"/>'
 
     def _faults(self, bottom: int) -> Iterable[str]:
         for number, action in enumerate(self.timeline.actions):
             at = self.x(action.at)
             y = self.top - 10 - 13 * (number % 2)
             anchor = "end" if at > WIDTH * 0.7 else "start"
-            yield f'<line x1="{at}" x2="{at}" y1="{y + 3}" y2="{bottom}" stroke="{FAULT}" stroke-dasharray="3 3"/>'
+            yield f'<line x1="{at}" x2="{at}" y1="{y + 3}" y2="{bottom}" {_stroke(FAULT)} stroke-dasharray="3 3"/>'
             yield _text(at, y, action.text, anchor=anchor, colour=FAULT, weight="600")
 
     def _world(self, top: int) -> Iterable[str]:
@@ -126,7 +134,7 @@ class _Drawing:
         if corners:
             corners.append((self.x(self.seconds), corners[-1][1]))
             yield _line(corners, COLOURS[State.TRAINING])
-        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + height}" y2="{top + height}" stroke="{PALE}"/>'
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + height}" y2="{top + height}" {_stroke(PALE)}/>'
 
     def _loss(self, top: int) -> Iterable[str]:
         yield _text(16, top + PLOT / 2 - 4, "loss")
@@ -146,14 +154,14 @@ class _Drawing:
             yield _text(LEFT - 6, top + PLOT, f"{10**low:.3g}", anchor="end", size=10)
 
     def _axis(self, bottom: int) -> Iterable[str]:
-        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}" stroke="{INK}"/>'
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}" {_stroke(INK)}/>'
         step = _tick(self.seconds)
         for number in range(int(self.seconds // step) + 1):
             at = number * step
-            yield f'<line x1="{self.x(at)}" x2="{self.x(at)}" y1="{bottom}" y2="{bottom + 5}" stroke="{INK}"/>'
-            yield _text(self.x(at), bottom + 18, f"{at:g} s", anchor="middle")
+            yield f'<line x1="{self.x(at)}" x2="{self.x(at)}" y1="{bottom}" y2="{bottom + 5}" {_stroke(INK)}/>'
+            yield _text(self.x(at), bottom + 18, duration(at), anchor="middle")
         for at, _ in self.timeline.commits:
-            yield f'<circle cx="{self.x(at)}" cy="{bottom}" r="2.5" fill="{INK}"/>'
+            yield f'<circle cx="{self.x(at)}" cy="{bottom}" r="2.5" {_fill(INK)}/>'
         yield _text(LEFT, bottom + 36, "● a commit", size=10)
 
 
@@ -183,21 +191,36 @@ def _escape(value: str) -> str:
 
 
 def _tick(seconds: float) -> float:
-    """The distance of about eight ticks: 1, 2 or 5 times a power of ten."""
+    """The distance of about eight ticks, in seconds."""
     rough = seconds / 8
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * f for f in (1, 2, 5, 10) if power * f >= rough)
+    return next((tick for tick in TICKS if tick >= rough), math.ceil(rough / 86_400) * 86_400)
+
+
+def duration(seconds: float) -> str:
+    """`1.5 s`, `90 s`, `15 min`, `3 h`, `2 d`: in the largest unit of which it is a whole number."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def _fill(colour: str) -> str:
+    return f'fill="{colour}" class="fill-{CLASSES[colour]}"'
+
+
+def _stroke(colour: str) -> str:
+    return f'stroke="{colour}" class="stroke-{CLASSES[colour]}"'
 
 
 def _line(points: Sequence[tuple[float, float]], colour: str) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+    return f'<polyline points="{path}" fill="none" {_stroke(colour)} stroke-width="1.5"/>'
 
 
 def _text(
     x: float, y: float, value: str, *, anchor: str = "start", colour: str = INK, size: int = 12, weight: str = "400"
 ) -> str:
     return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}">'
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" {_fill(colour)} font-size="{size}" font-weight="{weight}">'
         f"{_escape(value)}</text>"
     )

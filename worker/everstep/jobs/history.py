@@ -7,6 +7,8 @@ saw it, in seconds since its beginning. Two sources of one event stay two entrie
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,6 +119,29 @@ class History:
     def load(cls, path: Path) -> History:
         """Raises `HistoryError` for a line that is no entry, `OSError` where the file cannot be read."""
         return cls(decode(line, f"{path}:{n}") for n, line in enumerate(path.read_text("utf-8").splitlines(), 1))
+
+
+def thinned(entries: Iterable[Entry], most: int) -> list[Entry]:
+    """The entries with about `most` of the step reports. Those from which a timeline takes its lanes and spans stay: of
+    each pod and round the last one, and the first two after a change of the status."""
+    every = list(entries)
+    steps = sum(isinstance(e, StepSeen) for e in every)
+    if steps <= most:
+        return every
+    kept: set[int] = set()
+    last: dict[tuple[str, int], int] = {}
+    after: Counter[tuple[str, int]] = Counter()  # reports since the status changed
+    for index, entry in enumerate(every):
+        if isinstance(entry, StepSeen):
+            member = entry.pod, entry.round
+            last[member] = index
+            after[member] += 1
+            if after[member] > 2 and index % math.ceil(steps / most):
+                continue
+        elif isinstance(entry, StatusSeen):
+            after.clear()
+        kept.add(index)
+    return [every[index] for index in sorted(kept.union(last.values()))]
 
 
 def encode(entry: Entry) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from everstep_local.run.history import ActionTaken, Entry, PodSeen, StatusSeen, StepSeen
+from everstep.jobs.history import ActionTaken, Entry, PodSeen, StatusSeen, StepSeen
 
 T = TypeVar("T")
 

@@ -1,0 +1,232 @@
+"""Prepares what the templates show of a job. Pure: from views, records and histories to texts and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from everstep.jobs.costs import PENDING, STATES, seconds_by_state
+from everstep.jobs.timeline import Timeline
+from everstep.jobs.view import View, age, ended, moment
+from everstep_operator.page.model import Listed
+
+GOOD = frozenset(["Running", "Complete", "training", "Succeeded"])
+BAD = frozenset(["Failed", "Deleted"])
+STAGES = {
+    "detectMs": ("detect", "from the fault until it was noticed"),
+    "rendezvousMs": ("form", "from the notice to the new round"),
+    "restoreMs": ("restore", "reading the training state"),
+    "firstStepMs": ("first step", "from the restored state to the next step"),
+}
+NONE = "–"
+LANES = 64  # workers that are drawn
+WIDTH = 1000  # of a bar, in its own units
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a bar. `kind` names its colour in page.css."""
+
+    kind: str
+    name: str
+    seconds: float
+    share: str
+    meaning: str
+    x: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    at: str
+    cause: str
+    worker: str
+    node: str
+    rung: str
+    lost_steps: str
+    seconds: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """What is lost if all workers are killed now. `steps` and `seconds` are None where the status does not say."""
+
+    steps: int | None
+    seconds: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A job in the list of all."""
+
+    key: str
+    name: str
+    where: str
+    status: str
+    kind: str
+    message: str
+    workers: str
+    step: str
+    goodput: str
+    committed: str
+    commit_age: str
+    restarts: int
+    age: str
+
+
+def fleet(jobs: Iterable[Listed], text: str, status: str, now: datetime) -> list[Row]:
+    """The jobs whose name, namespace or run has this text, and which have this status; those that go on first, and
+    among them the newest. Empty: any."""
+    wanted = text.casefold()
+    chosen = [
+        each
+        for each in jobs
+        if (not status or each.view.status == status)
+        and (not wanted or any(wanted in part.casefold() for part in (each.view.job, each.where)))
+    ]
+    chosen.sort(key=lambda each: each.view.began, reverse=True)
+    chosen.sort(key=lambda each: ended(each.view.raw_status) or each.view.status == "Deleted")
+    return [_row(each, now) for each in chosen]
+
+
+def _row(each: Listed, now: datetime) -> Row:
+    view = each.view
+    total = f" of {view.total_steps}" if view.total_steps is not None else ""
+    end = _end(view) or now
+    return Row(
+        key=each.key,
+        name=view.job,
+        where=each.where,
+        status=view.status,
+        kind=kind(view.status),
+        message=view.notice or view.message,
+        workers=f"{view.ready} of {view.wanted}",
+        step=f"{shown(view.step)}{total}",
+        goodput=view.goodput or NONE,
+        committed=shown(view.committed),
+        commit_age=age(committed_at(view), end) or NONE,
+        restarts=view.restarts,
+        age=age(view.began, now) or NONE,
+    )
+
+
+def kind(word: str) -> str:
+    """Of a status or a worker's state: good, bad, or wait."""
+    return "good" if word in GOOD else "bad" if word in BAD else "wait"
+
+
+def shown(value: object) -> str:
+    return NONE if value is None or value == "" else str(value)
+
+
+def committed_at(view: View) -> str:
+    """RFC 3339; empty if nothing is committed."""
+    return str((view.raw_status.get("checkpoint") or {}).get("committedAt") or "")
+
+
+def _end(view: View) -> datetime | None:
+    """When the job was over; None while it goes on."""
+    if not ended(view.raw_status) and view.status != "Deleted":
+        return moment(view.as_of)
+    return moment(str(view.raw_status.get("completionTime") or "")) or moment(view.as_of)
+
+
+def risk(view: View, now: datetime) -> Risk | None:
+    """None: the job is over, or takes no steps that could be lost."""
+    if ended(view.raw_status) or view.as_of or view.step is None:
+        return None
+    if view.committed is None:
+        began = moment(view.began)
+        seconds = None if began is None else max(0.0, (now - began).total_seconds())
+        return Risk(view.step, seconds, f"all {view.step} steps: nothing is committed")
+    steps = max(0, view.step - view.committed)
+    at = moment(committed_at(view))
+    seconds = None if at is None else max(0.0, (now - at).total_seconds())
+    since = "" if seconds is None else f", {span(seconds)} of training"
+    return Risk(steps, seconds, f"{steps} steps{since}" if steps else "nothing: the last step is committed")
+
+
+def span(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `5 min 3 s`, `3 h 5 min`, `2 d 4 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def goodput(view: View, now: datetime) -> tuple[Part, ...]:
+    """The seconds of the job's active life by state; none where the status has none."""
+    if not view.raw_status.get("stateSeconds"):
+        return ()
+    seconds = seconds_by_state(view, now)
+    meanings = {**STATES, PENDING: "what it was shows with the next report, loss or status"}
+    return _parts([(state, state, float(seconds[state]), meanings[state]) for state in meanings])
+
+
+def _parts(values: Sequence[tuple[str, str, float, str]]) -> tuple[Part, ...]:
+    total = sum(seconds for _, _, seconds, _ in values)
+    parts: list[Part] = []
+    x = 0.0
+    for colour, name, seconds, meaning in values:
+        width = WIDTH * seconds / total if total else 0.0
+        share = f"{100 * seconds / total:.1f} %" if total else NONE
+        parts.append(Part(colour, name, seconds, share, meaning, round(x, 2), round(width, 2)))
+        x += width
+    return tuple(parts)
+
+
+def recoveries(view: View) -> list[Recovery]:
+    """The newest first. A status remembers ten."""
+    return [_recovery(record) for record in view.raw_status.get("recoveries") or ()]
+
+
+def _recovery(record: Mapping[str, Any]) -> Recovery:
+    known = [
+        (name.replace(" ", "-"), name, int(record[key]) / 1000, meaning)
+        for key, (name, meaning) in STAGES.items()
+        if record.get(key) is not None
+    ]
+    return Recovery(
+        at=str(record.get("at") or ""),
+        cause=shown(record.get("cause")),
+        worker=shown(record.get("worker")),
+        node=shown(record.get("node")),
+        rung=shown(record.get("rung")),
+        lost_steps=shown(record.get("lostSteps")),
+        seconds=span(sum(seconds for _, _, seconds, _ in known)) if known else NONE,
+        parts=_parts(known),
+    )
+
+
+def size(value: int) -> str:
+    """`1.2 GiB`."""
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def lanes(timeline: Timeline) -> tuple[Timeline, int]:
+    """The timeline with at most `LANES` workers, those that lost a pod first, and how many were left out."""
+    if len(timeline.lanes) <= LANES:
+        return timeline, 0
+    lost = [w for w, parts in timeline.lanes.items() if any(part.ended in ("Failed", "Deleted") for part in parts)]
+    chosen = sorted([*lost, *(w for w in timeline.lanes if w not in set(lost))][:LANES])
+    kept = {worker: timeline.lanes[worker] for worker in chosen}
+    return replace(timeline, lanes=kept), len(timeline.lanes) - len(kept)
+
+
+def utc(text: str) -> str:
+    """`2026-11-30 06:26:12` in UTC of an RFC 3339 text; the text itself if it names no time."""
+    parsed = moment(text)
+    return text if parsed is None else parsed.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")

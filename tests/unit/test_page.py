@@ -1,0 +1,327 @@
+"""The page over HTTP: what it shows of a run's folder, to whom, and what no text of a job can do."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from everstep.jobs.history import ActionTaken, Entry, EventSeen, History, PodSeen, StatusSeen, StepSeen, thinned
+from everstep.jobs.timeline import build
+from everstep.jobs.view import View, WorkerRow, of_status
+from everstep_local.run.page import LocalJobs, key_of, served
+from everstep_operator.page import rows
+from everstep_operator.page.links import LinkAccess
+from everstep_operator.page.model import Detail, Fleet, JobUnknown, Listed, May, Stack, Unavailable
+from everstep_operator.page.server import AT_ONCE, FOLDER, HEADERS, Page, server
+from support.page.html import active_parts, parsed, table, words
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }} </title></svg>\x1b[31m\u202e"
+BEGAN = "2026-11-30T06:00:00+00:00"
+STATUS: dict[str, Any] = {
+    "conditions": [
+        {"type": "Ready", "status": "False", "reason": "Failed", "message": EVIL},
+        {"type": "Failed", "status": "True", "reason": "Failed", "message": EVIL},
+    ],
+    "startTime": BEGAN,
+    "completionTime": "2026-11-30T06:10:00Z",
+    "progress": {"step": 70, "totalSteps": 100, "metrics": {EVIL: EVIL}, "straggler": EVIL},
+    "checkpoint": {"lastCommittedStep": 60, "committedAt": "2026-11-30T06:09:00Z"},
+    "goodput": "50%",
+    "stateSeconds": {"productive": 300, "replay": 60, "detect": 30, "form": 90, "restore": 60, "wait": 60},
+    "recoveries": [
+        {
+            "at": "2026-11-30T06:05:00Z", "cause": EVIL, "worker": 1, "node": EVIL, "rung": "recreate",
+            "detectMs": 500, "rendezvousMs": 1500, "restoreMs": 2000, "firstStepMs": 1000, "lostSteps": 9,
+        }
+    ],
+    "failure": {"cause": "Error", "message": EVIL, "pod": EVIL, "node": EVIL, "logLines": [EVIL, "last line"]},
+}  # fmt: skip
+
+
+def run_folder(folder: Path, status: dict[str, Any] = STATUS, text: str = EVIL) -> Path:
+    """What a run leaves, with a text of somebody else wherever there can be one."""
+    folder.mkdir(parents=True)
+    worker = WorkerRow(0, text, text, text, 0, 70, 0, None, 3 * 2**20)
+    view = replace(of_status("digits", status, [worker], ()), began=BEGAN, rehearsed=text, notice=text)
+    (folder / "status.json").write_text(json.dumps(view.to_json()))
+    history: list[Entry] = [
+        StatusSeen(0.0, "Pending", text, 0, 0),
+        PodSeen(0.5, text, 0, 1, text, "Running"),
+        StepSeen(3.0, text, 0, 0, 2, 1, 2.0, 1),
+        StatusSeen(3.1, "Running", text, 1, 2, 20),
+        ActionTaken(5.0, text, 1),
+        EventSeen(5.2, "Warning", text, text),
+        PodSeen(6.0, text, 0, 1, text, "Failed"),
+        StatusSeen(6.1, text, text, 2, 2, 60),
+    ]
+    History(history).save(folder / "history.jsonl")
+    return folder
+
+
+@asynccontextmanager
+async def reader(page: Page, access: LinkAccess) -> AsyncIterator[ClientSession]:
+    """A reader that has opened the address with the token."""
+    async with server(page, "127.0.0.1", 0) as listener, ClientSession(f"http://127.0.0.1:{listener.port}") as session:
+        # aiohttp keeps no cookies of an address without a name.
+        async with session.get("/", params={"token": access.token}, allow_redirects=False) as answer:
+            assert answer.status == 303
+            cookies = {name: morsel.value for name, morsel in answer.cookies.items()}
+            assert all(morsel["httponly"] and morsel["samesite"] == "Strict" for morsel in answer.cookies.values())
+        session.headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        yield session
+
+
+@asynccontextmanager
+async def of_runs(folder: Path) -> AsyncIterator[ClientSession]:
+    access = LinkAccess()
+    async with reader(Page(LocalJobs(str(folder)), access, "this machine"), access) as session:
+        yield session
+
+
+async def test_every_text_of_a_job_is_shown_as_text_and_can_run_nothing(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / EVIL.replace("/", ""))
+    async with of_runs(tmp_path / "runs") as session:
+        async with session.get("/") as answer:
+            fleet = parsed(await answer.text())
+        async with session.get(f"/jobs/{key_of(folder)}".replace("#", "%23")) as answer:
+            job = parsed(await answer.text())
+    assert not [*active_parts(fleet), *active_parts(job)]
+    shown = " ".join(EVIL.split()).replace("\x1b", "\ufffd").replace("\u202e", "\ufffd")
+    assert shown in words(fleet), "the message is in the list of jobs"
+    for section in ("failure", "recoveries", "workers", "events", "conditions"):
+        assert shown in words(next(e for e in job.iter("section") if e.get("aria-labelledby") == section)), section
+    assert "alert(1)" in words(next(job.iter("svg")))
+    assert "49" not in words(job).split(), "no template in a text is carried out"
+
+
+async def test_job_shows_what_the_commands_print(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "digits-1", text="calm")
+    async with of_runs(tmp_path / "runs") as session, session.get(f"/jobs/{key_of(folder)}") as answer:
+        document = parsed(await answer.text())
+    facts = {
+        words(each.find("dt")): words(each.find("dd")) for each in document.iter("div") if each.find("dt") is not None
+    }
+    assert (facts["Step"], facts["Goodput"], facts["Last commit"]) == ("70 of 100", "50%", "step 60")
+    assert "Lost if killed now" not in facts, "it is over"
+    assert [row[:3] for row in table(document, "goodput")] == [
+        ["productive", "5 min", "50.0 %"],
+        ["replay", "1 min", "10.0 %"],
+        ["detect", "30 s", "5.0 %"],
+        ["form", "1 min 30 s", "15.0 %"],
+        ["restore", "1 min", "10.0 %"],
+        ["wait", "1 min", "10.0 %"],
+    ]
+    ((at, _, worker, _, rung, took, stages, lost),) = table(document, "recoveries")
+    assert (at, worker, rung, took, lost) == ("2026-11-30 06:05:00 UTC", "1", "recreate", "5.0 s", "9")
+    assert stages.endswith("detect 0.5 s, form 1.5 s, restore 2.0 s, first step 1.0 s")
+    assert [row[0] for row in table(document, "events")] == ["2026-11-30 06:00:05 UTC"]
+    drawn = words(next(document.iter("svg")))
+    assert "worker 0" in drawn
+    assert "calm" in drawn
+
+
+async def test_without_the_token_and_under_a_foreign_name_nothing_is_answered(tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "digits-1", text="calm")
+    async with served(LocalJobs(str(tmp_path / "runs")), None, 0) as address, ClientSession() as session:
+        base, _, token = address.partition("?token=")
+        rebound = {"Host": "evil.example"}
+        for url, headers in ((base, {}), (f"{base}?token=x", {}), (f"{base}jobs/a", {}), (address, rebound)):
+            async with session.get(url, headers=headers, allow_redirects=False) as answer:
+                assert answer.status == 403
+                assert "digits" not in await answer.text()
+                assert answer.headers.items() >= HEADERS.items()
+                assert token not in await answer.text()
+        async with session.get(f"{base}/evil.example?token={token}", allow_redirects=False) as answer:
+            assert answer.headers["Location"] == "/evil.example", "no other host"
+
+
+async def test_every_link_leads_somewhere_and_what_is_not_there_is_said(tmp_path: Path) -> None:
+    run_folder(tmp_path / "runs" / "digits-1")
+    async with of_runs(tmp_path / "runs") as session:
+        waiting, seen = ["/"], set()
+        while waiting:
+            path = waiting.pop()
+            seen.add(path)
+            async with session.get(path) as answer:
+                assert answer.status == 200, path
+                assert answer.headers.items() >= {**HEADERS, "Cache-Control": answer.headers["Cache-Control"]}.items()
+                if answer.content_type != "text/html":
+                    continue
+                document = parsed(await answer.text())
+            links = [e.get(name) for e in document.iter() for name in ("href", "src", "data-series") if e.get(name)]
+            waiting += [link for link in links if link not in seen and link not in waiting and not link.startswith("#")]
+        assert {path.split("/")[1] for path in seen} == {"", "jobs", "series", "static"}
+        async with session.post("/jobs/none") as answer:
+            assert answer.status == 405
+        for path in ("/nothing", "/static/../page.css", "/static/%2e%2e/server.py", "/jobs/none", "/stacks/none"):
+            async with session.get(path) as answer:
+                assert answer.status == 404, path
+                assert answer.headers.items() >= HEADERS.items()
+                parsed(await answer.text())
+
+
+def test_every_route_only_reads() -> None:
+    router = web.Application().router
+    Page(Given(), LinkAccess(), "test").add_to(router)
+    assert {route.method for route in router.routes()} == {"GET", "HEAD"}
+
+
+class Given:
+    """Jobs as a test gives them."""
+
+    def __init__(self, jobs: Sequence[Listed] = (), gate: asyncio.Event | None = None) -> None:
+        self.jobs, self.gate = jobs, gate
+
+    async def fleet(self, may: May) -> Fleet:
+        if self.gate is not None:
+            await self.gate.wait()
+        return Fleet(self.jobs, ["one run does not answer"])
+
+    async def detail(self, may: May, key: str) -> Detail:
+        for each in self.jobs:
+            if each.key == key:
+                return Detail(each, each.view.events)
+        raise JobUnknown(key)
+
+    async def stacks(self, may: May, key: str) -> Sequence[Stack]:
+        raise Unavailable("none of its processes can be asked")
+
+
+def many(count: int) -> list[Listed]:
+    start = datetime(2026, 11, 30, tzinfo=UTC)
+    return [
+        Listed(f"ns/j{n}", "ns", replace(View.unknown(f"j{n}"), began=(start + timedelta(seconds=n)).isoformat()))
+        for n in range(count)
+    ]
+
+
+async def test_many_jobs_are_shown_in_parts_and_those_that_are_meant_are_found() -> None:
+    access = LinkAccess()
+    ended = {"conditions": [{"type": "Complete", "status": "True"}]}
+    over = Listed("ns/old", "ns", replace(View.unknown("old"), status="Complete", raw_status=ended, began=BEGAN))
+    async with reader(Page(Given([over, *many(250)]), access, "test"), access) as session:
+
+        async def names(path: str) -> list[str]:
+            async with session.get(path) as answer:
+                return [words(row.find("th")) for row in list(parsed(await answer.text()).iter("tr"))[1:]]
+
+        first, second, third = await names("/"), await names("/?page=2"), await names("/?page=3&q=&status=")
+        assert [len(first), len(second), len(third)] == [100, 100, 51]
+        assert first[0] == "j249", "the newest first"
+        assert third[-1] == "old", "what has ended comes last"
+        assert await names("/?q=J24") == [
+            "j249",
+            "j248",
+            "j247",
+            "j246",
+            "j245",
+            "j244",
+            "j243",
+            "j242",
+            "j241",
+            "j240",
+            "j24",
+        ]
+        assert await names("/?status=Complete") == ["old"]
+        for odd in ("/?page=0", "/?page=99999999", "/?page=x", "/?q=%00%ff&status=%3Cb%3E"):
+            assert isinstance(await names(odd), list)
+
+
+async def test_requests_have_a_bound_in_number_and_in_time() -> None:
+    access, gate = LinkAccess(), asyncio.Event()
+    async with reader(Page(Given(gate=gate), access, "test", seconds=5), access) as session:
+        waiting = [asyncio.create_task(session.get("/")) for _ in range(AT_ONCE)]
+        async with asyncio.timeout(20):
+            while True:
+                async with session.get("/jobs/none") as answer:
+                    if answer.status == 503:
+                        break
+        assert answer.headers["Retry-After"] == "1"
+        gate.set()
+        assert [(await task).status for task in waiting] == [200] * AT_ONCE
+    async with reader(Page(Given(gate=asyncio.Event()), access, "test", seconds=0.2), access) as session:
+        async with session.get("/") as answer:
+            assert answer.status == 504
+        async with session.get("/stacks/ns/j") as answer:
+            assert answer.status == 503
+            assert "none of its processes can be asked" in await answer.text()
+
+
+def running(**status: Any) -> View:
+    return replace(of_status("j", {"progress": {"step": 70}, **status}, (), ()), began=BEGAN)
+
+
+def test_what_a_kill_would_cost_is_said_in_steps_and_seconds() -> None:
+    now = datetime(2026, 11, 30, 6, 10, tzinfo=UTC)
+    committed = {"lastCommittedStep": 60, "committedAt": "2026-11-30T06:09:00Z"}
+    assert rows.risk(running(checkpoint=committed), now) == rows.Risk(10, 60.0, "10 steps, 1 min of training")
+    assert rows.risk(running(), now) == rows.Risk(70, 600.0, "all 70 steps: nothing is committed")
+    same = {**committed, "lastCommittedStep": 70}
+    assert rows.risk(running(checkpoint=same), now) == rows.Risk(0, 60.0, "nothing: the last step is committed")
+    assert rows.risk(running(conditions=STATUS["conditions"]), now) is None
+    assert rows.risk(View.unknown("j"), now) is None, "it has taken no step"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.42, "0.4 s"), (12, "12 s"), (60, "1 min"), (303, "5 min 3 s"), (11_100, "3 h 5 min"), (187_200, "2 d 4 h")],
+)
+def test_spans_have_two_units_at_most(seconds: float, text: str) -> None:
+    assert rows.span(seconds) == text
+
+
+def test_timeline_of_many_workers_draws_those_that_lost_a_pod() -> None:
+    history = [PodSeen(n / 10, f"p{n}", n, 1, "n", "Running") for n in range(200)]
+    history += [PodSeen(30.0, "p150", 150, 1, "n", "Failed")]
+    shown, left_out = rows.lanes(build(history))
+    assert 150 in shown.lanes
+    assert (len(shown.lanes), left_out) == (rows.LANES, 200 - rows.LANES)
+
+
+def test_thinned_history_has_the_same_lanes_and_spans() -> None:
+    history: list[Any] = [StatusSeen(0.0, "Running", "", 1, 2), PodSeen(0.1, "a", 0, 1, "n", "Running")]
+    history += [StepSeen(1 + n / 100, "a", 0, 0, 2, n, 1.0, 1) for n in range(5000)]
+    history += [StatusSeen(51.2, "Recovering", "", 1, 2)]
+    history += [StepSeen(51.3 + n / 100, "a", 0, 0, 2, 5000 + n, 1.0, 1) for n in range(900)]
+    history += [StepSeen(61 + n / 100, "a", 0, 0, 1, 6000 + n, 1.0, 2) for n in range(3000)]
+    few = thinned(history, 500)
+    assert len(few) < 700
+    assert build(few).lanes == build(history).lanes
+    assert build(few).spans == build(history).spans
+    assert thinned(history[:100], 500) == history[:100]
+
+
+def test_files_of_others_are_as_their_packages_have_them() -> None:
+    vendor = FOLDER / "static/vendor"
+    listed = dict(
+        re.findall(r"^\| (\w+/\S+) \| `([0-9a-f]{64})` \|$", (vendor / "README.md").read_text(), re.MULTILINE)
+    )
+    there = {str(f.relative_to(vendor)): hashlib.sha256(f.read_bytes()).hexdigest() for f in vendor.glob("*/*")}
+    assert listed == there
+
+
+def test_operator_and_local_runs_load_nothing_of_the_page_while_it_is_off() -> None:
+    modules = "everstep_operator.main, everstep_local.run.commands, everstep_local.run.running"
+    script = f"import sys, {modules}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not [
+        name for name in loaded if name.startswith(("jinja2", "everstep_operator.page", "everstep_local.run.page"))
+    ]
+
+
+def test_view_is_read_back_from_a_folder() -> None:
+    view = running()
+    assert View.from_json(json.loads(json.dumps(asdict(view)))) == view
