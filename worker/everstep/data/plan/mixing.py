@@ -121,9 +121,6 @@ class MixedOrder:
                 out[here[now]] = self._order(k, epoch).take(within[now]) + self._firsts[k]
         return out
 
-    def at(self, position: int) -> int:
-        return int(self.take([position])[0])
-
     def _order(self, k: int, epoch: int) -> Order:
         if (order := self._orders.get((k, epoch))) is None:
             if len(self._orders) >= _KEPT:

@@ -132,10 +132,6 @@ class BlockOrder:
             todo = todo[~inside]
         return out
 
-    def at(self, position: int) -> int:
-        """The item at `position`."""
-        return int(self.take([position])[0])
-
     def _within(self, window: int, size: int) -> Permutation:
         if self._permutation is None or self._permutation[0] != window:
             self._permutation = window, Permutation(size, self._key + b"window" + window.to_bytes(8, "little"))
@@ -154,10 +150,6 @@ class Order(Protocol):
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The samples at one-dimensional `positions`, as int64. Raises IndexError outside [0, n)."""
-        ...
-
-    def at(self, position: int) -> int:
-        """The sample at one position."""
         ...
 
 
@@ -280,9 +272,6 @@ class _Identity:
             raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
         return wanted.copy()
 
-    def at(self, position: int) -> int:
-        return int(self.take([position])[0])
-
 
 class _Listed:
     def __init__(self, samples: Indices) -> None:
@@ -294,6 +283,3 @@ class _Listed:
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
             raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
         return self._samples[wanted]
-
-    def at(self, position: int) -> int:
-        return int(self.take([position])[0])

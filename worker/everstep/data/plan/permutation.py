@@ -1,8 +1,8 @@
 """A keyed permutation of [0, n) that is computed, not stored: O(1) memory for any n up to 2**48.
 
 It exists so that the order of an epoch is a function of (seed, epoch) alone, and any rank of any world size can begin
-anywhere in it. Knows nothing of datasets, epochs or torch. Invariants: a bijection on [0, n); the scalar and the
-vectorised form give identical values; the order is a stable format: another order is another `VERSION`.
+anywhere in it. Knows nothing of datasets, epochs or torch. Invariants: a bijection on [0, n); the
+order is a stable format: another order is another `VERSION`.
 
 Up to 256 items are a table, sorted by random words: each order is as likely as any other. Above that, an alternating
 Feistel network on the smallest power of two that holds n, its halves equal or one bit apart, made a permutation of
@@ -25,11 +25,10 @@ VERSION: Final = 1
 MAX_N: Final = 2**48
 ROUNDS: Final = 10  # statistics of 6 still differ from a random order, of 8 they do not
 TABLE_N: Final = 256  # a network on so few bits would need many more rounds to reach all orders equally
-_M1: Final = 0xFF51AFD7ED558CCD  # the multipliers of MurmurHash3's 64-bit finalizer
-_M2: Final = 0xC4CEB9FE1A85EC53
-_MASK: Final = 2**64 - 1
+_M1: Final = np.uint64(0xFF51AFD7ED558CCD)  # the multipliers of MurmurHash3's 64-bit finalizer
+_M2: Final = np.uint64(0xC4CEB9FE1A85EC53)
+_HALF: Final = np.uint64(32)  # bits
 _CHUNK: Final = 16384  # elements at a time: temporaries stay in the processor's cache
-_FEW: Final = 16  # below it, one by one is faster
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -38,7 +37,7 @@ _Words = npt.NDArray[np.uint64]
 class Permutation:
     """The permutation of [0, n) that `key` names. Two keys give unrelated orders; so do two n under one key."""
 
-    __slots__ = ("_keys", "_left", "_np_keys", "_right", "_table", "n")
+    __slots__ = ("_keys", "_left", "_right", "_table", "n")
 
     def __init__(self, n: int, key: bytes) -> None:
         if not 1 <= n <= MAX_N:
@@ -51,22 +50,7 @@ class Permutation:
         drawn = hashlib.shake_128(label + n.to_bytes(8, "little") + key).digest(8 * count)
         words = np.frombuffer(drawn, dtype="<u8").astype(np.uint64)
         self._table: Indices | None = np.argsort(words, kind="stable").astype(np.int64) if n <= TABLE_N else None
-        self._np_keys: tuple[np.uint64, ...] = tuple(words) if self._table is None else ()
-        self._keys = tuple(int(k) for k in self._np_keys)
-
-    def at(self, position: int) -> int:
-        """The item at `position`. Raises IndexError outside [0, n)."""
-        self._check(position)
-        if self._table is not None:
-            return int(self._table[position])
-        return self._walk(position, range(ROUNDS))
-
-    def position_of(self, item: int) -> int:
-        """The place of `item`: the inverse of `at`. Raises IndexError outside [0, n)."""
-        self._check(item)
-        if self._table is not None:
-            return int(np.flatnonzero(self._table == item)[0])
-        return self._walk(item, range(ROUNDS - 1, -1, -1))
+        self._keys: tuple[np.uint64, ...] = tuple(words) if self._table is None else ()
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The items at `positions` (any shape), as int64. Raises IndexError if one is outside [0, n)."""
@@ -78,63 +62,42 @@ class Permutation:
         flat = wanted.reshape(-1).view(np.uint64)
         out = np.empty(flat.shape, dtype=np.uint64)
         for start in range(0, flat.size, _CHUNK):
-            out[start : start + _CHUNK] = self._walk_all(flat[start : start + _CHUNK])
+            out[start : start + _CHUNK] = self._walk(flat[start : start + _CHUNK], range(ROUNDS))
         return out.view(np.int64).reshape(wanted.shape)
 
-    def _check(self, value: int) -> None:
-        if not 0 <= value < self.n:
-            raise IndexError(f"position {value} of a permutation of {self.n} items")
+    def position_of(self, item: int) -> int:
+        """The place of `item`: the inverse of `take`. Raises IndexError outside [0, n)."""
+        if not 0 <= item < self.n:
+            raise IndexError(f"item {item} of a permutation of {self.n} items")
+        if self._table is not None:
+            return int(np.flatnonzero(self._table == item)[0])
+        return int(self._walk(np.array([item], dtype=np.uint64), range(ROUNDS)[::-1])[0])
 
-    def _walk(self, value: int, rounds: range) -> int:
-        # It ends: the network is a bijection, so its cycle through `value` comes back to `value`, which is below n.
-        value = self._network(value, rounds)
-        while value >= self.n:
-            value = self._network(value, rounds)
-        return value
-
-    def _network(self, value: int, rounds: range) -> int:
-        left, right = value >> self._right, value & ((1 << self._right) - 1)
-        for i in rounds:
-            if i % 2 == 0:
-                left ^= _mix(right, self._keys[i]) >> (64 - self._left)
-            else:
-                right ^= _mix(left, self._keys[i]) >> (64 - self._right)
-        return left << self._right | right
-
-    def _walk_all(self, values: _Words) -> _Words:
+    def _walk(self, values: _Words, rounds: range) -> _Words:
+        # It ends: the network is a bijection, so the cycle through a value below n comes back to that value.
         n = np.uint64(self.n)
-        out = self._network_all(values)
+        out = self._network(values, rounds)
         outside = np.flatnonzero(out >= n)
-        while outside.size > _FEW:
-            again = self._network_all(out[outside])
+        while outside.size:
+            again = self._network(out[outside], rounds)
             out[outside] = again
             outside = outside[again >= n]
-        for i in outside:
-            value = int(out[i])
-            while value >= self.n:
-                value = self._network(value, range(ROUNDS))
-            out[i] = value
         return out
 
-    def _network_all(self, values: _Words) -> _Words:
+    def _network(self, values: _Words, rounds: range) -> _Words:
         width = np.uint64(self._right)
         left, right = values >> width, values & np.uint64((1 << self._right) - 1)
         mixed, high = np.empty_like(left), np.empty_like(left)
-        for i, key in enumerate(self._np_keys):
-            source, target, bits = (right, left, self._left) if i % 2 == 0 else (left, right, self._right)
-            np.add(source, key, out=mixed)
-            np.multiply(mixed, np.uint64(_M1), out=mixed)
-            np.right_shift(mixed, np.uint64(32), out=high)
+        halves = (right, left, np.uint64(64 - self._left)), (left, right, np.uint64(64 - self._right))
+        for i in rounds:
+            source, target, unused = halves[i % 2]
+            np.add(source, self._keys[i], out=mixed)
+            np.multiply(mixed, _M1, out=mixed)
+            np.right_shift(mixed, _HALF, out=high)
             np.bitwise_xor(mixed, high, out=mixed)
-            np.multiply(mixed, np.uint64(_M2), out=mixed)
-            np.right_shift(mixed, np.uint64(64 - bits), out=mixed)
+            np.multiply(mixed, _M2, out=mixed)
+            np.right_shift(mixed, unused, out=mixed)
             np.bitwise_xor(target, mixed, out=target)
         np.left_shift(left, width, out=left)
         np.bitwise_or(left, right, out=left)
         return left
-
-
-def _mix(half: int, key: int) -> int:
-    """64 well mixed bits of which the network takes the upper ones."""
-    mixed = (half + key) * _M1 & _MASK
-    return (mixed ^ mixed >> 32) * _M2 & _MASK
