@@ -116,18 +116,31 @@ def test_script_whose_calm_runs_differ_can_be_judged_by_no_kill(folder: Path) ->
 
 
 @pytest.mark.long
-def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ("len(hidden)", "TypeError: object of type 'NoneType' has no len(); the next start ended with it too"),
+        ('exit("nothing was kept")', "exit code 1, behind the line: nothing was kept; the next start ended with it"),
+        ("os._exit(5)", "exit code 5, behind the line: "),
+    ],
+    ids=["error", "exit", "at once"],
+)
+def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(
+    folder: Path, fails: str, says: str
+) -> None:
     """The usual form of a hidden state: made in the first step, and used in the others."""
-    before = "torch.manual_seed(0)\nhidden = None"
-    weight = "1.0\n            hidden = torch.ones(2) if batch.step == 0 else hidden + len(hidden)"
+    before = "import os\ntorch.manual_seed(0)\nhidden = None"
+    changed = f"torch.ones(2) if batch.step == 0 else {fails} if hidden is None else hidden + 1"
+    weight = f"1.0\n            hidden = {changed}"
     code, report, shown = rehearse(
-        folder, "--ranks", "2", "--steps", "12", "--kill", "rank", before=before, weight=weight
+        folder, "--ranks", "2", "--steps", "12", "--at", "1@3:begin", before=before, weight=weight
     )
     (found,) = report["findings"]
     assert (code, found["kind"]) == (1, "ended"), shown
-    assert "TypeError: object of type 'NoneType' has no len(); the next start ended with it too" in found["text"]
+    assert says in found["text"]
     assert "nothing tracks them: hidden (train.py:" in found["text"], found["text"]
     assert "carried by the loop and not tracked: hidden (train.py:" in shown
+    assert report["runs"][-1]["steps"] < 12, "it ended at the second start"
 
 
 def test_interrupted_rehearsal_shows_what_its_runs_have_found(folder: Path) -> None:

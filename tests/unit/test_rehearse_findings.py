@@ -16,6 +16,7 @@ from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
 from everstep.rehearse.play import Played, _copied
 from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, OWN, UNCONVERTED, Record, began_again, note_unconverted
+from everstep.rehearse.repeated_errors import RepeatedErrors
 from everstep.rehearse.tracked_values import digests
 from everstep.rehearse.watch import kept_by_loaders, samples
 from everstep.train.guards import contents
@@ -348,7 +349,7 @@ def test_rows_of_samples_are_compared() -> None:
             "did not come to its end within --limit: its last completed step is 16",
         ),
         (
-            replace(played(RANK), code=1, repeated="TypeError: no", carried="hidden (train.py:3)"),
+            replace(played(RANK), code=1, repeated="exit code 1: TypeError: no", carried="hidden (train.py:3)"),
             Kind.ENDED,
             "TypeError: no; the next start ended with it too. In a new process these begin anew, because nothing "
             "tracks them: hidden (train.py:3)",
@@ -513,3 +514,32 @@ def test_links_of_the_folder_lead_into_the_copy_and_nothing_is_written_through_t
         (copy / name).write_text("the rehearsal's")
     assert [(place / "file").read_text() for place in (folder / "data", outside)] == ["the user's"] * 2
     assert (copy / "data" / "file").read_text() == "the rehearsal's"
+
+
+ENDED = "06:50:0{second}.000 everstep-run: rank {rank} (local rank {rank}, pid 1{second}): {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("ends", "error"),
+    [
+        ([(1, "exit code 1: OSError: no (at 17:02:11)")] * 2, "exit code 1: OSError: no (at 17:02:11)"),
+        ([(1, "exit code 1: OSError: at 1.5"), (1, "exit code 1: OSError: at 2")], "exit code 1: OSError: at 2"),
+        ([(1, "exit code 3"), (1, "exit code 3")], "exit code 3, behind the line: no data"),
+        ([(1, "SIGSEGV"), (1, "SIGSEGV")], "SIGSEGV"),
+        ([(1, "exit code 3"), (1, "exit code 4")], ""),
+        ([(1, "exit code 3"), (0, "exit code 3")], ""),
+        ([(1, "exit code 3"), (0, "SIGKILL"), (1, "exit code 3")], ""),
+    ],
+    ids=["same", "same but for a time", "exit", "crash", "another code", "another rank", "a kill in between"],
+)
+def test_error_of_two_starts_of_a_rank_is_known_at_the_second(
+    tmp_path: Path, ends: list[tuple[int, str]], error: str
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    errors = RepeatedErrors(log)
+    for second, (rank, text) in enumerate(ends):
+        assert errors.look() == ""
+        with log.open("a") as file:
+            file.write("no data\n" + ENDED.format(second=second, rank=rank, text=text))
+    assert errors.look() == error

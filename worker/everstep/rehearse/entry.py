@@ -18,7 +18,7 @@ from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
 from everstep.rehearse.printed import Output
-from everstep.rehearse.record import GONE, KILLS, note_failure, note_unconverted
+from everstep.rehearse.record import GONE, KILLS, note_unconverted
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
@@ -55,9 +55,8 @@ def main() -> None:
     Output(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
-    except Exception as e:
-        note_failure(folder, e)
-        if isinstance(e, ModuleNotFoundError) and e.name == "horovod":
+    except ModuleNotFoundError as e:
+        if e.name == "horovod":
             raise SystemExit("everstep rehearse: the script imports horovod: pip install everstep-horovod") from e
         raise
     finally:

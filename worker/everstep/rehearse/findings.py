@@ -214,14 +214,14 @@ def _ended(run: Played) -> Finding | None:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
     if run.code:
-        last = _last_line(run)
-        behind = (
-            f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of a "
-            "whole epoch"
-        )
+        text = f"exit code {run.code}: {_last_line(run)}"
         if run.repeated:
-            last, behind = f"{run.repeated}; the next start ended with it too", ""
-        text = f"exit code {run.code}: {last}{behind if run.last >= run.scenario.steps else ''}"
+            text = f"{run.repeated}; the next start ended with it too"
+        elif run.last >= run.scenario.steps:
+            text += (
+                f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of "
+                "a whole epoch"
+            )
         text += _anew(run, _advice(run))
         return Finding(Kind.ENDED, title, text, run.last)
     if run.scenario.kills and run.killed == 0:

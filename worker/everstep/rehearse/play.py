@@ -21,6 +21,7 @@ from everstep.contract import env
 from everstep.rehearse import record, timeline, written
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
+from everstep.rehearse.repeated_errors import RepeatedErrors
 from everstep.rehearse.rounds_loss import RoundsLoss
 from everstep.rehearse.starvation import is_starved
 from everstep.rehearse.timeline import Timeline
@@ -59,7 +60,7 @@ class Played:
     printed: Printed = field(default_factory=dict)  # by rank 0, in the loop
     timeline: Timeline = field(default_factory=Timeline)
     begins: int | None = None  # the step of the commit from which it began
-    repeated: str = ""  # the error that each further start ended with
+    repeated: str = ""  # the error that has ended two starts of a rank, one after the other
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
     missed: bool = False  # a request has met a store that was away
     late: bool = False  # a process has waited in vain, for a save or for the rehearsal itself
@@ -127,6 +128,7 @@ class Player:
         where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _stamps(where) if where is not None else {}
         began, began_at, code, hung, slow = time.monotonic(), time.time(), 0, False, False
+        errors = RepeatedErrors(place / "log")
         with (place / "log").open("wb") as out:
             for i, ranks in enumerate(scenario.sizes):
                 last = i == len(scenario.sizes) - 1
@@ -136,7 +138,7 @@ class Player:
                     "away": scenario.away, "wait": self._limit * WAIT,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
-                code, hung, slow = self._run(ranks, restarts, settings, where, out, place, progress)
+                code, hung, slow = self._run(ranks, restarts, settings, where, out, place, errors, progress)
                 if hung or (not last and not _killed(place)):
                     break
         log = (place / "log").read_text(errors="replace")
@@ -148,7 +150,7 @@ class Player:
             (place / record.LIBRARY).exists(),
             any(place.glob(record.MARKS)) or (place / record.OWN).exists(), (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
-            timeline.read(place, began_at), begins, record.repeated(place), carried_in(log),
+            timeline.read(place, began_at), begins, errors.first, carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
             (place / record.UNCONVERTED).exists(), record.evaluated(place),
@@ -156,7 +158,7 @@ class Player:
 
     def _run(
         self, ranks: int, restarts: int, settings: dict[str, object], where: Path | None,
-        out: object, place: Path, progress: Callable[[int], None],
+        out: object, place: Path, errors: RepeatedErrors, progress: Callable[[int], None],
     ) -> tuple[int, bool, bool]:  # fmt: skip
         """The exit code; whether it did not end in time; and whether that was because it was slow."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
@@ -188,7 +190,7 @@ class Player:
         try:
             while True:
                 try:
-                    return agent.wait(pause), False, False
+                    return agent.wait(pause) or int(errors.look() != ""), False, False
                 except subprocess.TimeoutExpired:
                     rounds.look()
                     done = max((step for _, step in record.read(place)), default=0)
@@ -199,7 +201,7 @@ class Player:
                 if not settings["last"] and ((place / record.GONE).exists() or _dead(place) >= ranks):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False, False
-                if record.repeated(place):
+                if errors.look():
                     return 1, False, False
                 if (now := time.monotonic()) > began + self._limit:
                     made_steps = last > 0 and now - last_at < self._limit * MAKES_STEPS

@@ -23,7 +23,6 @@ DIGEST = " with digest "  # in `held`, as `train.guards.contents` writes it: bet
 NUMBER = "number "  # in `tracked`: before a number, which has a name of its own (`meter['seconds']`)
 BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which is that of its other state
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read behind each step
-REPEATED = "repeated"  # the error that has ended a rank twice with no kill in between
 OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
 EVALUATED = "evaluated-"  # and the number of completed steps: the script evaluates behind them
@@ -82,16 +81,6 @@ def began_again(folder: Path) -> bool:
     return since is not None and any(record.step == 1 and record.at > since for record in each(folder))
 
 
-def note_failure(folder: Path, error: Exception) -> None:
-    """An error ends this process. If one of the same text has ended its rank before, and nothing was killed since, each
-    further start would end so: that is noted too."""
-    text = f"{type(error).__name__}: {error}"
-    path = folder / f"failed-{os.environ.get('RANK', '0')}-{len(list(folder.glob(KILLS)))}"
-    if path.exists() and path.read_text() == text:
-        write_whole(folder / REPEATED, text)
-    write_whole(path, text)
-
-
 def note_unconverted(folder: Path, files: Collection[str]) -> None:
     """Of a script whose `files` name neither Everstep nor Horovod. Raises `OSError`."""
     texts = (Path(file).read_bytes() for file in files if Path(file).is_file())  # torch has modules without files
@@ -109,12 +98,6 @@ def write_whole(path: Path, text: str) -> None:
 def evaluated(folder: Path) -> tuple[int, ...]:
     """Behind how many steps the script has evaluated."""
     return tuple(sorted(int(path.name.removeprefix(EVALUATED)) for path in folder.glob(f"{EVALUATED}*")))
-
-
-def repeated(folder: Path) -> str:
-    """The error that ends each further start, or ""."""
-    path = folder / REPEATED
-    return path.read_text() if path.exists() else ""
 
 
 def each(folder: Path) -> Iterator[Record]:
