@@ -66,12 +66,8 @@ lock: setup  ## renew requirements/: exact versions and hashes of what the image
 	$(LOCK) <($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("worker/pyproject.toml", "rb"))["build-system"]["requires"])') \
 	  -o requirements/build.txt
 
-# The page is made from the CRD, and both from the types.
-generate: setup  ## the CRD, its page and install.yaml: when a field of TrainingJob or the chart has changed
-	crd="$$($(BIN)/python -m everstep_operator.api.crd && echo .)" && \
-	  page="$$($(BIN)/python -m everstep_operator.api.reference && echo .)" && \
-	  printf %s "$${crd%.}" | tee manifests/crd.yaml > charts/everstep/files/crd.yaml && \
-	  printf %s "$${page%.}" > docs/reference/trainingjob.md  # nothing is written where one of them fails
+generate: setup  ## from the code: the CRD, install.yaml, and tables of reference pages (commands, metrics, variables, values)
+	@$(BIN)/python tools/documents/generate.py
 	@$(BIN)/python -m release.manifests
 
 $(VENV)/.docs.stamp: $(VENV)/.stamp

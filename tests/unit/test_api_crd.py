@@ -1,4 +1,4 @@
-"""The generated CRD: up to date where it is committed, bounded everywhere, and complete."""
+"""The generated CRD: bounded everywhere, and complete."""
 
 from __future__ import annotations
 
@@ -45,18 +45,6 @@ def _walk(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 def _fields() -> list[tuple[str, dict[str, Any]]]:
     properties = _root()["properties"]
     return [field for part in ("spec", "status") for field in _walk(part, properties[part])]
-
-
-@pytest.mark.parametrize(
-    ("path", "render"),
-    [
-        ("manifests/crd.yaml", crd.render),
-        ("charts/everstep/files/crd.yaml", crd.render),
-        ("docs/reference/trainingjob.md", reference.render),
-    ],
-)
-def test_committed_file_is_what_the_types_generate(path: str, render: Any) -> None:
-    assert (ROOT / path).read_text() == render(), f"{path}: run `make generate`"
 
 
 def test_rendered_crd_reads_back_as_the_same_object() -> None:

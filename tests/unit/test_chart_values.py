@@ -1,9 +1,8 @@
-"""The chart's values: the file with their defaults, the schema that refuses others, and the page that lists them."""
+"""The chart's values: the file with their defaults, and the schema that refuses others."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from support import ROOT
 CHART = ROOT / "charts/everstep"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-ROW = re.compile(r"^\| `([\w.]+)` \| `(.*?)` \| .*\|$", re.MULTILINE)
 
 
 def of(node: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +43,6 @@ def known(node: dict[str, Any], default: Any, path: tuple[str, ...] = ()) -> Ite
 def test_schema_knows_each_value_and_no_other_but_those_of_kubernetes() -> None:
     assert dict(values(SCHEMA, VALUES))  # a KeyError names a value that the schema lacks
     assert set(known(SCHEMA, VALUES)) == {"global", "resources.claims"}
-
-
-def test_page_of_the_chart_has_a_row_with_the_default_of_each_value() -> None:
-    rows = {name: json.loads(default) for name, default in ROW.findall((CHART / "README.md").read_text())}
-    assert rows == dict(values(SCHEMA, VALUES))
 
 
 def test_values_of_the_chart_are_used_by_its_templates() -> None:

@@ -18,7 +18,9 @@ from everstep_operator.rounds.presence import LEASE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-NAMED = re.compile(r"`((?:tests|worker|operator|local|horovod|sources|benchmarks|charts)/[\w/.-]+)(?:::([^`]*))?`")
+NAMED = re.compile(
+    r"`((?:tests|worker|operator|local|horovod|sources|benchmarks|charts|tools)/[\w/.-]+)(?:::([^`]*))?`"
+)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 ANCHORED = re.compile(r"\]\((?!https?://)([^)#]*)#([^)]+)\)")

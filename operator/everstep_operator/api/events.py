@@ -1,7 +1,7 @@
 """The reasons of a TrainingJob's Kubernetes events, and the type of each.
 
-This module has only strings. Invariant: a reason always has the same type, so that `--field-selector type=Warning` is
-useful.
+This module has only strings; `meanings` says what each of them means. Invariant: a reason always has the same type, so
+that `--field-selector type=Warning` is useful.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class EventReason(StrEnum):
     WORKERS_UPDATED = "WorkersUpdated"
     QUORUM_LOST = "QuorumLost"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
-    WORKER_WAITS = "WorkerWaits"  # a worker does not start: image, init container, volume, quota, scheduling gate
+    WORKER_WAITS = "WorkerWaits"
     NAME_TAKEN = "NameTaken"
-    CREATE_REFUSED = "CreateRefused"  # of an object beside the pods: quota, admission, rights
-    CHECKPOINT_COMMITTED = "CheckpointCommitted"  # a series: one event with a count in ten minutes
+    CREATE_REFUSED = "CreateRefused"
+    CHECKPOINT_COMMITTED = "CheckpointCommitted"
     CHECKPOINT_COMMIT_FAILED = "CheckpointCommitFailed"
     CHECKPOINT_CORRUPT = "CheckpointCorrupt"
     RESTORED_FROM_CHECKPOINT = "RestoredFromCheckpoint"

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.contract.labels import API_VERSION, KIND
-from everstep_operator.api.conditions import FAILED_MEANINGS, Cause, ConditionType, FailedReason, ReadyReason
+from everstep_operator.api import meanings
 from everstep_operator.api.crd import COLUMNS, crd
-from everstep_operator.api.events import EventReason, event_type
+from everstep_operator.api.events import event_type
 from everstep_operator.api.pending import PENDING
 
 _BOUNDS = {
@@ -90,13 +90,20 @@ def _section(path: str, schema: dict[str, Any]) -> list[str]:
 
 
 def _words() -> list[str]:
-    lines = ["## Words", "", f"Condition types: {', '.join(f'`{t}`' for t in ConditionType)}.", ""]
-    lines += [f"Reasons of Ready (the STATUS column): {', '.join(f'`{r}`' for r in ReadyReason)}.", ""]
-    lines += ["Reasons of Failed, while it is true:", "", "| reason | meaning |", "|---|---|"]
-    lines += [*(f"| `{r}` | {FAILED_MEANINGS[r]} |" for r in FailedReason), ""]
-    lines += [f"Causes of a loss, for `onReasons`: {', '.join(f'`{c}`' for c in Cause)}.", ""]
-    lines += ["Events:", "", "| reason | type |", "|---|---|"]
-    lines += [f"| `{r}` | {event_type(r)} |" for r in EventReason]
+    """Each vocabulary of the status and of events, as a table."""
+    tables = (
+        ("Types of conditions", "type", meanings.CONDITIONS),
+        ("Reasons of Ready, the STATUS column", "reason", meanings.READY),
+        ("Reasons of Failed, while it is true", "reason", meanings.FAILED),
+        ("Causes of a loss, for `onReasons`", "cause", meanings.CAUSES),
+        ("Rungs: how the operator brought the training back", "rung", meanings.RUNGS),
+    )
+    lines = ["## Words", ""]
+    for title, column, words in tables:
+        lines += [f"### {title}", "", f"| {column} | meaning |", "|---|---|"]
+        lines += [*(f"| `{word}` | {meaning} |" for word, meaning in words.items()), ""]
+    lines += ["### Events", "", "| reason | type | meaning |", "|---|---|---|"]
+    lines += [f"| `{reason}` | {event_type(reason)} | {meaning} |" for reason, meaning in meanings.EVENTS.items()]
     return [*lines, ""]
 
 

@@ -42,20 +42,27 @@ class ClusterFigures:
 
 
 Line: TypeAlias = tuple[str, float]  # labels without braces, and the value
+_OF_A_JOB = ("namespace", "name")
 
 
-def _of_jobs(value: Callable[[JobFigures], float | None]) -> Callable[[ClusterFigures], Iterable[Line]]:
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The lines of a metric, and the names of their labels."""
+
+    labels: tuple[str, ...]
+    of: Callable[[ClusterFigures], Iterable[Line]]
+
+
+def _of_jobs(value: Callable[[JobFigures], float | None]) -> Lines:
     """Lines with one value a job."""
 
     def lines(figures: ClusterFigures) -> Iterable[Line]:
         return ((_job(job), number) for job in figures.jobs if (number := value(job)) is not None)
 
-    return lines
+    return Lines(_OF_A_JOB, lines)
 
 
-def _of_jobs_by(
-    label: str, values: Callable[[JobFigures], Mapping[str, float]]
-) -> Callable[[ClusterFigures], Iterable[Line]]:
+def _of_jobs_by(label: str, values: Callable[[JobFigures], Mapping[str, float]]) -> Lines:
     """Lines with several values a job, told apart by `label`."""
 
     def lines(figures: ClusterFigures) -> Iterable[Line]:
@@ -65,96 +72,105 @@ def _of_jobs_by(
             for word, number in values(job).items()
         )
 
-    return lines
+    return Lines((*_OF_A_JOB, label), lines)
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class Family:
+    """A metric. A counter's name is without `_total`."""
+
     name: str
     kind: str
-    description: str
-    lines: Callable[[ClusterFigures], Iterable[Line]]
+    meaning: str
+    lines: Lines
 
 
-_FAMILIES = (
-    _Family("everstep_job_step", "gauge", "Highest completed optimizer step.", _of_jobs(lambda j: j.step)),
-    _Family(
+FAMILIES = (
+    Family("everstep_job_step", "gauge", "Highest completed optimizer step.", _of_jobs(lambda j: j.step)),
+    Family(
         "everstep_job_last_step_timestamp_seconds",
         "gauge",
-        "When the last new step was reported, by the operator's clock.",
+        "When the last new step was reported, by the operator's clock (status.progress.steppedAt). Steps that are "
+        "taken again after a loss are not new.",
         _of_jobs(lambda j: j.last_step),
     ),
-    _Family(
+    Family(
         "everstep_job_start_timestamp_seconds",
         "gauge",
-        "Since when the job wants workers.",
+        "Since when the job wants workers (status.startTime); none while it is suspended.",
         _of_jobs(lambda j: j.start),
     ),
-    _Family(
+    Family(
         "everstep_job_last_commit_step",
         "gauge",
-        "Step of the newest commit, 0 before the first one.",
+        "Step of the newest commit; 0 if spec.checkpoint is set and there is none yet.",
         _of_jobs(lambda j: j.commit_step),
     ),
-    _Family(
+    Family(
         "everstep_job_last_commit_timestamp_seconds",
         "gauge",
         "When the newest commit was made, by the worker's clock.",
         _of_jobs(lambda j: j.last_commit),
     ),
-    _Family(
+    Family(
         "everstep_job_workers",
         "gauge",
-        "Workers in the round that trains, 0 without a quorum.",
+        "Workers in the round that trains; 0 without a quorum.",
         _of_jobs(lambda j: j.workers),
     ),
-    _Family(
+    Family(
         "everstep_job_workers_wanted",
         "gauge",
-        "Workers that the job should have, 0 while it is suspended.",
+        "Workers that the job should have; 0 while it is suspended.",
         _of_jobs(lambda j: j.workers_wanted),
     ),
-    _Family(
+    Family(
         "everstep_job_goodput_ratio",
         "gauge",
-        "Productive step time as a share of the time that the job was not suspended.",
+        "Productive step time as a share of the time that the job was not suspended, 0 to 1.",
         _of_jobs(lambda j: j.goodput),
     ),
-    _Family(
+    Family(
         "everstep_job_seconds",
         "counter",
-        "Where the job's time went, without the time for which it was suspended.",
+        "Where the time went for which the job was not suspended.",
         _of_jobs_by("state", lambda j: j.seconds),
     ),
-    _Family(
+    Family(
         "everstep_job_recoveries",
         "counter",
-        "Recoveries of the job that began, by what was lost first.",
+        "Recoveries that began, by what was lost first: a job that fails again and again before its next step counts, "
+        "too. A new leader begins with the ten that the status has.",
         _of_jobs_by("cause", lambda j: j.recoveries),
     ),
-    _Family(
+    Family(
         "everstep_job_last_recovery_seconds",
         "gauge",
-        "Duration of each stage of the last recovery that ended.",
+        "Duration of each stage of the last recovery that ended (status.recoveries): detect, rendezvous, restore, "
+        "first-step.",
         _of_jobs_by("stage", lambda j: j.recovery_seconds),
     ),
-    _Family(
+    Family(
         "everstep_job_last_recovery_lost_steps",
         "gauge",
-        "Optimizer steps that were taken again after that.",
+        "Optimizer steps that were taken again after it.",
         _of_jobs(lambda j: j.recovery_lost_steps),
     ),
-    _Family(
+    Family(
         "everstep_jobs_without_series",
         "gauge",
-        "Unfinished jobs beyond the bound, of which there are no metrics.",
-        lambda figures: (("", figures.jobs_without_series),),
+        "Unfinished jobs beyond the 1,000 that have series.",
+        Lines((), lambda figures: (("", figures.jobs_without_series),)),
     ),
-    _Family(
+    Family(
         "everstep_node_losses",
         "counter",
-        "Incidents of which the first lost worker ran on this node.",
-        lambda figures: ((f'node="{_escaped(node)}"', count) for node, count in figures.node_losses.items()),
+        "Incidents of which the first lost worker ran on this node, since this replica leads; 0 for the other nodes "
+        "that run workers. A node that is deleted has none.",
+        Lines(
+            ("node",),
+            lambda figures: ((f'node="{_escaped(node)}"', count) for node, count in figures.node_losses.items()),
+        ),
     ),
 )
 
@@ -162,13 +178,13 @@ _FAMILIES = (
 def render(figures: ClusterFigures, *, openmetrics: bool) -> str:
     """The lines of all these metrics. The two formats differ in the name by which a counter is described."""
     text: list[str] = []
-    for family in _FAMILIES:
+    for family in FAMILIES:
         sample = family.name + "_total" if family.kind == "counter" else family.name
         described = family.name if openmetrics else sample
-        text.append(f"# HELP {described} {family.description}\n# TYPE {described} {family.kind}\n")
+        text.append(f"# HELP {described} {family.meaning}\n# TYPE {described} {family.kind}\n")
         text += [
             f"{sample}{{{labels}}} {value}\n" if labels else f"{sample} {value}\n"
-            for labels, value in family.lines(figures)
+            for labels, value in family.lines.of(figures)
         ]
     return "".join(text)
 

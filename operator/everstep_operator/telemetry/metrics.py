@@ -1,15 +1,17 @@
 """The operator's metrics, each with a bounded set of label values.
 
 A label value outside a metric's set is counted as "other", so no input (an error's text, say) can add a time series.
-Metrics of single jobs and nodes are apart
-(`job_metrics`). Each instance has its own registry, so two operators in one process (tests, local mode) do not share
-metrics.
+Metrics of single jobs and nodes are apart (`job_metrics`). The tables of the reference page are made from the families
+of both (`make generate`). Each instance has its own registry, so two operators in one process (tests, local mode) do
+not share metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client import exposition as plain
@@ -67,6 +69,17 @@ class ReportResult(StrEnum):
     UNAVAILABLE = "unavailable"  # the token could not be checked
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric as the reference page shows it. A counter's name is without `_total`. `labels`: the known values."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: Mapping[str, Collection[str]]
+
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 _END = b"# EOF\n"
 ROUND_CALLS = ("read", "watch", "swap", "announce", "renew", "withdraw", "present")
 ROUND_CODES = frozenset({"200", "204", "304", "307", "400", "401", "403", "408", "410", "412", "413", "500", "503"})
@@ -79,74 +92,99 @@ class Metrics:
         """`process`: include memory, CPU and file descriptors of this process."""
         self._figures: Callable[[], ClusterFigures] = ClusterFigures
         self.registry = CollectorRegistry()
-        r = self.registry
+        self.families: list[Family] = []
         if process:
-            ProcessCollector(registry=r)
-            PlatformCollector(registry=r)
+            ProcessCollector(registry=self.registry)
+            PlatformCollector(registry=self.registry)
         buckets = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-        self._reconcile = Histogram(
-            "everstep_reconcile_seconds", "Duration of one pass over one job.", buckets=buckets, registry=r
+        self._reconcile = self._add(
+            Histogram, "everstep_reconcile_seconds", "Duration of one pass over one job.", buckets=buckets
         )
-        self._reconcile_errors = Counter("everstep_reconcile_errors", "Passes that ended in an error.", registry=r)
-        self._api = Counter(
-            "everstep_api_requests", "Requests to the API server.", ("verb", "resource", "code"), registry=r
+        self._reconcile_errors = self._add(
+            Counter, "everstep_reconcile_errors", "Passes that ended in an error; they are repeated with back-off."
         )
-        self._api_seconds = Histogram(
-            "everstep_api_request_seconds",
-            "Duration of requests other than watches.",
-            ("verb",),
-            buckets=buckets,
-            registry=r,
-        )
-        self._jobs = Gauge("everstep_jobs", "Jobs by the reason of their Ready condition.", ("status",), registry=r)
-        self._recoveries = Counter(
-            "everstep_recoveries",
-            "Recoveries that ended, by what failed and how it was mended.",
-            ("cause", "rung"),
-            registry=r,
-        )
-        self._recovery_seconds = Histogram(
-            "everstep_recovery_seconds",
-            "From the observed fault to the next optimizer step on all members.",
-            buckets=(0.1, 0.3, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 45, 60, 120, 300),
-            registry=r,
-        )
-        self._reports = Counter("everstep_reports", "Progress reports by outcome.", ("result",), registry=r)
-        self._rounds = Counter(
-            "everstep_round_requests", "Agents' calls to the round store by answer.", ("call", "code"), registry=r
-        )
-        self._round_watches = Gauge("everstep_round_watches", "Agents that wait for their round to change.", registry=r)
-        self._leader = Gauge("everstep_leader", "1 while this replica holds the Lease.", registry=r)
-        self._leaderless = Gauge(
-            "everstep_leaderless_seconds", "For how long this replica has seen no replica lead.", registry=r
-        )
-        self._memory = Gauge(
-            "everstep_process_peak_memory_bytes",
-            "Greatest peak of memory of a training process of any job: RAM (host), accelerator (device).",
-            ("kind",),
-            registry=r,
-        )
-        self._queue_depth = Gauge("everstep_queue_depth", "Keys that wait for a pass.", registry=r)
-        self._queue_wait = Histogram(
+        self._queue_depth = self._add(Gauge, "everstep_queue_depth", "Jobs that wait for a pass.")
+        self._queue_wait = self._add(
+            Histogram,
             "everstep_queue_wait_seconds",
             "From the first news of a job to the pass over it.",
             buckets=buckets,
-            registry=r,
         )
-        self._write_wait = Histogram(
+        self._write_wait = self._add(
+            Histogram,
             "everstep_write_wait_seconds",
-            "For how long a write for a job waited for its turn.",
-            ("lane",),
+            "For how long a write for a job waited for its turn; change: of a status, or a deletion.",
+            {"lane": LANES},
             buckets=buckets,
-            registry=r,
         )
-        self._informer_restarts = Counter(
-            "everstep_informer_relists", "Lists that an informer had to repeat.", ("resource",), registry=r
+        self._api = self._add(
+            Counter,
+            "everstep_api_requests",
+            "Requests to the API server, watches excluded; the code error means that no answer came.",
+            {"verb": VERBS, "resource": RESOURCES, "code": ("error", *sorted(CODES))},
+        )
+        self._api_seconds = self._add(
+            Histogram, "everstep_api_request_seconds", "Duration of these requests.", {"verb": VERBS}, buckets=buckets
+        )
+        self._informer_restarts = self._add(
+            Counter,
+            "everstep_informer_relists",
+            "A watch was lost for good, and the list repeated.",
+            {"resource": RESOURCES},
+        )
+        self._jobs = self._add(
+            Gauge, "everstep_jobs", "Jobs by the reason of their Ready condition.", {"status": STATUSES}
+        )
+        self._recoveries = self._add(
+            Counter,
+            "everstep_recoveries",
+            "Recoveries that ended, by what was lost and how the training was brought back.",
+            {"cause": CAUSES, "rung": RUNGS},
+        )
+        self._recovery_seconds = self._add(
+            Histogram,
+            "everstep_recovery_seconds",
+            "From the observed loss to the next optimizer step on all members; regrow is not in it.",
+            buckets=(0.1, 0.3, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 45, 60, 120, 300),
+        )
+        self._reports = self._add(
+            Counter, "everstep_reports", "Progress reports by outcome.", {"result": tuple(ReportResult)}
+        )
+        self._rounds = self._add(
+            Counter,
+            "everstep_round_requests",
+            "Agents' calls to the round store by answer.",
+            {"call": ROUND_CALLS, "code": sorted(ROUND_CODES)},
+        )
+        self._round_watches = self._add(Gauge, "everstep_round_watches", "Agents that wait for their round to change.")
+        self._memory = self._add(
+            Gauge,
+            "everstep_process_peak_memory_bytes",
+            "Greatest peak of memory of a training process of any running job: RAM (host) or accelerator (device).",
+            {"kind": ("host", "device")},
+        )
+        self._leader = self._add(Gauge, "everstep_leader", "1 on the replica that holds the Lease.")
+        self._leaderless = self._add(
+            Gauge,
+            "everstep_leaderless_seconds",
+            "For how long this replica has seen no replica lead; 0 while one does.",
         )
         for status in STATUSES:  # a status without jobs is 0, not absent
             self._jobs.labels(status).set(0)
         for result in ReportResult:
             self._reports.labels(result.value)
+
+    def _add(
+        self,
+        kind: type[Metric],
+        name: str,
+        meaning: str,
+        labels: Mapping[str, Collection[str]] | None = None,
+        **options: Any,
+    ) -> Metric:
+        labels = labels or {}
+        self.families.append(Family(name, kind.__name__.lower(), meaning, labels))
+        return kind(name, meaning, tuple(labels), registry=self.registry, **options)
 
     def reconciled(self, seconds: float, *, failed: bool = False) -> None:
         """One pass over one job took `seconds`."""

@@ -70,7 +70,7 @@ def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> Non
 @app.command("show")
 def show(
     url: Url, step: Step = None, record: Record = None, tag: Tag = None,
-    tensors: Annotated[bool, typer.Option("--tensors")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Each tensor of the state, in place of its keys.")] = False,
     as_json: AsJson = False, storage_option: Options = None,
 ) -> None:  # fmt: skip
     """What is in a commit: the keys of its state and their sizes; with --tensors each tensor."""

@@ -21,8 +21,16 @@ from typer.core import TyperGroup
 
 from everstep.version import __version__
 
-# Exit codes: a command that was given wrongly, Ctrl-C. An error of EXPECTED may have another, `exit_code`.
 USAGE, INTERRUPTED = 2, 130
+# As the reference page shows them. An error of EXPECTED may have another code than USAGE, its `exit_code`.
+EXIT_CODES = {
+    0: "done",
+    1: "a defect of Everstep or the machine; for `everstep run`, the job has failed",
+    USAGE: "the command cannot be carried out as it was given: no such job, worker, context or file, an ambiguous "
+    "name, a value that the cluster refuses",
+    3: "the cluster does not answer, or does not allow it",
+    INTERRUPTED: "Ctrl-C",
+}
 # Entry points of modules that have `COMMANDS`, as `OWN`: by name a module, which has `app`, and `EXPECTED`: errors of
 # the user's input, whose text says what is wrong.
 GROUP = "everstep.commands"
