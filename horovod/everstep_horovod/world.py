@@ -23,7 +23,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from everstep.contract import env
 from everstep.contract.calls import in_group
 from everstep.instruments.live_profile import LiveProfile
-from everstep.recovery.announcements import AgentAnnouncements, AnnouncedRound, Announcements, Drained, StepStatus
+from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, StepStatus
 from everstep.recovery.current_round import CurrentRound
 from everstep.recovery.errors import LoopError
 from everstep.recovery.forming.forming import FormingFailed
@@ -283,7 +283,7 @@ def init(*comm: Any, **options: Any) -> None:
         return
     socket = os.environ.get(env.AGENT_SOCKET)
     if socket and uses_elastic():
-        _world.append(Rounds(AgentAnnouncements(socket)))
+        _world.append(Rounds(Announcements(socket)))
     else:
         _world.append(Fixed())
 

@@ -31,7 +31,7 @@ def main(folder: str) -> None:
                 time.sleep(0.02)
             told = {name: os.environ.get(name) for name in NAMES}
             said = {"kind": "step", "step": run.step, "rank": dist.get_rank(), "world": dist.get_world_size()}
-            said["round"] = run._recovery.round.number
+            said["round"] = run._recovery.round.announced.number
             file.write(json.dumps({"at": time.monotonic(), **said, "environ": told}) + "\n")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from everstep.contract.calls import Call
-from everstep.recovery.announcements import AgentAnnouncements, AnnouncedRound, Drained, RoundsOver
+from everstep.recovery.announcements import AnnouncedRound, Announcements, Drained, RoundsOver
 from everstep.recovery.ddp.reducers import Reducers
 from everstep.recovery.engine import Recovery
 from everstep.recovery.forming import forming
@@ -49,8 +49,8 @@ def agent(tmp_path: Path) -> Agent:
 
 
 @pytest.fixture
-def rounds(agent: Agent) -> AgentAnnouncements:
-    found = AgentAnnouncements.find({"EVERSTEP_AGENT_SOCKET": agent.path})
+def rounds(agent: Agent) -> Announcements:
+    found = Announcements.find({"EVERSTEP_AGENT_SOCKET": agent.path})
     assert found is not None
     agent.accept()
     assert agent.hear()["kind"] == "hello"
@@ -62,19 +62,17 @@ def announce(agent: Agent, number: int, **fields: Any) -> None:
 
 
 def test_without_an_agent_there_are_no_rounds() -> None:
-    assert AgentAnnouncements.find({}) is None
+    assert Announcements.find({}) is None
 
 
-def test_round_is_heard_whether_it_came_before_or_after_it_was_asked_for(
-    agent: Agent, rounds: AgentAnnouncements
-) -> None:
+def test_round_is_heard_whether_it_came_before_or_after_it_was_asked_for(agent: Agent, rounds: Announcements) -> None:
     announce(agent, 4)
     assert rounds.wait_newer(3, 10) == AnnouncedRound(4, 1, 3, ("10.0.0.1", 4000))
     threading.Timer(0.05, announce, (agent, 5)).start()
     assert rounds.wait_newer(4, 10).number == 5
 
 
-def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_older_round_is_never_seen_again(agent: Agent, rounds: Announcements) -> None:
     heard: list[tuple[int, bool]] = []
     rounds.on_round(lambda r, whole: heard.append((r.number, whole)))
     for number in (4, 3, 4, 5):
@@ -88,13 +86,13 @@ def test_older_round_is_never_seen_again(agent: Agent, rounds: AgentAnnouncement
     assert heard == [(4, False), (5, True), (6, False)]
 
 
-def test_message_of_a_newer_agent_is_passed_over(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_message_of_a_newer_agent_is_passed_over(agent: Agent, rounds: Announcements) -> None:
     agent.say(kind="something")
     announce(agent, 4, more=True)
     assert rounds.wait_newer(0, 10).number == 4
 
 
-def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: Announcements) -> None:
     with pytest.raises(RoundsOver, match=r"no round above 0 within 0\.01 s"):
         rounds.wait_newer(0, 0.01)
     agent.say(kind="over", reason="this member was evicted")
@@ -104,7 +102,7 @@ def test_waiting_ends_when_no_round_comes_or_none_will(agent: Agent, rounds: Age
 
 @pytest.mark.parametrize("last", [b"", b"no json\n", b'{"kind": "round", "round": 1}\n'])
 def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(
-    agent: Agent, rounds: AgentAnnouncements, last: bytes
+    agent: Agent, rounds: Announcements, last: bytes
 ) -> None:
     agent.connection.sendall(last)
     agent.connection.shutdown(socket.SHUT_RDWR)
@@ -113,7 +111,7 @@ def test_agent_that_is_gone_or_cannot_be_read_ends_the_waiting(
     rounds.ready()  # says so to nobody
 
 
-def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_agent_is_told_what_the_process_does(agent: Agent, rounds: Announcements) -> None:
     rounds.ready()
     rounds.broken(4, "x" * 1000, (Call(7, "barrier()"),), " at train.py:31 in main")
     rounds.joined(5, 17, 0.25, 0.5, "state from rank 1")
@@ -128,7 +126,7 @@ def test_agent_is_told_what_the_process_does(agent: Agent, rounds: AgentAnnounce
 def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(validity: Validity) -> None:
     """`spec.elastic.shrinkAfterSeconds` may be a day; and in a job of a fixed size nobody trains until one has come."""
 
-    class Later(AgentAnnouncements):
+    class Later(Announcements):
         def __init__(self) -> None:
             """Nothing is announced for a day."""
 
@@ -143,7 +141,7 @@ def test_process_waits_in_its_memory_for_as_long_as_a_replacement_may_take(valid
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
-    agent: Agent, rounds: AgentAnnouncements, whole: bool, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, rounds: Announcements, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that hears of rounds may have no processor between waking the training thread and telling of one."""
     goes_on, heard = threading.Event(), threading.Semaphore(0)
@@ -180,20 +178,20 @@ def test_what_is_heard_late_of_the_round_at_hand_changes_nothing(
     enter(3, Validity.WHOLE)
     goes_on.set()
     assert heard.acquire(timeout=30)
-    assert recovery.round is not None
-    assert recovery.round.number == 1
-    assert recovery.lost is None
-    assert not recovery.boundary_wanted
+    assert recovery.round.announced is not None
+    assert recovery.round.announced.number == 1
+    assert recovery.round.lost is None
+    assert not recovery.round.boundary_wanted
     announce_one(2)
     assert heard.acquire(timeout=30)
-    assert (recovery.lost is None) is whole, "the next one is waited for in the middle of a step, or ends it"
+    assert (recovery.round.lost is None) is whole, "the next one is waited for in the middle of a step, or ends it"
     if whole:
-        eventually(lambda: recovery.boundary_wanted)
+        eventually(lambda: recovery.round.boundary_wanted)
     recovery.part()
 
 
 def test_failure_of_an_old_round_that_is_told_late_leaves_the_next_one_alone(
-    agent: Agent, rounds: AgentAnnouncements
+    agent: Agent, rounds: Announcements
 ) -> None:
     """A thread of gloo may have no processor between waking the training thread and telling of the failure."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -226,8 +224,8 @@ def test_failure_of_an_old_round_that_is_told_late_leaves_the_next_one_alone(
     enter(1)
     goes_on.set()
     of_gloo.join(30)
-    assert recovery.round is not None
-    assert (recovery.round.number, recovery.lost) == (1, None)
+    assert recovery.round.announced is not None
+    assert (recovery.round.announced.number, recovery.round.lost) == (1, None)
     recovery.part()
 
 
@@ -238,7 +236,7 @@ def eventually(found: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds: Announcements) -> None:
     """A process that starts, or wakes, is told of a round long before it can be in it."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = ("127.0.0.1", store.port)
@@ -255,13 +253,13 @@ def test_members_train_on_until_who_comes_new_has_met_them(agent: Agent, rounds:
     announce_one(1, 2, True)
     link = PrefixStore("round-1", TCPStore(*place, is_master=False, wait_for_workers=False))
     link.get("link/0")  # it has begun to form
-    assert not recovery.boundary_wanted
-    assert recovery.lost is None
+    assert not recovery.round.boundary_wanted
+    assert recovery.round.lost is None
     other = forming.form(AnnouncedRound(1, 1, 2, place), lambda: False, 30.0)
-    eventually(lambda: recovery.boundary_wanted)
-    assert recovery._round.form_newest(3) == AnnouncedRound(1, 0, 2, place)
-    assert recovery.round is not None
-    assert recovery.round.number == 1
+    eventually(lambda: recovery.round.boundary_wanted)
+    assert recovery.round.form_newest(3) == AnnouncedRound(1, 0, 2, place)
+    assert recovery.round.announced is not None
+    assert recovery.round.announced.number == 1
     recovery.part()
     forming.close(other, [], [])
 
@@ -288,7 +286,7 @@ def test_closing_a_round_that_was_overtaken_delays_nobody(monkeypatch: pytest.Mo
     assert threads != ["takes"]
 
 
-def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: AgentAnnouncements) -> None:
+def test_round_that_formed_ahead_and_is_overtaken_is_closed(agent: Agent, rounds: Announcements) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ahead, done = BackgroundForming(), threading.Event()
     one = AnnouncedRound(1, 0, 1, ("127.0.0.1", store.port))
@@ -305,7 +303,7 @@ def test_a_profile_of_a_process_that_has_not_begun_to_train_is_refused_at_once(t
         listener.bind(str(tmp_path / "agent"))
         listener.listen()
         listener.settimeout(30)
-        announcements = AgentAnnouncements(str(tmp_path / "agent"))
+        announcements = Announcements(str(tmp_path / "agent"))
         agent, _ = listener.accept()
         with agent, agent.makefile("rb") as said:
             agent.settimeout(30)

@@ -131,11 +131,11 @@ def test_round_that_is_lost_after_the_state_has_come_is_left_with_that_state(sto
     recovery.track(state, Reducers(state))
 
     def restore() -> int:
-        recovery._round.abandon("a peer was lost just after it had given its state")
+        recovery.round.abandon("a peer was lost just after it had given its state")
         return 40
 
     assert recovery.enter(0, Validity.NONE, restore, lambda: None) == 40
-    assert recovery.lost is not None, "the round is over all the same"
+    assert recovery.round.lost is not None, "the round is over all the same"
     with pytest.raises(PeerLost):
         recovery.main.allreduce([torch.ones(1)]).wait()
     with pytest.raises(RoundsOver):

@@ -160,7 +160,7 @@ class Chunks:
 def arm(folder: Path) -> Points:
     """In a training process, before its run begins."""
     from everstep.checkpoint.load import reading  # noqa: PLC0415  imports torch
-    from everstep.recovery.announcements import AgentAnnouncements  # noqa: PLC0415
+    from everstep.recovery.announcements import Announcements  # noqa: PLC0415
     from everstep.recovery.current_round import CurrentRound  # noqa: PLC0415
     from everstep.recovery.ddp.reducers import Reducers  # noqa: PLC0415
     from everstep.recovery.forming import forming  # noqa: PLC0415
@@ -170,9 +170,9 @@ def arm(folder: Path) -> Points:
     from everstep.train.coordination.save_schedule import SaveSchedule  # noqa: PLC0415
 
     points = Points(folder)
-    _know(points, AgentAnnouncements, RecoverableGroup, CurrentRound, forming)
-    wrap(points, AgentAnnouncements, "ready", "ready", "is ready")
-    wrap(points, AgentAnnouncements, "coming", "coming")
+    _know(points, Announcements, RecoverableGroup, CurrentRound, forming)
+    wrap(points, Announcements, "ready", "ready", "is ready")
+    wrap(points, Announcements, "coming", "coming")
     wrap(points, forming, "_form", "forming", "connected")
     wrap(points, CurrentRound, "_join", "formed")
     wrap(points, Members, "gather", "agreeing", "agreed")

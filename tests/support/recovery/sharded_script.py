@@ -164,7 +164,7 @@ def deafen(run: Any, wanted: Wanted, diary: Diary) -> None:
             return heard
         recovery._sharded._made = before
         diary.write(kind="deaf", step=step)
-        recovery._round.abandon("the connection was lost just now")
+        recovery.round.abandon("the connection was lost just now")
         raise PeerLost("the connection was lost just now")
 
     recovery._sharded.vote = broken

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from everstep.contract import env
 from everstep.contract.calls import Call, row, rows
@@ -62,60 +62,7 @@ class Drained(RuntimeError):
 Profile = Callable[[str, int, Callable[..., None]], None]
 
 
-class Announcements(Protocol):
-    """A source of rounds."""
-
-    @property
-    def drained(self) -> bool:
-        """Whether this process must end when the others go into the next round."""
-        ...
-
-    def newest(self) -> AnnouncedRound | None:
-        """The newest round that was announced."""
-        ...
-
-    def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
-        """A round with a number above `than`. Raises `RoundsOver`, `Drained`."""
-        ...
-
-    def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
-        """Call this, in another thread, for each round. The second argument says whether the members of the round
-        before still work together, so that they can change rounds at the end of a step."""
-        ...
-
-    def ready(self) -> None:
-        """Tell the agent that this process can join a round now."""
-        ...
-
-    def coming(self, number: int) -> None:
-        """Tell the agent that this process has stopped training, and waits for the round's other members."""
-        ...
-
-    def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
-        """Tell the agent that a collective of the round failed here. `recent`: the program's newest collectives. `at`:
-        its place in the script."""
-        ...
-
-    def joined(self, number: int, step: int, formed: float, synced: float, how: str) -> None:
-        """Tell the agent that this process trains in the round, after `step` completed steps. `formed` and `synced`:
-        seconds until its members had met, and until they had one state. `how`: where that state came from, if it was
-        sent."""
-        ...
-
-    def on_step_status(self, call: Callable[[], StepStatus]) -> None:
-        """Call this, in another thread, when the agent asks where the process is."""
-        ...
-
-    def on_over(self, call: Callable[[str], None]) -> None:
-        """Call this, in another thread, with the reason once there is no further round for this process."""
-        ...
-
-    def on_profile(self, call: Profile) -> None:
-        """Call this, in another thread, when a person asks for a profile."""
-        ...
-
-
-class AgentAnnouncements:
+class Announcements:
     """Announcements from the agent's socket. `recovers`: without it the process hears requests alone, and the agent
     starts it anew when a peer is lost."""
 
@@ -138,19 +85,22 @@ class AgentAnnouncements:
         atexit.register(self._ended)
 
     @classmethod
-    def find(cls, environ: Mapping[str, str] = os.environ) -> AgentAnnouncements | None:
+    def find(cls, environ: Mapping[str, str] = os.environ) -> Announcements | None:
         """The announcements of the agent that the environment names; None if it names none."""
         path = environ.get(env.AGENT_SOCKET)
         return cls(path) if path else None
 
     @property
     def drained(self) -> bool:
+        """Whether this process must end when the others go into the next round."""
         return self._dismissed
 
     def newest(self) -> AnnouncedRound | None:
+        """The newest round that was announced."""
         return self._newest
 
     def wait_newer(self, than: int, seconds: float) -> AnnouncedRound:
+        """A round with a number above `than`. Raises `RoundsOver`, `Drained`."""
         with self._changed:
             came = self._changed.wait_for(
                 lambda: self._dismissed or self._over is not None or self._above(than) is not None, seconds
@@ -163,18 +113,27 @@ class AgentAnnouncements:
             return newest
 
     def on_round(self, call: Callable[[AnnouncedRound, bool], None]) -> None:
+        """Call this, in another thread, for each round. The second argument says whether the members of the round
+        before still work together, so that they can change rounds at the end of a step."""
         self._call = call
 
     def ready(self) -> None:
+        """Tell the agent that this process can join a round now."""
         self._tell(kind="ready")
 
     def coming(self, number: int) -> None:
+        """Tell the agent that this process has stopped training, and waits for the round's other members."""
         self._tell(kind="coming", round=number)
 
     def broken(self, number: int, reason: str, recent: tuple[Call, ...] = (), at: str = "") -> None:
+        """Tell the agent that a collective of the round failed here. `recent`: the program's newest collectives. `at`:
+        its place in the script."""
         self._tell(kind="broken", round=number, reason=reason[:500], recent=rows(recent), at=at[:200])
 
     def joined(self, number: int, step: int, formed: float, synced: float, how: str) -> None:
+        """Tell the agent that this process trains in the round, after `step` completed steps. `formed` and `synced`:
+        seconds until its members had met, and until they had one state. `how`: where that state came from, if it was
+        sent."""
         self._tell(kind="joined", round=number, step=step, formed=formed, settled=synced, how=how[:200])
 
     def _ended(self) -> None:
@@ -182,12 +141,15 @@ class AgentAnnouncements:
             self._tell(kind="ended")
 
     def on_step_status(self, call: Callable[[], StepStatus]) -> None:
+        """Call this, in another thread, when the agent asks where the process is."""
         self._step_status = call
 
     def on_over(self, call: Callable[[str], None]) -> None:
+        """Call this, in another thread, with the reason once there is no further round for this process."""
         self._gone = call
 
     def on_profile(self, call: Profile) -> None:
+        """Call this, in another thread, when a person asks for a profile."""
         self._profile = call
 
     def _above(self, number: int) -> AnnouncedRound | None:
@@ -264,7 +226,7 @@ def _fields(status: StepStatus) -> dict[str, Any]:
 class _Process:
     """Of this process."""
 
-    announcements: AgentAnnouncements | None = None
+    announcements: Announcements | None = None
 
 
 def run_complete() -> None:

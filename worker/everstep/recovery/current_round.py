@@ -65,6 +65,11 @@ class CurrentRound:
         return self._formed
 
     @property
+    def announced(self) -> AnnouncedRound | None:
+        """The round that this process is in, as it was announced; None between two rounds."""
+        return self._formed.round if self._formed is not None else None
+
+    @property
     def number(self) -> int:
         """The number of the newest round that this process has begun to join."""
         return self._number

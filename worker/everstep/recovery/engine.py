@@ -47,11 +47,11 @@ class Recovery:
     """`main` is the program's default group, for its whole life. `members` is for our own collectives."""
 
     def __init__(self, announcements: Announcements) -> None:
-        self._round = CurrentRound(announcements)
+        self.round = CurrentRound(announcements)
         self.on_profile = announcements.on_profile
-        self.program = self._round.program
+        self.program = self.round.program
         self.main = self.program.main
-        self.members = Members(self._round.control)
+        self.members = Members(self.round.control)
         self._sharded: ShardedState | None = None
         self._reducers: Reducers | None = None
         self.rollback: Rollback | None = None
@@ -61,26 +61,6 @@ class Recovery:
         self._failures = 0  # how many of the program's collectives had failed when the step began
         self._recent: deque[float] = deque(maxlen=RECENT)  # seconds that the newest steps took
 
-    @property
-    def round(self) -> AnnouncedRound | None:
-        """The round that this process is in."""
-        return formed.round if (formed := self._round.formed) is not None else None
-
-    @property
-    def lost(self) -> str | None:
-        """Why collectives of the present round fail; None while they work."""
-        return self._round.lost
-
-    @property
-    def to_settle(self) -> bool:
-        """See `CurrentRound.to_settle`."""
-        return self._round.to_settle
-
-    @property
-    def boundary_wanted(self) -> bool:
-        """See `CurrentRound.boundary_wanted`."""
-        return self._round.boundary_wanted
-
     def start(self, most: int) -> None:
         """Make `main` the default group, of a world of one for now. The job may have up to `most` processes."""
         self.program.begin(most)
@@ -88,7 +68,7 @@ class Recovery:
     def mesh(self, shards: int, provisional: int, device: str, kind: str) -> Any:
         """The `DeviceMesh` of a job with sharded state. Called once, before `track`."""
         assert self._sharded is None
-        made = RecoverableMesh(shards, provisional, device, self._round.control, self.program.for_mesh, kind)
+        made = RecoverableMesh(shards, provisional, device, self.round.control, self.program.for_mesh, kind)
         self._sharded = ShardedState(made, self.members)
         self.program.divide(kind, shards, provisional)
         return made.device_mesh
@@ -99,7 +79,7 @@ class Recovery:
         fsdp.check(state, self._sharded.mesh.over if self._sharded is not None else None)
         divided_optimizers.check(state, meshed=self._sharded is not None)
         if self._sharded is not None:
-            self._round.divide(self._sharded.mesh)
+            self.round.divide(self._sharded.mesh)
             self._sharded.track(state)
         self._state, self._divided = state, DividedOptimizers(state)
         self._reducers = reducers
@@ -107,9 +87,9 @@ class Recovery:
         may, agreed = (self._vote, self._sharded.may_undo) if self._sharded is not None else (self.check, lambda: True)
         never = divided_optimizers.NO_UNDO if self._divided else ""
         self.rollback = Rollback(state, may, agreed, hears_skips=self._sharded is not None, never=never)
-        for group in self._round.programs:
+        for group in self.round.programs:
             group.on_begin = self.rollback.collective
-        self._round.listen(self.rollback.roll_back_again, self._step_status)
+        self.round.listen(self.rollback.roll_back_again, self._step_status)
 
     def begin(self, step: int, *, keep: bool = False) -> None:
         """Step number `step` begins. `keep`: see `Rollback.begin`."""
@@ -137,7 +117,7 @@ class Recovery:
 
     def _failed_by_now(self) -> int:
         failed = self.rollback.refused if self.rollback is not None else 0
-        for group in self._round.programs:
+        for group in self.round.programs:
             failed += group.failures
         return failed
 
@@ -151,21 +131,21 @@ class Recovery:
     def _step_status(self) -> StepStatus:
         """The step's status for the agent. Called in the thread that hears of rounds."""
         began = self._began
-        inner = (group.waits_in() for group in self._round.programs[1:])
+        inner = (group.waits_in() for group in self.round.programs[1:])
         call = self.main.waits_in() or next((in_group(call) for call in inner if call is not None), None)
-        waits = call is not None or any(group.waits for group in self._round.groups)
+        waits = call is not None or any(group.waits for group in self.round.groups)
         return StepStatus(began[0] if began else None, waits, max(self._recent, default=0.0), call, self.main.recent())
 
     def end_together(self, barrier: Callable[..., None], step: int) -> None:
         """Run `barrier`, from the end of the training. It raises `LoopError` unless all members come to it after this
         step."""
-        if (formed := self._round.formed) is not None and formed.round.world_size > 1:
+        if (formed := self.round.formed) is not None and formed.round.world_size > 1:
             here, slowest = formed.round, max(self._recent, default=0.0)
             barrier(formed.store, here.rank, here.world_size, step, slowest, self.check)
 
     def refuse(self, why: LoopError) -> None:
         """Make `enter` raise this error on all members of the next round, because none of them can go on."""
-        self._round.refuse(why)
+        self.round.refuse(why)
 
     def end(self) -> None:
         """The run is over: no further step follows."""
@@ -176,12 +156,12 @@ class Recovery:
     def part(self) -> None:
         """Leave the round for good, so that no other member waits for this process."""
         with contextlib.suppress(forming.FormingFailed):
-            self._round.leave("this process leaves")
+            self.round.leave("this process leaves")
 
     def check(self) -> None:
         """Raises `PeerLost` if the round is over. Called before an optimizer step, which the other members may not
         make."""
-        self._round.check()
+        self.round.check()
 
     def roll_back(self) -> Validity:
         """Undo the present step, which failed; returns the validity of this member's state."""
@@ -210,17 +190,17 @@ class Recovery:
             moved()
             met_at = time.monotonic()
             done, how = self._synchronize(step, validity, round_, start)
-            self._round.synced(done, met_at, how)
+            self.round.synced(done, met_at, how)
             return done
 
-        return self._round.in_newest(step, synchronize)
+        return self.round.in_newest(step, synchronize)
 
     def _synchronize(self, step: int, validity: Validity, round_: AnnouncedRound, start: Start) -> tuple[int, str]:
         assert self._reducers is not None
         assert self.rollback is not None
         if self._sharded is not None:
             done, how = self._sharded.synchronize(step, validity, round_.number, start)
-            self._round.open()
+            self.round.open()
         else:
             done, how = replicated.synchronize(self._state, self.members, step, validity, start, self._divided)
         self.rollback.moved()
@@ -249,7 +229,7 @@ class Recovery:
         assert self._sharded is not None
         assert self.rollback is not None
         try:
-            self._sharded.vote(step, self._round.number, self.rollback.can_keep(), self.rollback.gradients.update)
+            self._sharded.vote(step, self.round.number, self.rollback.can_keep(), self.rollback.gradients.update)
             return True
         except PeerLost as e:
             if made := self._decide(step):
@@ -260,6 +240,6 @@ class Recovery:
         """Whether other members of the next round have made the step for which this one voted."""
         sharded = self._sharded
         assert sharded is not None
-        made = self._round.in_newest(step, lambda _: sharded.decided())
-        self._round.settle_later()
+        made = self.round.in_newest(step, lambda _: sharded.decided())
+        self.round.settle_later()
         return made

@@ -145,7 +145,8 @@ class RecoveringWorld(Checked):
             return True
         # The script may have caught the error and raised another one. If that was its own mistake, the next attempt
         # shows it.
-        if not isinstance(error, Exception | SystemExit) or self._recovery.lost is None or not self._recovery.failed:
+        is_of_script = isinstance(error, Exception | SystemExit)
+        if not is_of_script or self._recovery.round.lost is None or not self._recovery.failed:
             return False
         log.warning(
             "step %d: a collective has failed, and then %r came: the step is lost", self._coordinator.step, error
@@ -153,7 +154,7 @@ class RecoveringWorld(Checked):
         return True
 
     def lost(self, error: BaseException) -> bool:
-        return self._recovery.lost is not None and is_of_lost_peer(error)
+        return self._recovery.round.lost is not None and is_of_lost_peer(error)
 
     def completion_read(self) -> None:
         assert self._recovery.rollback is not None
@@ -196,7 +197,7 @@ class RecoveringWorld(Checked):
         self._enter(validity)
 
     def between(self) -> None:
-        if self._recovery.to_settle:
+        if self._recovery.round.to_settle:
             self._enter(Validity.WHOLE)  # the round's members wait for this one, before any other agreement
             return
         try:
@@ -204,7 +205,7 @@ class RecoveringWorld(Checked):
             self._compare()
             updates = gradients.updates if (gradients := self._present_gradients()) is not None else 0
             calls = self._recovery.main.begun
-            if self._coordinator.agree(move=self._recovery.boundary_wanted, updates=updates, calls=calls):
+            if self._coordinator.agree(move=self._recovery.round.boundary_wanted, updates=updates, calls=calls):
                 self._enter(Validity.WHOLE)
         except NewerCommit as e:
             self._go_forward(e)
@@ -262,7 +263,7 @@ class RecoveringWorld(Checked):
         self._coordinator.slow(str(straggler) if isinstance(straggler, Straggler) else None)
 
     def finish(self, *, save: bool = True) -> bool:
-        if self._recovery.to_settle:
+        if self._recovery.round.to_settle:
             self._enter(Validity.WHOLE)
             return False
         before = self._coordinator.step
@@ -313,7 +314,7 @@ class RecoveringWorld(Checked):
         after others have trained without them, and are gone. `trained`: the step that this member had reached itself.
         Returns the validity of the state if a peer was lost meanwhile, otherwise None."""
         state_validity = Validity.WHOLE
-        step, round_ = self._coordinator.step, self._recovery.round
+        step, round_ = self._coordinator.step, self._recovery.round.announced
         assert round_ is not None
         try:
             newest = self._newest_commit(round_)
@@ -346,7 +347,7 @@ class RecoveringWorld(Checked):
 
     def _moved(self) -> None:
         """The round has formed; its members do not have one state yet."""
-        members, round_ = self._recovery.members, self._recovery.round
+        members, round_ = self._recovery.members, self._recovery.round.announced
         assert round_ is not None
         self._coordinator.move(members, round_.number, round_.rendezvous)
         self._profile.moved()

@@ -20,7 +20,7 @@ from everstep.checkpoint import Checkpointer, Union
 from everstep.checkpoint.save import at_exit
 from everstep.contract import env
 from everstep.data import ElasticLoader
-from everstep.recovery.announcements import AgentAnnouncements
+from everstep.recovery.announcements import Announcements
 from everstep.recovery.ddp import static_graphs, uneven_inputs
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
@@ -71,7 +71,7 @@ def start(
     strict = strict or _strict_by_environment()
     names.check_once()
     refused_end.check_first_start()
-    rounds = AgentAnnouncements.find()
+    rounds = Announcements.find()
     recovery = Recovery(rounds) if rounds is not None else None
     if recovery is not None:
         if _started:
@@ -190,7 +190,7 @@ class Run(Loops):
         return PipelineSchedule(make, self._round_number)
 
     def _round_number(self) -> int | None:
-        round_ = self._recovery.round if self._recovery is not None else None
+        round_ = self._recovery.round.announced if self._recovery is not None else None
         return round_.number if round_ is not None else None
 
     def average_gradients(self, *modules: torch.nn.Module) -> None:

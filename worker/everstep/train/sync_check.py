@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from everstep.checkpoint.state.alike import to_bytes
 from everstep.checkpoint.state.modules import bare
 from everstep.checkpoint.state.sharding import is_sharded
 from everstep.recovery import digests
@@ -55,10 +53,6 @@ class SyncCheck:
             for name, p in bare(value).named_parameters():
                 if is_sharded(p) and self._shape().shards == 1:
                     continue  # over a mesh that is not the run's: nobody says which ranks hold the same
-                yield f"{key}.{name}", _digest(p)
+                yield f"{key}.{name}", digests.content(p)
                 if p.grad is not None:
-                    yield f"the gradient of {key}.{name}", _digest(p.grad)
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(to_bytes(digests.local(tensor)))
+                    yield f"the gradient of {key}.{name}", digests.content(p.grad)

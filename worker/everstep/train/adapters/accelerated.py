@@ -26,7 +26,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
 from everstep.contract.library_files import is_library
-from everstep.recovery.announcements import AgentAnnouncements
+from everstep.recovery.announcements import Announcements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
@@ -133,7 +133,7 @@ def _alone() -> bool:
 
 def recovery() -> Recovery | None:
     """The object that keeps this process in the newest round; None if the world does not change here."""
-    if _Process.recovery is None and not dist.is_initialized() and (rounds := AgentAnnouncements.find()) is not None:
+    if _Process.recovery is None and not dist.is_initialized() and (rounds := Announcements.find()) is not None:
         _Process.recovery = Recovery(rounds)
         _Process.recovery.start(most_processes())
     return _Process.recovery

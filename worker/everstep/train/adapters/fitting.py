@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from everstep.checkpoint import StateMismatch
-from everstep.recovery.announcements import AgentAnnouncements
+from everstep.recovery.announcements import Announcements
 from everstep.recovery.engine import Recovery
 from everstep.recovery.errors import LoopError
 from everstep.recovery.group.script_location import ScriptPhase
@@ -49,7 +49,7 @@ INSTEAD = "or say EverstepCallback(in_process=False): then all processes end wit
 def recovery() -> Recovery | None:
     """The object that keeps this process in the newest round; None if the world does not change here. Call it once,
     before `Trainer.fit`."""
-    if dist.is_initialized() or (rounds := AgentAnnouncements.find()) is None or (most := most_processes()) == 1:
+    if dist.is_initialized() or (rounds := Announcements.find()) is None or (most := most_processes()) == 1:
         return None
     engine = Recovery(rounds)
     engine.start(most)

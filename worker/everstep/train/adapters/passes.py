@@ -94,7 +94,7 @@ class Passes:
 
     @property
     def _number(self) -> int:
-        round_ = self._recovery.round
+        round_ = self._recovery.round.announced
         return -1 if round_ is None else round_.number
 
     def _step_begins(self, step: int) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from everstep.contract import env
 from everstep.instruments import listener
 from everstep.instruments.live_profile import LiveProfile
-from everstep.recovery.announcements import AgentAnnouncements
+from everstep.recovery.announcements import Announcements
 
 
 def listen(live: LiveProfile, step: Callable[[], int | None], environ: Mapping[str, str] = os.environ) -> None:
     """Answer requests from now on. `step`: the present one."""
     if path := environ.get(env.AGENT_SOCKET):
-        AgentAnnouncements(path, recovers=False).on_profile(live.ask)
+        Announcements(path, recovers=False).on_profile(live.ask)
     else:
         listener.listen(live, step)
