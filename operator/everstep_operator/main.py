@@ -183,9 +183,17 @@ class Operator:
             server.ServerOptions(host=settings.host, port=settings.probe_port, bounds=server.PROBE_BOUNDS),
         )
 
+        self.page: server.HttpServer | None = None
+        if settings.page_port is not None:
+            # It loads a template engine, which an operator without a page does not need.
+            from everstep_operator.page.in_operator import page_server  # noqa: PLC0415
+
+            self.page = page_server(self.caches, clients.page, clock, settings.host, settings.page_port)
+
     async def run(self) -> None:
         """Serve, watch, and lead when allowed."""
-        async with self.probes, self.server, asyncio.TaskGroup() as group:
+        page = self.page or contextlib.nullcontext()
+        async with self.probes, self.server, page, asyncio.TaskGroup() as group:
             log.info("serving", extra={"host": self._settings.host or "all", **self._ports()})
             for informer in self.caches.all():
                 group.create_task(informer.run())
@@ -211,7 +219,8 @@ class Operator:
         return not job.status and not self.caches.pods.by_index(BY_OWNER, job.metadata.uid)
 
     def _ports(self) -> dict[str, int]:
-        return {"port": self.server.port, "probe_port": self.probes.port}
+        page = {} if self.page is None else {"page_port": self.page.port}
+        return {"port": self.server.port, "probe_port": self.probes.port, **page}
 
     def _leadership_changed(self, state: object) -> None:
         leading = isinstance(state, Leading)

@@ -44,6 +44,7 @@ VARIABLES = (
     Variable("EVERSTEP_HOST", "address to serve workers, probes and metrics on (default: all)"),
     Variable("EVERSTEP_PORT", "port to serve workers on, 0 to 65535; 0: any free one", "8080"),
     Variable("EVERSTEP_PROBE_PORT", "port to serve probes and metrics on, 0 to 65535; 0: any free one", "8081"),
+    Variable("EVERSTEP_PAGE_PORT", "port of the page about jobs, 0 to 65535; 0: any free one; empty: there is no page"),
     Variable("EVERSTEP_REPORT_URL", "URL to which workers report; empty: they do not report"),
     Variable(
         "EVERSTEP_CHECKPOINT_URL_PREFIXES", "allowed beginnings of checkpoint URLs, separated by commas; empty: any"
@@ -90,6 +91,7 @@ class OperatorSettings:
     lease_seconds: int
     workers: int
     log_level: str
+    page_port: int | None = None  # None: there is no page
 
     @property
     def identity(self) -> str:
@@ -136,4 +138,5 @@ class OperatorSettings:
             lease_seconds=number("EVERSTEP_LEASE_SECONDS", 3, 120),
             workers=number("EVERSTEP_WORKERS", 1, 1024),
             log_level=level.upper(),
+            page_port=number("EVERSTEP_PAGE_PORT", 0, 65535) if sources.text("EVERSTEP_PAGE_PORT") else None,
         )

@@ -259,6 +259,38 @@ def test_jobs_have_policies_and_the_operator_the_right_to_them_where_the_chart_s
     assert (settings.job_network_policies, "networkpolicies" in granted) == (made, made)
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_page_has_its_port_service_rule_and_right_where_the_chart_says_so_and_nowhere_else(helm: Any, on: bool) -> None:
+    flags = ("--set", "page.enabled=true") if on else ()
+    objects = _objects(helm, *flags)
+    (container,) = _only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    settings = OperatorSettings.from_env({v["name"]: v.get("value", "x") for v in container["env"]})
+    rules = [
+        rule for rule in _only(objects, "ClusterRole")["rules"] if rule.get("resources") == ["subjectaccessreviews"]
+    ]
+    services = sorted(o["metadata"]["name"] for o in objects if o["kind"] == "Service")
+    ports = [rule["ports"][0]["port"] for rule in _only(objects, "NetworkPolicy")["spec"]["ingress"]]
+    assert settings.page_port == (8082 if on else None)
+    assert [rule["verbs"] for rule in rules] == ([["create"]] if on else [])
+    assert services == (["everstep", "everstep-page"] if on else ["everstep"])
+    assert ports == ["http", "probes", *(["page"] if on else [])]
+    assert {p["name"] for p in container["ports"]} == {"http", "probes", *(["page"] if on else [])}
+    assert "Ingress" not in {o["kind"] for o in objects}
+
+
+def test_ingress_of_the_page_is_accepted_and_needs_a_host(crd: Any, helm: Any) -> None:
+    flags = [("page.enabled", "true"), ("page.ingress.enabled", "true"), ("page.ingress.host", "jobs.example.com"),
+             ("page.ingress.tlsSecret", "jobs-tls"), ("page.ingress.className", "nginx")]  # fmt: skip
+    values = [part for name, value in flags for part in ("--set", f"{name}={value}")]
+    objects = [o for o in _objects(helm, *values) if o["metadata"]["name"] == "everstep-page"]
+    assert {o["kind"] for o in objects} == {"Service", "Ingress"}
+    crd.kubectl("create", "namespace", NAMESPACE)
+    done = crd.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", input=yaml.safe_dump_all(objects))
+    assert done.returncode == 0, done.stderr
+    refused = helm("template", "everstep", *values[:4], expect_failure=True)
+    assert "page.ingress.host" in refused.stderr
+
+
 def _pod_of(objects: list[dict[str, Any]]) -> tuple[dict[str, str], set[str]]:
     """The labels of the operator's pods, and the names of their ports."""
     template = _only(objects, "Deployment")["spec"]["template"]

@@ -21,7 +21,7 @@ from everstep_operator.telemetry import job_metrics
 from everstep_operator.telemetry.metrics import Metrics
 
 CHART = ROOT / "charts/everstep"
-MOST_VALUES = 12  # of a label that are listed
+MOST_VALUES = 13  # of a label that are listed
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

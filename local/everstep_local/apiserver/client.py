@@ -97,6 +97,7 @@ class MemoryClient:
         field_selector: str | None = None,
         limit: int = PAGE,
         resource_version: str | None = None,
+        pages: int | None = None,
     ) -> ListResult[T]:
         operation = _operation("list", resource, namespace)
         at = None if self.faults is None else (await self._disturbed(_request(operation), operation)).at
@@ -118,7 +119,7 @@ class MemoryClient:
             return stored if selector is None else [item for item in stored if selector(item.labels)]
 
         items = tuple([_decoded(resource, listed, operation) for listed in _answer(operation, read)])
-        return ListResult(items, str(store.version if at is None else at))
+        return ListResult(items if pages is None else items[: pages * limit], str(store.version if at is None else at))
 
     async def watch(
         self,

@@ -98,12 +98,14 @@ class KubeClient(Protocol):
         field_selector: str | None = None,
         limit: int = PAGE,
         resource_version: str | None = None,
+        pages: int | None = None,
     ) -> ListResult[T]:
         """Every object, read in pages of `limit`. If the history expires between two pages, the list begins again.
 
         `field_selector`: fields and values, such as `regarding.uid=…,type=Warning`; which fields there are depends on
         the kind.
-        `resource_version=None` is a consistent read; "0" may be any cached state.
+        `resource_version=None` is a consistent read; "0" may be any cached state. `pages`: at most so many are read,
+        where strangers decide how many there are.
         """
         ...
 

@@ -16,25 +16,26 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.credentials import Source
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient, OnAnswer
 
-LEASE, WATCHES, CALLERS, ROUNDS = 2, 16, 48, 32  # connections
+LEASE, WATCHES, CALLERS, ROUNDS, PAGE = 2, 16, 48, 32, 4  # connections
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
     """`lease`: the Lease, and nothing else. `watches`: the lists and watches of the caches. `callers`: what an agent's
     call waits for (reviews of tokens, keys, look-ups of pods). `rounds`: the agents' documents. `jobs`: statuses, pods,
-    events; `runtime.write_limit` decides which of these is next."""
+    events; `runtime.write_limit` decides which of these is next. `page`: what readers of the page wait for."""
 
     lease: KubeClient
     watches: KubeClient
     callers: KubeClient
     rounds: KubeClient
     jobs: KubeClient
+    page: KubeClient
 
     @classmethod
     def sharing(cls, client: KubeClient) -> Clients:
         """One client for everything: for an API server in memory, which has no connections to wait for."""
-        return cls(client, client, client, client, client)
+        return cls(client, client, client, client, client, client)
 
 
 @asynccontextmanager
@@ -52,4 +53,5 @@ async def connected(source: Source, writes: int, on_answer: OnAnswer | None = No
             callers=await client(CALLERS),
             rounds=await client(ROUNDS),
             jobs=await client(writes),
+            page=await client(PAGE),
         )

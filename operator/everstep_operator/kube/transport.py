@@ -9,6 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
@@ -103,11 +104,12 @@ class HttpKubeClient:
         field_selector: str | None = None,
         limit: int = PAGE,
         resource_version: str | None = None,
+        pages: int | None = None,
     ) -> ListResult[T]:
         selectors = _query(labelSelector=label_selector, fieldSelector=field_selector)
         for _ in range(RESTARTED_LISTS):
             try:
-                return await self._list_pages(resource, namespace, selectors, limit, resource_version)
+                return await self._list_pages(resource, namespace, selectors, limit, resource_version, pages)
             except Gone as error:
                 # The server compacted its history between two pages. A mix of two histories could hide a deletion.
                 expired = error
@@ -120,18 +122,20 @@ class HttpKubeClient:
         selectors: tuple[tuple[str, str], ...],
         limit: int,
         resource_version: str | None,
+        pages: int | None,
     ) -> ListResult[T]:
         operation = _operation("list", resource, namespace, None)
         query = _query(limit=limit) + selectors
         first = _query(resourceVersion=resource_version)
         items: list[T] = []
-        while True:
+        for number in count(1):
             request = Request("GET", resource.path(namespace), operation, query=query + first)
             page = decode_page(resource.struct, await self._exchange(request, idempotent=True), operation)
             items += page.items or ()
-            if not page.metadata.continue_:
+            if not page.metadata.continue_ or number == pages:
                 return ListResult(tuple(items), page.metadata.resource_version)
             first = _query(**{"continue": page.metadata.continue_})
+        raise AssertionError("the last page returns")
 
     async def watch(
         self,

@@ -78,7 +78,7 @@ class Row:
     age: str
 
 
-def fleet(jobs: Iterable[Listed], text: str, status: str, now: datetime) -> list[Row]:
+def fleet(jobs: Iterable[Listed], text: str, status: str) -> list[Listed]:
     """The jobs whose name, namespace or run has this text, and which have this status; those that go on first, and
     among them the newest. Empty: any."""
     wanted = text.casefold()
@@ -90,10 +90,10 @@ def fleet(jobs: Iterable[Listed], text: str, status: str, now: datetime) -> list
     ]
     chosen.sort(key=lambda each: each.view.began, reverse=True)
     chosen.sort(key=lambda each: ended(each.view.raw_status) or each.view.status == "Deleted")
-    return [_row(each, now) for each in chosen]
+    return chosen
 
 
-def _row(each: Listed, now: datetime) -> Row:
+def row(each: Listed, now: datetime) -> Row:
     view = each.view
     total = f" of {view.total_steps}" if view.total_steps is not None else ""
     end = _end(view) or now

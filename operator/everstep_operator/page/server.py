@@ -153,13 +153,14 @@ class Page:
     async def _fleet(self, request: web.Request, may: May) -> web.Response:
         fleet, now = await self._jobs.fleet(may), datetime.now(UTC)
         wanted, status = (request.query.get(name, "")[:MAX_TEXT] for name in ("q", "status"))
-        chosen = rows.fleet(fleet.jobs, wanted, status, now)
+        chosen = rows.fleet(fleet.jobs, wanted, status)
         pages = max(1, -(-len(chosen) // JOBS))
         number = request.query.get("page", "1")
         page = min(pages, max(1, int(number))) if number.isdecimal() and len(number) < 6 else 1
+        shown = chosen[(page - 1) * JOBS : page * JOBS]
         return self.render(
             "fleet.html", request,
-            rows=chosen[(page - 1) * JOBS : page * JOBS], count=len(chosen), all=len(fleet.jobs), page=page,
+            rows=[rows.row(each, now) for each in shown], count=len(chosen), all=len(fleet.jobs), page=page,
             pages=pages, wanted=wanted, status=status, statuses=sorted({each.view.status for each in fleet.jobs}),
             notes=fleet.notes, now=now.isoformat(),
         )  # fmt: skip

@@ -40,6 +40,7 @@ RESOURCES = (
     "poddisruptionbudgets",
     "networkpolicies",
     "tokenreviews",
+    "subjectaccessreviews",
     "jwks",
 )
 CODES = frozenset(

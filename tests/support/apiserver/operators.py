@@ -204,6 +204,7 @@ class Operators:
         dies_after: int | None = None,
         loses: int | None = None,
         network_policies: bool = False,
+        page_port: int | None = None,
     ) -> AsyncGenerator[CountingClient, None]:
         """One replica. Each has a Lease of its own, so that any number of them lead at once, unless told `lease`."""
         client = CountingClient(self.place.client, self.place.namespace, dies_after, loses)
@@ -213,7 +214,7 @@ class Operators:
             port=0,
             probe_port=0,
             report_url="", checkpoint_url_prefixes=(), lease_seconds=6, workers=4, log_level="INFO",
-            job_network_policies=network_policies,
+            job_network_policies=network_policies, page_port=page_port,
         )  # fmt: skip
         operator = Operator(Clients.sharing(client), settings, Metrics(), SystemClock(), synced=lambda: None)
         task = asyncio.create_task(operator.run())

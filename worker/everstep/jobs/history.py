@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+READY = "Ready"  # a pod's phase where nobody hears the steps of each worker: it has joined the world
 MAX_ENTRIES = 200_000  # enough for days; after that step reports are dropped, but never changes
 
 
 @dataclass(frozen=True, slots=True)
 class PodSeen:
-    """A pod changed. `phase` is Kubernetes' word, or "Deleted" when the object is gone."""
+    """A pod changed. `phase` is Kubernetes' word, "Deleted" when the object is gone, or `READY`."""
 
     kind: ClassVar[str] = "pod"
     at: float

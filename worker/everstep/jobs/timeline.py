@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from everstep.jobs.history import ActionTaken, Entry, PodSeen, StatusSeen, StepSeen
+from everstep.jobs.history import READY, ActionTaken, Entry, PodSeen, StatusSeen, StepSeen
 
 T = TypeVar("T")
 
@@ -81,6 +81,12 @@ def _lanes(entries: list[Entry], seconds: float) -> dict[int, tuple[Segment, ...
         worker, segment = open_.pop(pod)
         lanes.setdefault(worker, []).append(replace(segment, end=at, ended=ended))
 
+    def trains(pod: str, at: float) -> None:
+        worker, segment = open_[pod]
+        if segment.state is State.STARTING:
+            close(pod, at, "")
+            open_[pod] = (worker, Segment(at, at, State.TRAINING, pod))
+
     over: set[str] = set()
     for e in entries:
         match e:
@@ -88,11 +94,12 @@ def _lanes(entries: list[Entry], seconds: float) -> dict[int, tuple[Segment, ...
                 if e.pod in open_:
                     close(e.pod, e.at, e.phase)
                 over.add(e.pod)
+            case PodSeen() if e.phase == READY and e.pod in open_:
+                trains(e.pod, e.at)
             case PodSeen() if e.pod not in open_ and e.pod not in over:
                 open_[e.pod] = (e.worker, Segment(e.at, e.at, State.STARTING, e.pod))
-            case StepSeen() if e.pod in open_ and open_[e.pod][1].state is State.STARTING:
-                close(e.pod, e.at, "")
-                open_[e.pod] = (e.worker, Segment(e.at, e.at, State.TRAINING, e.pod))
+            case StepSeen() if e.pod in open_:
+                trains(e.pod, e.at)
             case _:
                 pass
     for pod in list(open_):
