@@ -34,19 +34,19 @@ def test_s3_url_loads_no_other_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "conditional", "multipart", "writable"),
+    ("url", "multipart", "writable"),
     [
-        ("memory://x", True, True, True),
-        ("/tmp/x", True, True, True),
-        ("s3://bucket/x", True, True, True),
-        ("gs://bucket/x", True, True, True),
-        ("az://container/x", True, True, True),
-        ("https://host/x", False, False, False),
-        ("sftp://host/x", False, False, True),
+        ("memory://x", True, True),
+        ("/tmp/x", True, True),
+        ("s3://bucket/x", True, True),
+        ("gs://bucket/x", True, True),
+        ("az://container/x", True, True),
+        ("https://host/x", False, False),
+        ("sftp://host/x", False, True),
     ],
 )
-def test_capabilities_say_what_a_scheme_offers(url: str, conditional: bool, multipart: bool, writable: bool) -> None:
+def test_capabilities_say_what_a_scheme_offers(url: str, multipart: bool, writable: bool) -> None:
     store: ObjectStore = open_store(url, single_committer=url.startswith("sftp"))
     for wrapped in (store, RetryingStore(store), FaultStore(store)):
         found = wrapped.capabilities
-        assert (found.conditional_create, found.multipart, found.writable) == (conditional, multipart, writable)
+        assert (found.multipart, found.writable) == (multipart, writable)

@@ -30,17 +30,15 @@ class ObjectInfo:
 class Capabilities:
     """A store's capabilities. Known without I/O, so they say what the backend offers, not what the server grants.
 
-    `conditional_create`: `create` is atomic against every other creator. `multipart`: a writer's parts go to the store
-    as they come, so a crash may leave some behind for `sweep_uploads`; without it they wait on the local disk.
-    `parallel_parts`: the parts of one upload may be written in any order and at once. `part_size`: bytes of each part
-    but the last, unless a size hint asks for larger ones. `read_size`: the bytes that a reader with a choice should ask
-    for at once: less costs requests, more costs memory and caches. `local`: this machine's cores write the parts, so
-    that more threads than there are cores to spare slow down what else runs. `listable`: `list` gives what is there;
-    else objects must be asked for by their names. `whole`: an object is visible only with all its bytes; else a reader
-    may meet one that is still being written.
+    `multipart`: a writer's parts go to the store as they come, so a crash may leave some behind for `sweep_uploads`;
+    without it they wait on the local disk. `parallel_parts`: the parts of one upload may be written in any order and at
+    once. `part_size`: bytes of each part but the last, unless a size hint asks for larger ones. `read_size`: the bytes
+    that a reader with a choice should ask for at once: less costs requests, more costs memory and caches. `local`: this
+    machine's cores write the parts, so that more threads than there are cores to spare slow down what else runs.
+    `listable`: `list` gives what is there; else objects must be asked for by their names. `whole`: an object is visible
+    only with all its bytes; else a reader may meet one that is still being written.
     """
 
-    conditional_create: bool = True
     multipart: bool = True
     parallel_parts: bool = True
     writable: bool = True

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, TypeVar
 
-from everstep.storage.base import Capabilities, ObjectInfo, ObjectStore
+from everstep.storage.base import ObjectStore
 from everstep.storage.errors import NotFound, RetryableError, Throttled
 from everstep.storage.rate_limit import Pacer, pacer_for
-from everstep.storage.upload import Data, Upload
+from everstep.storage.wrapped import WrappedStore
 
 T = TypeVar("T")
 
@@ -50,10 +50,11 @@ class RetryPolicy:
         return float(min(self.most, self.first * 2 ** min(attempt, 30)) * (0.5 + jitter / 2))
 
 
-class RetryingStore(ObjectStore):
+class RetryingStore(WrappedStore):
     """A store whose operations are repeated while the error is retryable and the policy's time lasts.
 
-    Without a `pacer`, all stores of this process on the same bucket share one.
+    The parts of an upload are repeated one by one: what the store has of it is never sent again. Without a `pacer`, all
+    stores of this process on the same bucket share one.
     """
 
     def __init__(
@@ -66,47 +67,15 @@ class RetryingStore(ObjectStore):
         sleep: Callable[[float], None] = time.sleep,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._policy = policy or RetryPolicy()
         self._pacer = pacer or pacer_for(inner.url)
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter or Random().random  # noqa: S311 - and no number of the script's own generator
 
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def create(self, name: str, data: Data) -> None:
-        self.repeat(lambda: self._inner.create(name, data))
-
-    def put(self, name: str, data: Data) -> None:
-        self.repeat(lambda: self._inner.put(name, data))
-
-    def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        return self._read(name, lambda: self._inner.get(name, start, end))
-
-    def get_into(self, name: str, start: int, *buffers: memoryview) -> None:
-        self._read(name, lambda: self._inner.get_into(name, start, *buffers))
-
-    def size(self, name: str) -> int | None:
-        return self.repeat(lambda: self._inner.size(name))
-
-    def list(self, folder: str = "") -> list[ObjectInfo]:
-        return self.repeat(lambda: self._inner.list(folder))
-
-    def delete(self, name: str) -> None:
-        self.repeat(lambda: self._inner.delete(name))
-
-    def start_upload(self, name: str, size_hint: int | None = None) -> Upload:
-        return RetryingUpload(self, self.repeat(lambda: self._inner.start_upload(name, size_hint)))
-
-    def sweep_uploads(self, older_than: float, dead: Callable[[str], bool] = lambda name: False) -> int:
-        return self.repeat(lambda: self._inner.sweep_uploads(older_than, dead))
+    def call(self, operation: str, name: str, act: Callable[[], T], tear: Callable[[], None] = lambda: None) -> T:
+        return self._read(name, act) if operation in ("get", "get_into") else self.repeat(act)
 
     def repeat(self, operation: Callable[[], T]) -> T:
         """Do `operation` until it succeeds, fails for good, or the policy's time is over."""
@@ -152,24 +121,3 @@ class RetryingStore(ObjectStore):
     def _listed(self, name: str) -> bool:
         folder, slash, _ = name.rpartition("/")
         return any(info.name == name for info in self.list(folder + slash))
-
-
-class RetryingUpload:
-    """An upload whose parts are repeated one by one: what the store has of it is never sent again."""
-
-    def __init__(self, store: RetryingStore, inner: Upload) -> None:
-        self._store = store
-        self._inner = inner
-
-    @property
-    def part_size(self) -> int:
-        return self._inner.part_size
-
-    def write_part(self, number: int, data: Data) -> None:
-        self._store.repeat(lambda: self._inner.write_part(number, data))
-
-    def commit(self) -> None:
-        self._store.repeat(self._inner.commit)
-
-    def abort(self) -> None:
-        self._store.repeat(self._inner.abort)

@@ -26,15 +26,11 @@ class SpooledUpload:
     def __init__(self, store: Whole, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         self._file = tempfile.TemporaryFile(prefix="everstep-upload-", buffering=0)  # noqa: SIM115  closed by the end
 
-    @property
-    def part_size(self) -> int:
-        return self._part_size
-
     def write_part(self, number: int, data: Data) -> None:
-        offset, view = number * self._part_size, memoryview(data).cast("B")
+        offset, view = number * self.part_size, memoryview(data).cast("B")
         try:
             while view:
                 count = os.pwrite(self._file.fileno(), view, offset)
@@ -173,8 +169,7 @@ class Upload(Protocol):
     (after a lost answer): the same number means the same bytes. All methods raise `StorageError`.
     """
 
-    @property
-    def part_size(self) -> int: ...
+    part_size: int
 
     def write_part(self, number: int, data: Data) -> None:
         """Part `number`, from 0. `data` may be reused when this returns. Other threads may write other parts."""

@@ -159,14 +159,10 @@ class AzureUpload:
     def __init__(self, store: AzureStore, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         self._id = secrets.token_hex(8)
         self._lock = ForkLock()
         self._numbers: set[int] = set()
-
-    @property
-    def part_size(self) -> int:
-        return self._part_size
 
     def write_part(self, number: int, data: Data) -> None:
         async def stage(fs: Any) -> None:

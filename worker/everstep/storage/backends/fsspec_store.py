@@ -53,7 +53,7 @@ class FsspecStore(ObjectStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_create=False, multipart=False).with_part_size(self._part_size)
+        return Capabilities(multipart=False).with_part_size(self._part_size)
 
     def create(self, name: str, data: Data) -> None:
         self._write(name, data, "create")

@@ -50,7 +50,7 @@ class GcsUpload:
     def __init__(self, store: GcsStore, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         self._sent = 0  # bytes that the server has, as far as is known
         self._unsure = False
         self._tail = b""  # the last part, which must name the size of the whole
@@ -70,13 +70,9 @@ class GcsUpload:
             raise bucket_missing(e) from e
         self._session = str(headers["Location"])
 
-    @property
-    def part_size(self) -> int:
-        return self._part_size
-
     def write_part(self, number: int, data: Data) -> None:
-        view, start = memoryview(data).cast("B"), number * self._part_size
-        if len(view) < self._part_size:
+        view, start = memoryview(data).cast("B"), number * self.part_size
+        if len(view) < self.part_size:
             self._tail = bytes(view)
             return
         self._find_out()

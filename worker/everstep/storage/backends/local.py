@@ -358,7 +358,7 @@ class LocalUpload:
     def __init__(self, store: LocalStore, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         # A file takes one writer at a time through the page cache, and those who wait in the kernel for their turn keep
         # a core busy.
         self._turn = ForkLock()
@@ -367,12 +367,8 @@ class LocalUpload:
             self._uncached = UncachedWriter(self._temporary)
         self._open, self._synced = True, False
 
-    @property
-    def part_size(self) -> int:
-        return self._part_size
-
     def write_part(self, number: int, data: Data) -> None:
-        offset, view = number * self._part_size, memoryview(data).cast("B")
+        offset, view = number * self.part_size, memoryview(data).cast("B")
         with self._store._translated(self._name):
             done = self._uncached.write(offset, view)
             if done < len(view):

@@ -73,12 +73,8 @@ class MemoryUpload:
     def __init__(self, store: MemoryStore, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         self._parts: dict[int, bytes] = {}
-
-    @property
-    def part_size(self) -> int:
-        return self._part_size
 
     def write_part(self, number: int, data: Data) -> None:
         self._parts[number] = bytes(data)

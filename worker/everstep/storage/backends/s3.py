@@ -362,7 +362,7 @@ class S3Upload:
     def __init__(self, store: S3Store, name: str, part_size: int) -> None:
         self._store = store
         self._name = name
-        self._part_size = part_size
+        self.part_size = part_size
         self._bucket, self._key = store.at(name)
         self._lock = ForkLock()
         self._sent: dict[int, tuple[str, int]] = {}  # tag and bytes
@@ -370,10 +370,6 @@ class S3Upload:
         with store.translated("starting the upload of", name):
             made = store.call("create_multipart_upload", Bucket=self._bucket, Key=self._key)
         self._id: str | None = str(made["UploadId"])
-
-    @property
-    def part_size(self) -> int:
-        return self._part_size
 
     def write_part(self, number: int, data: Data) -> None:
         with self._store.translated(f"writing part {number} of", self._name):

@@ -45,7 +45,7 @@ class WebStore(FsspecStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        known = Capabilities(conditional_create=False, multipart=False, writable=False, listable=False)
+        known = Capabilities(multipart=False, writable=False, listable=False)
         return known.with_part_size(self._part_size)
 
     def get(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
