@@ -65,9 +65,8 @@ class ElasticLoader:
     - `shuffle`: True, False, or `Blocks(size, window)`. `drop_last`: leave out an epoch's last step if it is not full.
     - `sampler`: in place of `shuffle`, what draws an epoch's samples over all ranks together: torch's
       `WeightedRandomSampler`, or one of your own with `__len__`. `everstep.data.randomness.draws` says what it may do.
-    - `dataset_id`: the data's name and version, to tell a changed dataset by. `hash_samples`: read and hash so many
-      samples to the same end. `allow_changes`: of "dataset", "order", "global_batch", what may differ from the saved
-      run.
+    - `dataset_id`: the data's name and version, to tell a changed dataset by. `allow_changes`: of "dataset", "order",
+      "global_batch", what may differ from the saved run.
     - `seed_samples`: set Python's, numpy's and torch's generators for each sample, so that augmentation is the same
       at any world size. Costs about 20 µs a sample; without it, `__getitems__` is used where there is one.
     - `num_workers`, `collate_fn`, `prefetch_factor`, `pin_memory`, `timeout`, `worker_init_fn`: as torch's.
@@ -94,7 +93,6 @@ class ElasticLoader:
         sampler: Any = None,
         drop_last: bool = False,
         dataset_id: str | None = None,
-        hash_samples: int = 0,
         allow_changes: Collection[str] = (),
         seed_samples: bool = True,
         num_workers: int = 0,
@@ -109,7 +107,7 @@ class ElasticLoader:
     ) -> None:
         global_batch, seed = whole("global_batch", global_batch), whole("seed", seed)
         micro_batch = None if micro_batch is None else whole("micro_batch", micro_batch)
-        identity = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
+        identity = fingerprint(dataset, identity=dataset_id)
         if sampler is not None and shuffle is not None:
             raise DataError(f"shuffle={shuffle!r} and a sampler: the sampler is the order; leave out shuffle=")
         self._dataset, self._samples = dataset, identity.length

@@ -51,10 +51,9 @@ class ElasticSampler(Sampler[int]):
         drop_last: bool = False,
         *,
         dataset_id: str | None = None,
-        hash_samples: int = 0,
         allow_changes: Collection[str] = (),
     ) -> None:
-        identity = fingerprint(dataset, identity=dataset_id, hash_samples=hash_samples)
+        identity = fingerprint(dataset, identity=dataset_id)
         self._shuffle = shuffle_of(shuffle)
         self._shards = blocks_of(dataset, self._shuffle)
         order_of(self._shuffle, identity.length, seed, 0, self._shards)

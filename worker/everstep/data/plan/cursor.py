@@ -55,7 +55,6 @@ class Cursor:
                 "length": self.dataset.length,
                 "kind": self.dataset.kind,
                 "identity": self.dataset.identity,
-                "samples": self.dataset.samples,
             },
         }
 
@@ -77,7 +76,7 @@ def parse(state: Mapping[str, Any]) -> Cursor:
         index=_number(state, "index", 0, length),
         global_batch=_number(state, "global_batch", 0, MAX_N),
         order=_text(state, "order"),
-        dataset=Fingerprint(length, _text(dataset, "kind"), _text(dataset, "identity"), _text(dataset, "samples")),
+        dataset=Fingerprint(length, _text(dataset, "kind"), _text(dataset, "identity")),
     )
 
 
