@@ -96,6 +96,19 @@ def test_pinned_commit_keeps_its_record_until_it_is_unpinned_and_old() -> None:
     assert large(store) == [8]
 
 
+def test_commits_without_tensors_are_kept_over_restarts_like_others() -> None:
+    store = MemoryStore()
+    listed = []
+    for steps in ((1, 2, 3), (4,), (5,)):
+        with everstep.Checkpointer(store=store, keep=3) as run:
+            run.restore({"note": ""})
+            for step in steps:
+                run.save(step, {"note": str(step) * 2000}).wait(30)
+        listed.append([found.step for found in Catalog(store).list()])
+    assert listed == [[3, 2, 1], [4, 3, 2], [5, 4, 3]]
+    assert everstep.load(store=store, step=3).state["note"] == "3" * 2000
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_state_without_tensors_is_all_in_its_record_and_goes_with_it_unless_it_is_pinned(pinned: bool) -> None:
     store = MemoryStore()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from everstep.checkpoint.retention.cleaner import (
     Compactor,
     Delete,
     clean,
+    down_to_the_last,
     enough,
     has_lost,
     is_fenced,
@@ -93,8 +94,7 @@ class Catalog:
         end = self._log.head().last  # read first: commits up to here have their shards in the listing that follows
         sizes = sizes_in(self._store)
         holds = pins.holds(self._store)
-        free = {save: there for save, there in sizes.items() if save not in holds.saves}
-        walked = {r.n: r for r in itertools.islice(self._down_to_the_last(end, free), limit)}
+        walked = {r.n: r for r in itertools.islice(self._with_data(end, sizes.keys() - holds.saves), limit)}
         walked |= {r.n: r for r in self._held_commits(holds) if r.n <= end and not is_compacted(r)}
         newest_first = (walked[n] for n in sorted(walked, reverse=True))
         present = (r for r in newest_first if not r.shards or any(folder_of(s.path) in sizes for s in r.shards))
@@ -191,9 +191,7 @@ class Catalog:
         if head.open is None:
             return ()
         sizes = sizes_in(self._store)
-        held_saves = pins.held_saves(self._store)
-        free = {save: there for save, there in sizes.items() if save not in held_saves}
-        walked = list(self._down_to_the_last(head.last, free))
+        walked = list(self._with_data(head.last, sizes.keys() - pins.held_saves(self._store)))
         damaged = frozenset(r.n for r in walked if has_lost(self._store, r, sizes))
         commits = enough(walked, keep, lambda r: r.n in damaged)
         newest = owner_of(commits[0].save_id) if commits else None
@@ -236,22 +234,15 @@ class Catalog:
                 raise CheckpointError(f"{self._store.url}: record {n} cannot be read: {reason}")
         raise NoCommit(f"{self._store.url}: record {n} is no commit; it says who opened the log")
 
-    def _commits(self, end: int | None = None) -> Iterator[CommitRecord]:
-        """The readable commits up to record `end`, newest first."""
-        records = self._log.commits((self._log.head().last if end is None else end) + 1)
+    def _commits(self) -> Iterator[CommitRecord]:
+        """The readable commits, newest first."""
+        records = self._log.commits(self._log.head().last + 1)
         return (record for record in records if isinstance(record, CommitRecord))
 
-    def _down_to_the_last(self, end: int, sizes: Mapping[str, Mapping[str, int]]) -> Iterator[CommitRecord]:
-        """The commits down to the oldest that may have data: save ids grow with the log."""
-        left = {order for order in map(owner_of, sizes) if order is not None}
-        for record in self._commits(end):
-            order = owner_of(record.save_id)
-            if record.shards and order is not None:
-                if not any(o <= order for o in left):
-                    return
-                left.discard(order)
-            if not is_compacted(record):
-                yield record
+    def _with_data(self, end: int, saves: Iterable[str]) -> Iterator[CommitRecord]:
+        """The commits up to record `end` whose data may be there: see `down_to_the_last`."""
+        walked = down_to_the_last(self._log.commits(end + 1), saves)
+        return (record for record in walked if not is_compacted(record))
 
     def _held_commits(self, holds: Holds | None = None) -> Iterator[CommitRecord]:
         """The commits that a pin, tag or mark holds. A walk of the log may end before it reaches them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -271,7 +271,9 @@ class Marker:
                 marks.append(mark)
         commits = {record.n: record for record in recent}
         if not self._walked:  # commits of writers that died may be older than those that are to stay
-            commits |= {record.n: record for record in self._with_data(newest, set(sizes) - all_holds.saves)}
+            free = set(sizes) - all_holds.saves
+            walked = down_to_the_last(CommitLog(self._store).commits(newest + 1), free)
+            commits |= {record.n: record for record in walked if _has_data(record, free)}
         usable = [
             kept_of(r, later_metrics(self._store, r.save_id, sizes.get(r.save_id, ())))
             for r in commits.values()
@@ -290,18 +292,6 @@ class Marker:
                 )
         self._walked = True
         return lost
-
-    def _with_data(self, newest: int, left: set[str]) -> Iterator[CommitRecord]:
-        """The commits up to `newest` down to the oldest of the saves in `left`: save ids grow with the log."""
-        orders = {order for order in map(owner_of, left) if order is not None}
-        for record in CommitLog(self._store).commits(newest + 1):
-            if not isinstance(record, CommitRecord) or (order := owner_of(record.save_id)) is None:
-                continue
-            if not any(o <= order for o in orders):
-                return
-            orders.discard(order)
-            if any(folder_of(s.path) in left for s in record.shards):
-                yield record
 
 
 def kept_of(record: CommitRecord, later: Mapping[str, float] = MappingProxyType({})) -> Kept:
@@ -462,7 +452,8 @@ class Cleaner:
         if (unusable := frozenset(self._damaged | self._suspected)) != self._unusable:
             self._unusable, self._read_below = unusable, False
         if not self._read_below or gone:
-            below = stored(self._log.commits(newest.n), sizes, is_lost)
+            walked = down_to_the_last(self._log.commits(newest.n), sizes)
+            below = (record for record in walked if _has_data(record, sizes) or not is_lost(record))
             self._recent, self._read_below = [newest, *self._enough(below, is_lost)], True
             self._lost = frozenset(r.n for r in self._recent if is_lost(r))
         if self._marker is not None and tenure.lasts():
@@ -493,20 +484,21 @@ class Cleaner:
         return enough(commits, self._keep, lambda r: r.n in self._damaged or is_lost(r), frozenset(self._suspected))
 
 
-def stored(
-    commits: Iterable[CommitRecord | Unreadable], sizes: Sizes, is_lost: Callable[[CommitRecord], bool]
-) -> Iterator[CommitRecord]:
-    """Those of the commits, newest first, that still have data. Ends at the oldest save that has data, because save ids
-    grow with the log: else a run that keeps more commits than the one before it would read all of a long log."""
-    oldest = min((owner for owner in map(owner_of, sizes) if owner is not None), default=None)
+def down_to_the_last(commits: Iterable[CommitRecord | Unreadable], saves: Iterable[str]) -> Iterator[CommitRecord]:
+    """The commits, newest first, down to the oldest that may have data among `saves`, because save ids grow with the
+    log: else a long log would be read to its beginning. A commit without shards has all of it in its record."""
+    oldest = min((order for order in map(owner_of, saves) if order is not None), default=None)
     for commit in commits:
         if isinstance(commit, Unreadable):
             continue
-        owner = owner_of(commit.save_id)
-        if owner is not None and (oldest is None or owner < oldest):
+        order = owner_of(commit.save_id)
+        if commit.shards and order is not None and (oldest is None or order < oldest):
             return
-        if not is_lost(commit) or any(folder_of(s.path) in sizes for s in commit.shards):
-            yield commit
+        yield commit
+
+
+def _has_data(record: CommitRecord, saves: Container[str]) -> bool:
+    return not record.shards or any(folder_of(shard.path) in saves for shard in record.shards)
 
 
 def enough(
