@@ -204,7 +204,6 @@ class Checkpointer:
         self._snapshots.holders.agree_on_unions(state, ranks)
         record = self._loader.load(
             state, own, ranks, chosen, holders=self._snapshots.holders, step=step, n=n, idle=self.wait, end=self._end,
-            has_writer=self._writer is not None,
         )  # fmt: skip
         self._origin[:] = [] if record is None else saves_of(record)
         self._last, self._owner.newest = -1 if record is None else record.step, -1
@@ -464,7 +463,7 @@ class Checkpointer:
         if self._writer is None:
             assert self._owner.record is not None
             cleaner = Cleaner(
-                self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark.loads,
+                self._store, self._owner.record, self._settings.keep, self._loader.damaged, self._loader.mark,
                 suspected=self._loader.suspected, restored=self._origin,
             )  # fmt: skip
             self._writer = Writer(self._store, self._owner.record, self._peer_timeout, cleaner, self._events)

@@ -288,7 +288,7 @@ class Loader:
 
     def __init__(self, store: ObjectStore, log: CommitLog, settings: Settings, events: Events) -> None:
         self._store, self._log, self._settings, self._events = store, log, settings, events
-        self.mark = LoadMark()
+        self.mark = LoadMark(store)
         self._whole = Wholeness()
         self.report = LoadReport()  # of the newest load
         self.damaged: set[int] = set()
@@ -305,7 +305,7 @@ class Loader:
 
     def load(
         self, state: Mapping[str, Any], own: OpenRecord, ranks: Ranks, chosen: Selection, *, holders: Holders,
-        step: int | None, n: int | None, idle: Callable[[], object], end: Callable[[], int], has_writer: bool,
+        step: int | None, n: int | None, idle: Callable[[], object], end: Callable[[], int],
     ) -> CommitRecord | None:  # fmt: skip
         """Fill `state`, and return the commit; None if there is none. Collective. `holders` have agreed on the unions
         of this state. `idle` waits for this run's own saves. Commits below record `end()` are tried."""
@@ -333,8 +333,8 @@ class Loader:
                 logger.error("log record %d is stepped over: %s", n, reason)
                 self._events("stepped-over", n=n, error=reason)
 
-            loads = self.mark.begin(self._store, own, has_writer=has_writer)
-            guard = Guard(loads, self._settings.max_loads, self._settings.nonfinite)
+            self.mark.begin(own)
+            guard = Guard(self.mark, self._settings.max_loads, self._settings.nonfinite)
             named = step is not None or n is not None
             try:
                 tried = (  # used on rank 0

@@ -30,7 +30,7 @@ from everstep.checkpoint.load.reading import exchange
 from everstep.checkpoint.load.targets import Target
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Unreadable
-from everstep.checkpoint.log.loads import Loads
+from everstep.checkpoint.log.loads import LoadMark
 from everstep.checkpoint.ranks import Ranks
 from everstep.checkpoint.retention.catalog import Catalog
 from everstep.checkpoint.state.finite import Nonfinite
@@ -65,8 +65,8 @@ def unfit(record: CommitRecord | Unreadable) -> str | None:
 class Guard:
     """Decides on rank 0 which readable commits are not to be loaded, and marks the one that is being loaded."""
 
-    def __init__(self, loads: Loads, max_loads: int, nonfinite: Nonfinite) -> None:
-        self._loads = loads
+    def __init__(self, mark: LoadMark, max_loads: int, nonfinite: Nonfinite) -> None:
+        self._mark = mark
         self._most = max_loads
         self._nonfinite = nonfinite
         self._failed: dict[int, int] | None = None
@@ -81,7 +81,7 @@ class Guard:
         if self._most == 0:
             return None
         if self._failed is None:
-            self._failed = self._loads.failed()
+            self._failed = self._mark.deaths()
         count = self._failed.get(record.n, 0)
         return (
             f"step {record.step}: {count} runs loaded it and ended without another commit"
@@ -91,7 +91,7 @@ class Guard:
 
     def loading(self, record: CommitRecord) -> None:
         if self._most:
-            self._loads.begin(record.n)
+            self._mark.mark(record.n)
 
 
 def newest_whole(

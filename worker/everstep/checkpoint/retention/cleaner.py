@@ -25,7 +25,7 @@ from everstep.checkpoint.format.manifest import NONE, SMALL_BYTES, CommitRecord,
 from everstep.checkpoint.keep import Keep, Kept, metrics_of, plan_marks
 from everstep.checkpoint.log.commitlog import CommitLog
 from everstep.checkpoint.log.decisions import Unreadable
-from everstep.checkpoint.log.loads import Loads
+from everstep.checkpoint.log.loads import LoadMark
 from everstep.checkpoint.retention.late_metrics import later_metrics
 from everstep.checkpoint.retention.pins import delete_save, held_saves, holds, is_held, mark_kept, read_kept, saves_of
 from everstep.storage import ObjectStore, StorageError
@@ -324,7 +324,7 @@ class Cleaner:
         own: OpenRecord,
         keep: int | Keep,
         damaged: Set[int],
-        loads: Loads | None = None,
+        load_mark: LoadMark | None = None,
         *,
         suspected: Set[int] = frozenset(),
         restored: Collection[str] = (),
@@ -338,7 +338,7 @@ class Cleaner:
         self._damaged = damaged
         self._suspected = suspected
         self._restored = restored
-        self._loads = loads
+        self._load_mark = load_mark
         self._compactor = Compactor(store)
         self._recent: list[CommitRecord] = []
         self._unusable: Set[int] = frozenset()  # the damaged and suspected records when `_recent` was read
@@ -471,8 +471,8 @@ class Cleaner:
             return
         if not self._has_looked:
             self._compactor.look(min(kept))
-            if self._loads is not None:
-                self._loads.clear(newest.n)
+            if self._load_mark is not None:
+                self._load_mark.clear(newest.n)
             self._has_looked = True
         self._compactor.run(set(sizes) - {d.save_id for d in deleted}, may=tenure.lasts)
 
