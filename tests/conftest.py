@@ -29,6 +29,7 @@ from testcluster.s3 import S3Server
 
 SERVED = 30.0  # seconds until the API server serves a new kind
 FIXTURE_PROGRAMS = {
+    "browser_program": lambda: packages.ensure(packages.BROWSER, "the tests marked browser"),
     "kube_router_image": images.kube_router,
     "slurm_programs": lambda: packages.ensure(packages.SLURM, "the tests marked slurm"),
 }
@@ -156,6 +157,11 @@ def etcd_program() -> Path:
 def prometheus_programs() -> Path:
     """Folder of `prometheus` and `promtool`. Whoever starts one asks for it: it is built before the first test."""
     return programs.prometheus()
+
+
+@pytest.fixture(scope="session")
+def browser_program() -> None:
+    """Whoever opens a browser asks for it, so that it is installed before the first test."""
 
 
 @pytest.fixture(scope="session")

@@ -106,6 +106,7 @@ WHOLLY_LONG = {
     "recovery/test_recovery_sources.py": "recovery/test_recovery_kills.py has the samples over kills",
     "rehearse/test_library_loops.py": "each is a rehearsal; test_store_loss.py has one",
     "rehearse/test_rehearse_in_ci.py": "each is a rehearsal; test_held_tensors.py has one, and unit/ the options",
+    "run/test_page_browser.py": "it installs a browser; unit/test_page.py reads the page with a strict parser",
     "run/test_run_compared.py": "three whole local runs; recovery/test_recovery_bits.py has a lost process",
     "run/test_run_elastic.py": RANK,
     "run/test_run_fixed.py": RANK,

@@ -18,57 +18,16 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from everstep.jobs.history import ActionTaken, Entry, EventSeen, History, PodSeen, StatusSeen, StepSeen, thinned
+from everstep.jobs.history import PodSeen, StatusSeen, StepSeen, thinned
 from everstep.jobs.timeline import build
-from everstep.jobs.view import View, WorkerRow, of_status
+from everstep.jobs.view import View, of_status
 from everstep_local.run.page import LocalJobs, key_of, served
 from everstep_operator.page import rows
 from everstep_operator.page.links import LinkAccess
 from everstep_operator.page.model import Detail, Fleet, JobUnknown, Listed, May, Stack, Unavailable
 from everstep_operator.page.server import AT_ONCE, FOLDER, HEADERS, Page, server
+from support.page.folders import BEGAN, EVIL, STATUS, run_folder
 from support.page.html import active_parts, parsed, table, words
-
-EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)> {{ 7 * 7 }} </title></svg>\x1b[31m\u202e"
-BEGAN = "2026-11-30T06:00:00+00:00"
-STATUS: dict[str, Any] = {
-    "conditions": [
-        {"type": "Ready", "status": "False", "reason": "Failed", "message": EVIL},
-        {"type": "Failed", "status": "True", "reason": "Failed", "message": EVIL},
-    ],
-    "startTime": BEGAN,
-    "completionTime": "2026-11-30T06:10:00Z",
-    "progress": {"step": 70, "totalSteps": 100, "metrics": {EVIL: EVIL}, "straggler": EVIL},
-    "checkpoint": {"lastCommittedStep": 60, "committedAt": "2026-11-30T06:09:00Z"},
-    "goodput": "50%",
-    "stateSeconds": {"productive": 300, "replay": 60, "detect": 30, "form": 90, "restore": 60, "wait": 60},
-    "recoveries": [
-        {
-            "at": "2026-11-30T06:05:00Z", "cause": EVIL, "worker": 1, "node": EVIL, "rung": "recreate",
-            "detectMs": 500, "rendezvousMs": 1500, "restoreMs": 2000, "firstStepMs": 1000, "lostSteps": 9,
-        }
-    ],
-    "failure": {"cause": "Error", "message": EVIL, "pod": EVIL, "node": EVIL, "logLines": [EVIL, "last line"]},
-}  # fmt: skip
-
-
-def run_folder(folder: Path, status: dict[str, Any] = STATUS, text: str = EVIL) -> Path:
-    """What a run leaves, with a text of somebody else wherever there can be one."""
-    folder.mkdir(parents=True)
-    worker = WorkerRow(0, text, text, text, 0, 70, 0, None, 3 * 2**20)
-    view = replace(of_status("digits", status, [worker], ()), began=BEGAN, rehearsed=text, notice=text)
-    (folder / "status.json").write_text(json.dumps(view.to_json()))
-    history: list[Entry] = [
-        StatusSeen(0.0, "Pending", text, 0, 0),
-        PodSeen(0.5, text, 0, 1, text, "Running"),
-        StepSeen(3.0, text, 0, 0, 2, 1, 2.0, 1),
-        StatusSeen(3.1, "Running", text, 1, 2, 20),
-        ActionTaken(5.0, text, 1),
-        EventSeen(5.2, "Warning", text, text),
-        PodSeen(6.0, text, 0, 1, text, "Failed"),
-        StatusSeen(6.1, text, text, 2, 2, 60),
-    ]
-    History(history).save(folder / "history.jsonl")
-    return folder
 
 
 @asynccontextmanager
@@ -131,6 +90,15 @@ async def test_job_shows_what_the_commands_print(tmp_path: Path) -> None:
     drawn = words(next(document.iter("svg")))
     assert "worker 0" in drawn
     assert "calm" in drawn
+
+
+async def test_curves_have_the_points_of_the_timeline_and_a_gap_where_no_step_was_taken(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "digits-1", text="Recovering")
+    async with of_runs(tmp_path / "runs") as session, session.get(f"/series/{key_of(folder)}") as answer:
+        series = await answer.json()
+    assert series["world"] == [[0.0, 0], [3.1, 2]]
+    assert series["loss"] == [[3.0, 2.0], [6.1, None]]
+    assert series["seconds"] == 6.1
 
 
 async def test_without_the_token_and_under_a_foreign_name_nothing_is_answered(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ AT_ONCE = 8  # requests; the next ones are answered 503
 SECONDS = 20.0  # for one request: reviews, reads, the template
 STACKS_SECONDS = 20.0  # more where processes are asked
 JOBS, EVENTS, WORKERS, COMMITS = 100, 200, 200, 50  # rows of a table
+POINTS = 2000  # of a curve
 MAX_TEXT = 100  # characters of what is searched for
 RENEW_SECONDS = 5
 HEADERS: Mapping[str, str] = {
@@ -172,11 +173,13 @@ class Page:
     async def _series(self, request: web.Request, may: May) -> web.Response:
         """What the curves show, in seconds since the job began."""
         timeline = build((await self._jobs.detail(may, request.match_info["key"])).history)
-        every = max(1, -(-len(timeline.loss) // 2000))
+        every = max(1, -(-len(timeline.loss) // POINTS))
+        shown: list[tuple[float, float | None]] = [(at, loss) for at, _, loss in timeline.loss[::every]]
         body = {
             "seconds": timeline.seconds,
-            "world": [list(point) for point in timeline.world],
-            "loss": [[at, loss] for at, _, loss in timeline.loss[::every]],
+            "world": timeline.world,
+            # A line through a time without steps would show a loss that was never measured.
+            "loss": sorted([*shown, *((span.begin, None) for span in timeline.spans)], key=lambda point: point[0]),
         }
         return web.json_response(body, headers=HEADERS)
 

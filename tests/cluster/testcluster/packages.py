@@ -15,6 +15,7 @@ from testcluster.proc import ClusterError, run, which
 
 # Program → Debian package that brings it.
 PACKAGES = {
+    "chromium": "chromium",
     "docker": "docker.io",
     "dockerd": "docker.io",
     "git": "git",
@@ -35,6 +36,7 @@ PACKAGES = {
 DOCKER = ("dockerd", "docker", "iptables")
 BOOTSTRAP = ("mmdebstrap",)
 CERTIFICATES = ("openssl",)
+BROWSER = ("chromium",)  # tests/support/page/browser.py
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")  # tests/support/recipes/slurm.py
 NETWORKS = ("ip", "iptables")  # tests/support/network/netspaces.py
 
@@ -53,7 +55,11 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "unit": ("git", "make"),
 }
 # Marker → further programs of the tests that have it.
-MARKERS: dict[str, tuple[str, ...]] = {"kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES), "slurm": SLURM}
+MARKERS: dict[str, tuple[str, ...]] = {
+    "browser": BROWSER,
+    "kind": (*DOCKER, *BOOTSTRAP, *CERTIFICATES),
+    "slurm": SLURM,
+}
 
 # Debian's are too old: `toolchains.py` gets newer ones where a program has to be built, without root.
 TOOLCHAINS = frozenset({"go", "node", "npm"})

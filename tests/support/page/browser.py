@@ -49,13 +49,23 @@ class Tab:
         async for message in self._socket:
             body = json.loads(message.data)
             if "id" in body:
-                waiting = self._waiting.pop(body["id"])
+                waiting = self._waiting.pop(body["id"], None)
+                if waiting is None:
+                    continue
                 if "error" in body:
                     waiting.set_exception(BrowserError(body["error"]["message"]))
                 else:
                     waiting.set_result(body["result"])
             elif body.get("method") == "Log.entryAdded" and body["params"]["entry"]["level"] in ("error", "warning"):
                 self.problems.append(body["params"]["entry"]["text"])
+            elif body.get("method") == "Page.javascriptDialogOpening":
+                self.problems.append(f"a script opened a dialog: {body['params']['message']}")
+                dialog = {
+                    "id": next(self._numbers),
+                    "method": "Page.handleJavaScriptDialog",
+                    "params": {"accept": True},
+                }
+                await self._socket.send_json(dialog)
             elif body.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(body["params"]["exceptionDetails"])[:500])
 
