@@ -18,6 +18,8 @@ ARG WORKER_BASE=${BASE}
 FROM ${OPERATOR_BASE} AS wheel
 ARG PIP_OPTIONS=""
 ARG LOCKED=yes
+# The time in the wheels. With that of the commit they are those of the release, to the bit.
+ARG SOURCE_DATE_EPOCH
 COPY requirements/build.txt /requirements/
 RUN test -z "${LOCKED}" || pip install --no-cache-dir ${PIP_OPTIONS} --require-hashes -r /requirements/build.txt
 COPY LICENSE /src/

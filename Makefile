@@ -31,8 +31,8 @@ GENERATED := '*.stamp' '*.log' '*.pyc'
 # Tests start hundreds of processes. Where this is set, each of them compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo setup lock generate docs check test nightly durations unit lane-unit lint techniques e2e soak bench \
-  clean-root cluster-up cluster-down clean
+.PHONY: help demo setup lock generate version release docs check test nightly durations unit lane-unit lint techniques \
+  e2e soak bench clean-root cluster-up cluster-down clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## *' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -76,6 +76,13 @@ $(VENV)/.docs.stamp: $(VENV)/.stamp
 
 docs: $(VENV)/.docs.stamp  ## the documents as a site: .everstep/site/html; DOCS_VERSION=1.2 puts it beside others
 	@$(BIN)/python tools/documents/build_site.py $(if $(DOCS_VERSION),--version $(DOCS_VERSION))
+
+version: setup  ## VERSION=0.2.0: write it into all that has the version, the changelog too
+	@$(BIN)/python -m release.bump '$(VERSION)'
+
+# docs/operations/releasing.md
+release: setup  ## VERSION=0.2.0: wheels, chart, manifests, SBOMs, notes and their sums in dist/0.2.0, from a clean commit
+	@$(BIN)/python -m release '$(VERSION)' --torch="$(TORCH)" $(if $(WITHOUT_RESULTS),--without-results)
 
 lint: setup  ## ruff, mypy strict, import rules, no generated file in the repository
 	@made="$$(git ls-files -- $(GENERATED))"; if [ -n "$$made" ]; then \

@@ -167,6 +167,13 @@ def check(old: Path, new: Path) -> None:
         )
 
 
+def check_release(root: Path, version: str) -> None:
+    """Raises `ReleaseError` if the checkout's CRD does not take what that of the release before `version` took."""
+    last = last_released(root, version)
+    if last is not None:
+        check(last, root / CURRENT)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="release.crd", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("old", type=Path)

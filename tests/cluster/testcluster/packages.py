@@ -47,7 +47,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "cluster": CERTIFICATES,
     "conformance": CERTIFICATES,
     "e2e": ("git",),
-    "local": CERTIFICATES,
+    "local": (*CERTIFICATES, "git"),
     "recipes": ("git",),
     "rendezvous": (*NETWORKS, *CERTIFICATES),
     "run": ("make",),
@@ -70,8 +70,8 @@ ESSENTIAL = frozenset(
         "false", "find", "findmnt", "flock", "getent", "grep", "gzip", "head", "hostname", "id", "install", "kill",
         "ldconfig", "ldd", "ln", "ls", "mkdir", "mkfifo", "mktemp", "mount", "mv", "nice", "nohup", "nproc",
         "nsenter", "perl", "printf", "prlimit", "pwd", "readlink", "realpath", "renice", "rm", "rmdir", "sed", "seq",
-        "setpriv", "setsid", "sh", "sleep", "sort", "stat", "stdbuf", "sync", "tail", "tar", "taskset", "tee",
-        "timeout", "touch", "true", "umount", "uname", "unshare", "wc", "xargs",
+        "setpriv", "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "stdbuf", "sync", "tail", "tar", "taskset",
+        "tee", "timeout", "touch", "true", "umount", "uname", "unshare", "wc", "xargs",
     }
 )  # fmt: skip
 
