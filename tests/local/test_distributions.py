@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import everstep
+from everstep.installing import remedy
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT.parent / "shared" / "wheels"  # the CPU build of torch, where it is at hand
@@ -30,7 +31,7 @@ FOLDERS = {
 }
 UV = Path(sys.executable).with_name("uv")
 REFUSED = "Cannot connect to host 127.0.0.1:1"
-LOCAL_IS_MISSING = "pip install everstep-local\n"
+LOCAL_IS_MISSING = f"{remedy('everstep-local')}\n"
 
 
 def call(*command: str | Path, timeout: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -134,7 +135,7 @@ def test_samples_of_a_tar_file_are_counted_from_the_wheels_alone(wheels: dict[st
 def test_launcher_without_horovods_interface_names_its_package(unpacked: Path) -> None:
     ran = without_checkout(unpacked, "-m", "everstep.agent.main", "-m", "everstep_horovod", "train.py")
     assert ran.returncode == 1
-    assert "No module named 'everstep_horovod': pip install everstep-horovod" in ran.stderr
+    assert f"No module named 'everstep_horovod': {remedy('everstep-horovod')}" in ran.stderr
 
 
 def test_library_without_torch_names_the_extra(unpacked: Path) -> None:

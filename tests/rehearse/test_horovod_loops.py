@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from everstep.installing import remedy
 from support import TESTS
 from support.rehearse import rehearse as play
 
@@ -169,4 +170,4 @@ def test_missing_distribution_is_named(tmp_path: Path) -> None:
     code, report = rehearse(tmp_path, RIGHT.replace("BATCHES", "1"), *SHORT, PYTHONPATH=str(tmp_path / "site"))
     (found,) = report["findings"]
     assert (found["kind"], code) == ("ended", 1)
-    assert "pip install everstep-horovod" in found["text"]
+    assert remedy("everstep-horovod") in found["text"]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from everstep.cli import profile
 from everstep.cli.jobs import commands, tables
+from everstep.installing import remedy
 from everstep.jobs.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep.jobs.source import JobError
 from everstep.jobs.view import EventRow, View, WorkerRow
@@ -270,7 +271,8 @@ def test_worker_library_alone_has_ckpt_and_names_what_run_needs(tmp_path: Path) 
     assert (helped.returncode, "verify" in helped.stdout) == (0, True)
     refused = call("run", "job.yaml", "--workers", "3")
     assert refused.returncode == 2
-    assert re.fullmatch(r"everstep: the package [\w.]+ is missing: pip install everstep-local\n", refused.stderr)
+    remedied = re.escape(remedy("everstep-local"))
+    assert re.fullmatch(rf"everstep: the package [\w.]+ is missing: {remedied}\n", refused.stderr)
 
 
 def test_folder_too_long_for_a_socket_is_refused_before_anything_starts(tmp_path: Path) -> None:

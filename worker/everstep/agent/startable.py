@@ -14,6 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from everstep import installing
 from everstep.agent.arguments import Program
 from everstep.contract.termination import MOUNT_TMP
 
@@ -58,7 +59,7 @@ def _module(name: str) -> CannotStart | None:
         return None  # an error of an installed finder, or a module without a spec; the process will show it
     finally:
         sys.path[:] = before
-    remedy = ": pip install everstep-horovod" if package == "everstep_horovod" else ""
+    remedy = f": {installing.remedy('everstep-horovod')}" if package == "everstep_horovod" else ""
     return None if installed else CannotStart(NO_MODULE, f"No module named {package!r}{remedy}")
 
 

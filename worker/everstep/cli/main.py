@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from everstep.installing import remedy
 from everstep.version import __version__
 
 USAGE, INTERRUPTED = 2, 130
@@ -100,7 +101,7 @@ def _refusing(problem: str) -> Any:
 
     @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
     def refuse() -> None:
-        _say_error(f"{problem}: pip install everstep-local")
+        _say_error(f"{problem}: {remedy('everstep-local')}")
         raise typer.Exit(USAGE)
 
     return typer.main.get_command(app)

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
 
+from everstep.installing import remedy
 from everstep.jobs.view import EventRow, View
 
 # Entry points: modules with `alive() -> list[Run]`, `ended(out, runs) -> list[Run]`, `start(job, files, runs) -> Run`.
@@ -141,7 +142,7 @@ def local_start(job: Mapping[str, Any], files: Mapping[str, str], runs: str) -> 
     run's own folder is made under `runs`. It outlives this process. Raises `JobError`."""
     modules = _local()
     if not modules:
-        raise JobError("local runs need the package everstep-local: pip install everstep-local 'everstep[worker]'")
+        raise JobError(f"local runs need a package that is missing: {remedy('everstep-local', 'everstep[worker]')}")
     run: Run = modules[0].start(job, files, runs)
     return run
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from everstep.checkpoint.log import opening
 from everstep.contract.main_script import run_script
+from everstep.installing import remedy
 from everstep.rehearse import stamp
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
@@ -57,7 +58,7 @@ def main() -> None:
         run_script(given.script, given.arguments)
     except ModuleNotFoundError as e:
         if e.name == "horovod":
-            raise SystemExit("everstep rehearse: the script imports horovod: pip install everstep-horovod") from e
+            raise SystemExit(f"everstep rehearse: the script imports horovod: {remedy('everstep-horovod')}") from e
         raise
     finally:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
