@@ -14,9 +14,11 @@ pytestmark = pytest.mark.timeout(900)
 
 SCRIPT = """
 import contextvars
+import os
 import queue
 
 import torch
+from helper import weigh
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
@@ -25,9 +27,18 @@ import everstep
 
 torch.manual_seed(0)
 X = torch.randn(96, 8)
-DATA = TensorDataset(X, X.sum(1, keepdim=True))
 GAIN = contextvars.ContextVar("gain", default=1.0)
 __backwards = 0
+
+
+class Rows(TensorDataset):
+    def __init__(self):
+        super().__init__(X, X.sum(1, keepdim=True))
+        self.made = 0
+
+    def __getitem__(self, i):
+        self.made += HIDDEN
+        return super().__getitem__(i)
 
 
 class Annealer:
@@ -84,6 +95,14 @@ def hidden(loss):
     baseline.feed(loss)
     weights["trained"]()
     net[0].weight.calls = getattr(net[0].weight, "calls", 0) + 1
+    os.environ["STAGE"] = str(int(os.environ.get("STAGE", 0)) + 1)
+    net[1].p += 1e-9
+    weigh()
+
+
+def clipped(opt):
+    norms = []
+    opt.register_step_pre_hook(lambda *_: norms.append(float(net[0].weight.grad.norm())))
 
 
 def watch(layer, _, out):
@@ -93,14 +112,16 @@ def watch(layer, _, out):
 
 line, baseline, weights = queue.Queue(), Baseline(), {"evaluated": annealed(), "trained": annealed()}
 with everstep.start("commits", every_steps=5) as run:
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.0), torch.nn.Linear(8, 1))
     if HIDDEN:
         net[0].register_forward_hook(watch)
     model = DDP(net)
     opt = (Lookback if HIDDEN else torch.optim.SGD)(model.parameters(), lr=0.01)
     penalty = Annealer()
+    if HIDDEN:
+        clipped(opt)
     run.track(model=model, opt=opt, penalty=penalty)
-    for step in run.steps(run.loader(DATA, global_batch=8), until=40):
+    for step in run.steps(run.loader(Rows(), global_batch=8), until=40):
         with step as batch:
             x, y = batch.data
             loss = mse_loss(model(x), y) * penalty.weight
@@ -112,9 +133,56 @@ with everstep.start("commits", every_steps=5) as run:
                 hidden(loss.item())
 """
 
+HELPER = """
+_calls = 0
+
+
+def weigh():
+    global _calls
+    _calls += 1
+"""
+IN_WORKERS = """
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import Dataset
+
+import everstep
+
+torch.manual_seed(0)
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.x, self.made, self.cache, self.file = torch.randn(96, 8), 0, {}, None
+        self.dice = torch.Generator()
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, i):
+        self.file = self.file or open(__file__)
+        self.made += COUNTS
+        self.cache[i] = x = self.x[i] + 0.01 * torch.rand(8, generator=self.dice)
+        return x, x.sum(0, keepdim=True)
+
+
+with everstep.start("commits", every_steps=5) as run:
+    model = DDP(torch.nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, opt=opt)
+    for step in run.steps(run.loader(Rows(), global_batch=8, num_workers=1), until=40):
+        with step as batch:
+            x, y = batch.data
+            batch.scale(mse_loss(model(x), y)).backward()
+            opt.step()
+            opt.zero_grad()
+"""
+
 
 def rehearse(folder: Path, hidden: bool, *options: str) -> list[dict[str, Any]]:
     kept = '"calls": self.calls' if not hidden else ""
+    (folder / "helper.py").write_text(HELPER)
     (folder / "train.py").write_text(SCRIPT.replace("HIDDEN", str(hidden)).replace("KEPT", kept))
     return play(folder, "--ranks", "2", "--steps", "12", "--limit", "800", *options, seconds=850).findings
 
@@ -124,7 +192,8 @@ def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> 
     assert (held["kind"], held["certain"], held["step"]) == ("held", False, 9)
     assert set(held["names"]) == {
         "penalty.calls", "baseline._Baseline__mean", "opt.taken", "weights['trained'].count", "__backwards",
-        "GAIN.get()", "line.queue", "model.module.0.weight.calls", "model.module.0.seen",
+        "GAIN.get()", "line.queue", "model.module.0.weight.calls", "model.module.0.seen", "os.environ['STAGE']",
+        "model.module.1.p", "helper._calls", "norms", "data._dataset.made",
     }  # fmt: skip
 
 
@@ -165,6 +234,17 @@ def test_seconds_in_tracked_state_differ_in_each_run_and_are_found_where_a_new_p
     ).replace("penalty=penalty", "penalty=penalty, meter=meter").replace(
         "penalty.step()", "penalty.step(); meter.add(time.perf_counter() % 1 / 100)"
     )  # fmt: skip
+    (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "train.py").write_text(f"import time\n{script}")
     findings = play(tmp_path, "--ranks", "2", "--steps", "12", "--at", "0+1@8:backward", seconds=800).findings
     assert [(one["kind"], one["names"]) for one in findings] == ([] if kept else [("held", ["meter.seconds"])])
+
+
+@pytest.mark.parametrize("counts", [1, 0])
+def test_what_changes_in_the_workers_of_a_loader_is_named_and_a_cache_is_not(tmp_path: Path, counts: int) -> None:
+    (tmp_path / "train.py").write_text(IN_WORKERS.replace("COUNTS", str(counts)))
+    options = ("--ranks", "2", "--steps", "12", "--limit", "400", "--at", "1@8:backward")
+    findings = play(tmp_path, *options, seconds=450).findings
+    assert [(one["kind"], one["certain"], one["names"]) for one in findings] == [
+        ("workers", False, ["Rows.made"]),
+    ] * counts  # fmt: skip

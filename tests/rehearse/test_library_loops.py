@@ -189,3 +189,51 @@ def test_object_that_no_adapter_keeps_is_found_with_its_name_and_its_step(
     assert found["step"] in (7, 8), "the new process counts from 0, and the other counts the repeated step twice"
     assert {name, "model"} <= set(found["names"])
     assert code == 1
+
+
+MASKING = """
+class Masking:
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, rows):
+        self.made += 1
+        return torch.utils.data.default_collate(rows)
+
+
+def main"""
+NOISY = """
+class Noisy(TensorDataset):
+    made = 0
+
+    def __getitem__(self, i):
+        self.made += 1
+        return super().__getitem__(i)
+
+
+def main"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        (
+            KEPT.replace("BATCH", "4")
+            .replace("def main", MASKING)
+            .replace("Rows(),", "Rows(), data_collator=Masking(),"),
+            "trainer.data_collator.made",
+        ),
+        (
+            LIGHTNING.replace("COUNT", "0")
+            .replace("self.k.n += 1", "")
+            .replace("def main", NOISY)
+            .replace("DataLoader(TensorDataset(", "DataLoader(Noisy("),
+            "train_dataloader.dataset.made",
+        ),
+    ],
+    ids=["trainer", "lightning"],
+)
+def test_object_that_only_the_library_has_is_read(tmp_path: Path, script: str, name: str) -> None:
+    _, report = rehearse(tmp_path, script, *SHORT, "--at", "1@5:backward")
+    assert [(f["kind"], f["names"]) for f in report["findings"] if f["kind"] != "written"] == [("held", [name])]

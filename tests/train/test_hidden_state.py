@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextvars
+import csv
 import ctypes
 import functools
+import importlib
 import io
 import logging
 import multiprocessing
+import os
 import pathlib
 import queue
 import re
 import sys
+import tempfile
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import torch
+import xxhash
+from sklearn.preprocessing import StandardScaler
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parameter import Parameter
 
+from everstep.data import ElasticLoader
 from everstep.rehearse.held_tensors import held_tensors
+from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
 
 pytestmark = pytest.mark.timeout(120)
@@ -85,6 +97,29 @@ class Array(np.ndarray[Any, Any]):
 
 class Local(threading.local):
     pass
+
+
+class Noisy(torch.utils.data.Dataset[int]):
+    """Of which a loader has the only reference."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> int:
+        self.made += 1
+        return i
+
+
+class Masking:
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, rows: list[Any]) -> list[Any]:
+        self.made += 1
+        return rows
 
 
 def annealed() -> Callable[[], int]:
@@ -217,6 +252,79 @@ def two_numbers() -> Row:
     return own, {}, twin, "twin.count"
 
 
+def hook_on_module(tracked: bool) -> Row:
+    net, hook = torch.nn.Sequential(torch.nn.Linear(2, 2)), annealed()
+    net[0].register_forward_hook(lambda *_: None)
+    net[0].register_forward_pre_hook(lambda *_: hook() and None)
+    return {"net": net}, {"model": net} if tracked else {}, lambda: net(torch.zeros(2)), "count"
+
+
+def hook_on_parameter() -> Row:
+    net, hook = torch.nn.Linear(2, 2), annealed()
+    net.weight.register_hook(lambda _: hook() and None)
+    return {"net": net}, {"model": net}, lambda: net(torch.ones(2)).sum().backward(), "count"
+
+
+def hook_of_an_object() -> Row:
+    net, metric = torch.nn.Linear(2, 2), Metric()
+    net.weight.register_post_accumulate_grad_hook(lambda _: metric.feed())
+    return {"net": net}, {"model": net}, lambda: net(torch.ones(2)).sum().backward(), "metric.count"
+
+
+def hook_on_optimizer() -> Row:
+    optimizer, hook = torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), annealed()
+    optimizer.register_step_pre_hook(lambda *_: hook() and None)  # type: ignore[arg-type]
+    return {"opt": optimizer}, {"opt": optimizer}, optimizer.step, "count"
+
+
+def function_of_a_schedule() -> Row:
+    rate = annealed()
+    schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1), lambda _: rate())
+    return {}, {"schedule": schedule}, rate, "count"
+
+
+def of_a_loader() -> Row:
+    loader = ElasticLoader(Noisy(), global_batch=2, rank=0, world_size=1)
+    return {}, {"data": loader}, lambda: next(iter(loader)), "data._dataset.made"
+
+
+def collation_of_a_loader() -> Row:
+    loader = ElasticLoader(Noisy(), global_batch=2, rank=0, world_size=1, collate_fn=Masking())
+    return {}, {"data": loader}, lambda: next(iter(loader)), "data._options['collate_fn'].made"
+
+
+def setting_of_a_module(tracked: bool) -> Row:
+    net = torch.nn.Sequential(torch.nn.Dropout(0.0))
+    return {"net": net}, {"model": net} if tracked else {}, lambda: setattr(net[0], "p", 0.1), "net.0.p"
+
+
+def module_that_the_script_has_made() -> Row:
+    settings: Any = types.ModuleType("settings")
+    settings.stage = 0
+    return {"settings": settings}, {}, lambda: setattr(settings, "stage", 1), "settings.stage"
+
+
+def loss_with_its_graph() -> Row:
+    x, past = torch.ones(2, requires_grad=True), types.SimpleNamespace(loss=torch.zeros(()))
+    past.loss = x.sum()
+    return {"past": past}, {}, lambda: setattr(past, "loss", 2 * x.sum()), "past.loss"
+
+
+def lines() -> Any:
+    return io.TextIOWrapper(rows())
+
+
+def rows() -> Any:
+    file = tempfile.TemporaryFile()  # noqa: SIM115  it is closed with the process
+    file.write(b"a\nb\n" * 9)
+    file.seek(0)
+    return file
+
+
+def fitted() -> Any:
+    return StandardScaler().partial_fit([[0.0]])
+
+
 def held(x: Any, change: Callable[[Any], Any], name: str) -> Callable[[], Row]:
     def row() -> Row:
         value = x()
@@ -234,6 +342,7 @@ def cached() -> Any:
 
 
 MODULE = torch.nn.Linear(1, 1)
+METRIC = Metric()
 
 ROWS: dict[str, Callable[[], Row]] = {
     "private slot": slots,
@@ -281,6 +390,28 @@ ROWS: dict[str, Callable[[], Row]] = {
     "lru_cache": held(cached, lambda x: x(1), "x.cache_info().misses"),
     "bit generator": held(lambda: np.random.PCG64(1), lambda x: x.random_raw(), "x"),
     "seed sequence": held(lambda: np.random.SeedSequence(1), lambda x: x.spawn(1), "x.n_children_spawned"),
+    "hook on a tracked module": functools.partial(hook_on_module, True),
+    "hook on a module": functools.partial(hook_on_module, False),
+    "hook on a parameter": hook_on_parameter,
+    "object of a hook on a parameter": hook_of_an_object,
+    "hook on an optimizer": hook_on_optimizer,
+    "function of a schedule": function_of_a_schedule,
+    "dataset that a loader alone has": of_a_loader,
+    "collate function that a loader alone has": collation_of_a_loader,
+    "dropout of a tracked module": functools.partial(setting_of_a_module, True),
+    "dropout of a module": functools.partial(setting_of_a_module, False),
+    "module that the script has made": module_that_the_script_has_made,
+    "loss with its graph": loss_with_its_graph,
+    "asyncio.Queue": held(asyncio.Queue, lambda x: x.put_nowait(1), "x._queue"),
+    "object behind a weak reference": held(lambda: weakref.ref(METRIC), lambda x: x().feed(), "x().count"),
+    "file that is read": held(lines, lambda x: x.readline(), "x.tell()"),
+    "file of bytes that is read": held(rows, lambda x: x.readline(), "x.tell()"),
+    "csv.reader": held(lambda: csv.reader(["a", "b"]), next, "x.line_num"),
+    "error feedback of PowerSGD": held(
+        lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=9), lambda x: setattr(x, "iter", 1), "x.iter"),
+    "distribution": held(
+        lambda: torch.distributions.Normal(0.0, 1.0), lambda x: setattr(x, "loc", torch.ones(())), "x.loc"),
+    "estimator of scikit-learn": held(fitted, lambda x: x.partial_fit([[1.0]]), "x.n_samples_seen_"),
     "holder in a long list": held(lambda: [queue.Queue() for _ in range(20)], lambda x: x[18].put(1), "x"),
 }  # fmt: skip
 
@@ -316,17 +447,19 @@ def test_global_that_a_local_hides_is_read_and_so_is_a_private_one() -> None:
     }  # fmt: skip
 
 
-def test_object_of_pythons_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:
+def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:
     own = {
         "line": queue.SimpleQueue(), "other": queue.SimpleQueue(), "room": threading.Semaphore(2), "mine": Local(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
         "path": pathlib.Path(), "delay": queue.Queue(), "arguments": argparse.ArgumentParser(), "out": sys.stdout,
+        "table": pd.DataFrame({"a": [1]}), "checksum": xxhash.xxh64(),
     }  # fmt: skip
     beyond, unread = list[str](), list[str]()
     plain_values(Roots(script(own), {}), beyond, unread)
     assert beyond == []
     assert unread == [
         "line (_queue.SimpleQueue)", "room (threading.Semaphore)", f"mine ({__name__}.Local)",
+        "table (pandas.DataFrame)", "checksum (xxhash.xxh64)",
     ]  # fmt: skip
 
 
@@ -338,3 +471,96 @@ def test_hidden_state_that_changes_shows_under_a_name(kind: str) -> None:
     after = read(own, state)
     assert before == again, "to read a value does not change it"
     assert name in {key for key in before if key in after and before[key] != after[key]}, (before, after)
+
+
+LOSSES = """
+import os
+import torch
+
+_calls, RATE, _state, _open = 0, 0.5, {"stage": 0}, open
+torch.nn.Linear.seen = torch.nn.functional.calls = torch.nn.functional.relu.calls = 0
+
+
+class Mixup:
+    drawn = 0
+
+    def draw(self):
+        Mixup.drawn += 1
+
+
+def weigh(rate=RATE):
+    global _calls
+    _calls += 1
+
+
+def kept(history=[]):
+    history.append(1)
+
+
+def change():
+    weigh()
+    kept()
+    Mixup().draw()
+    _state["stage"] += 1
+    os.environ["STAGE"] = str(int(os.environ.get("STAGE", 0)) + 1)
+    os.environ["LEVEL"] = os.environ.get("LEVEL", "s") + "s"
+    torch.nn.Linear.seen += 1
+    torch.nn.functional.calls += 1
+    torch.nn.functional.relu.calls += 1
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of the script's, of which the loop has one function."""
+    (tmp_path / "losses_of_a_script.py").write_text(LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("losses_of_a_script")
+    yield module
+    del sys.modules["losses_of_a_script"], torch.nn.Linear.seen, torch.nn.functional.calls  # type: ignore[attr-defined]
+    vars(torch.nn.functional.relu).clear()
+    for name in ("STAGE", "LEVEL"):
+        os.environ.pop(name, None)
+
+
+def test_state_to_which_no_variable_leads_is_read(losses: Any) -> None:
+    def read_all() -> Read:
+        beyond = list[str]()
+        frame = script({"change": losses.change})
+        return plain_values(Roots(frame, far=elsewhere(frame, beyond)))
+
+    losses.change()
+    before, again = read_all(), read_all()
+    losses.change()
+    after = read_all()
+    ours = ("losses_of_a_script.", "os.environ", "torch.")
+    differing = {name: after[name] for name in before if name.startswith(ours) and before[name] != after[name]}
+    assert {name: before[name] for name in before if name.startswith(ours)} == {
+        name: again[name] for name in again if name.startswith(ours)
+    }
+    assert "s" * 3 not in differing.pop("os.environ['LEVEL']"), "it may be a secret"
+    assert differing.pop("losses_of_a_script.kept.__defaults__[0]") == "2 elements"
+    assert differing == {
+        "losses_of_a_script._calls": "2", "losses_of_a_script.Mixup.drawn": "2",
+        "losses_of_a_script._state['stage']": "2", "os.environ['STAGE']": "'2'",
+        "torch.nn.modules.linear.Linear.seen": "2", "torch.nn.functional.calls": "2",
+        "torch.nn.functional.relu.calls": "2",
+    }  # fmt: skip
+    assert not {"losses_of_a_script.RATE", "losses_of_a_script.weigh"} & before.keys(), "nothing changes them"
+
+
+def test_thread_of_the_script_is_named_because_its_variables_are_not_read() -> None:
+    asked = queue.Queue[int]()
+
+    def feed() -> None:
+        while asked.get():
+            pass
+
+    thread = threading.Thread(target=feed, daemon=True)
+    thread.start()
+    unread = list[str]()
+    plain_values(Roots(script({}), {}), [], unread)
+    asked.put(0)
+    thread.join()
+    (named,) = [name for name in unread if "feed" in name]
+    assert named.endswith("feed (threading.Thread)")

@@ -84,6 +84,26 @@ def test_parts_of_what_differs_itself_are_not_listed() -> None:
     assert only([plain, run]).names == ("losses",)
 
 
+def test_object_that_differs_and_does_not_change_hides_no_part_of_it_that_does() -> None:
+    run = change(CALM, 9, held={"lr": "0.1", "k": "K with 2 attributes", "k.n": "1"})
+    held = {"lr": "0.1", "k": "K with 1 attributes"}
+    calm_run = replace(
+        CALM, steps={key: replace(r, held={**held, "k.n": str(key[1])}) for key, r in CALM.steps.items()}
+    )
+    finding = only([calm_run, replace(calm_run, scenario=AGAIN), replace(run, scenario=RANK, killed=1)])
+    assert (finding.kind, finding.names) == (Kind.HELD, ("k.n",))
+
+
+def test_what_changes_in_workers_is_a_warning_of_its_own_unless_it_is_declared() -> None:
+    names = ("Rows.made", "Rows.seen", "Rows.seen[0]")
+    runs = [replace(CALM, in_workers=names), played(AGAIN, 0)]
+    finding = only(runs)
+    assert (finding.kind, finding.certain, finding.names) == (Kind.WORKERS, False, ("Rows.made", "Rows.seen"))
+    declared = change(runs[0], 1, untracked=["Rows.made", "Rows.seen"])
+    assert find([declared, runs[1]]) == []
+    assert find([runs[0]]) == [], "nothing that ends a rehearsal"
+
+
 def test_tensor_that_may_be_a_ranks_own_is_advised_about_by_the_page_that_restructures_it() -> None:
     """As it is it could not be tracked, because ranks have others; a number can."""
     page = 'docs/how-to-restructure.md does under "Hidden state of each rank"'

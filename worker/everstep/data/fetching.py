@@ -67,7 +67,7 @@ class Fetching(Dataset[Any]):
         return self._dataset
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_requests": 0, "_held": ()}  # a worker finds those of its own copy
+        return {**self.__dict__, "_requests": 0, "_generators": ()}  # a worker finds those of its own copy
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]

@@ -23,6 +23,7 @@ from everstep.rehearse.record import GONE, KILLS, note_unconverted
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.store_loss import StoreLoss
 from everstep.rehearse.watch import Watch, replace_all
+from everstep.rehearse.worker_state import WorkerState
 from everstep.storage import open_store
 from everstep.train.guards.comparison.rehearsed import program_of_process
 from everstep.train.guards.sources import loaded_files
@@ -54,6 +55,7 @@ def main() -> None:
     LibraryLoop(watch, own).install()
     _offer_horovod()
     Output(watch, folder).install()
+    WorkerState(folder).install()
     try:
         run_script(given.script, given.arguments)
     except ModuleNotFoundError as e:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 from everstep.rehearse.measured_numbers import broken
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
@@ -20,6 +21,8 @@ from everstep.rehearse.play import Played
 from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record
 from everstep.rehearse.written import differing_files, differing_prints
 from everstep.train.guards.remedies import OF_A_RANK
+
+_Value = TypeVar("_Value")
 
 MOST_NAMED = 6
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
@@ -78,6 +81,7 @@ class Kind(StrEnum):
     UNSAVED = "unsaved"  # nothing was committed, so a restart proves nothing
     SIZE = "size"  # another number of ranks is refused, by a library's loop that has one size; or makes another batch
     BUFFERS = "buffers"  # other running statistics, and no other parameter
+    WORKERS = "workers"  # what changes in the workers of a loader, where no comparison reads it
     WRITTEN = "written"  # other files or lines, and no other result
     CHANCE = "chance"  # two calm runs differ
     SLOW = "slow"  # no judgement: the machine was too slow
@@ -116,7 +120,7 @@ def find(runs: list[Played]) -> list[Finding]:
     if calm.last < LEAST_STEPS:
         text = f"ended after {calm.last} steps. At least {LEAST_STEPS} are needed: give it more data, epochs or steps"
         return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
-    found: list[Finding] = []
+    found: list[Finding] = _in_workers(calm) if len(runs) > 1 else []  # a calm run alone shows what ends a rehearsal
     chance: frozenset[str] = frozenset()
     again: Played | None = None
     for run in runs[1:]:
@@ -145,6 +149,22 @@ def find(runs: list[Played]) -> list[Finding]:
             mine += _written(calm, again, run)
         found += mine
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
+
+
+def _in_workers(calm: Played) -> list[Finding]:
+    """What the workers of the script's loaders change in their copies of what it holds."""
+    declared = {name for record in calm.steps.values() for name in record.untracked}
+    names = [name for name in sorted(_outermost(dict.fromkeys(calm.in_workers))) if not _is_below(name, declared)]
+    if not names:
+        return []
+    text = (
+        f"{_listed(names)} change{'s' if len(names) == 1 else ''} in the workers of a loader, where nothing saves or "
+        "compares it. After a loss, and in each new iterator, new workers begin with it anew. Let a sample depend on "
+        "its index and the epoch alone, or compute in the step what depends on step.number; with num_workers=0 it "
+        "would be compared. If no sample depends on it, declare it: "
+        + ", ".join(f"run.untracked({name!r})" for name in names[:MOST_NAMED])
+    )
+    return [Finding(Kind.WORKERS, (calm.scenario.title,), text, names=tuple(names))]
 
 
 def left_out(runs: list[Played]) -> str:
@@ -356,7 +376,8 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     if first is None:
         carried = _changing(calm) - (_positions(calm, run) if run.by_commits else set())
         declared = {name for record in run.steps.values() for name in record.untracked}
-        if held := {n: value for n, value in held.items() if n in carried and not _is_below(n, declared)}:
+        # An object that differs without a change from step to step does not hide its parts that change.
+        if held := _outermost({n: v for n, v in held.items() if n in carried and not _is_below(n, declared)}):
             step = min(step for step, _ in held.values())
             text = (
                 f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
@@ -374,7 +395,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
 
 def _causes(held: Differing, step: int, run: Played) -> tuple[Differing, str]:
     """The values that differ by then, and what is said of them, or ""."""
-    causes = {name: value for name, value in held.items() if value[0] <= step}
+    causes = _outermost({name: value for name, value in held.items() if value[0] <= step})
     if not causes:
         return {}, ""
     first = min(first for first, _ in causes.values())
@@ -428,7 +449,7 @@ def _held(calm: Played, run: Played, chance: frozenset[str]) -> Differing:
             left = names if left is None else left & names
             if not left:
                 break
-            for name in _outermost(left):
+            for name in left:
                 found[name] = (step, _other(b.held[name], a.held[name], rank))
     return found
 
@@ -501,9 +522,10 @@ def _of_steps_alone(calm: Played) -> set[str]:
     return _changing(calm) - own
 
 
-def _outermost(names: set[str]) -> set[str]:
-    """Without the parts of what is among them itself."""
-    return {name for name in names if not _is_below(name, names - {name})}
+def _outermost(values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Those that are no parts of others among them."""
+    ends = {name: [end for end, letter in enumerate(name) if letter in ".["] for name in values}
+    return {name: value for name, value in values.items() if not any(name[:end] in values for end in ends[name])}
 
 
 def _is_below(name: str, others: Collection[str]) -> bool:

@@ -1,8 +1,9 @@
 """Reads digests of the tensors that a script's own variables hold and that are not tracked: an average of the weights
 kept by hand, a hidden state, a replay buffer.
 
-What stands in a module or in a container is one value, under the name of the outermost one. A tensor that hangs in a
-graph of derivatives is a result of its step, and left out. Bounds: `VISITS` objects, `MOST` tensors, `MOST_BYTES`; what
+What stands in a module or in a container is one value, under the name of the outermost one. A large tensor that hangs
+in a graph of derivatives is a result of its step, and left out; a small one may be a loss that a later step is
+compared with. Bounds: `VISITS` objects, `MOST` tensors, `MOST_BYTES`; what
 lies beyond is named.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from everstep.checkpoint.state.layouts import size_of
 from everstep.rehearse.record import MOST_BYTES
@@ -20,6 +22,7 @@ from everstep.train.guards.script_objects import Held
 
 VISITS = 8000
 MOST = 1024  # tensors
+SMALL = 1024  # elements
 
 
 def held_tensors(roots: Roots) -> tuple[dict[str, str], list[str]]:
@@ -28,7 +31,8 @@ def held_tensors(roots: Roots) -> tuple[dict[str, str], list[str]]:
     found: dict[str, list[Held]] = {}
     count, beyond = 0, list[str]()
     for name, held in own_tensors(roots.all(), roots, VISITS):
-        if not isinstance(held.value, np.ndarray) and held.value.grad_fn is not None:
+        value = held.value
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.numel() > SMALL:
             continue
         count += 1
         if count > MOST:

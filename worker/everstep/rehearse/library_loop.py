@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,7 @@ from everstep.rehearse.record import LIBRARY
 from everstep.rehearse.watch import Watch, rank, replace_all, samples
 from everstep.train.adapters.script_state import attributes_set_by_script
 from everstep.train.coordination.step_coordinator import StepCoordinator
-from everstep.train.guards.script_objects import is_own, variables
+from everstep.train.guards.script_objects import given_to, is_own, variables
 
 HUGGINGFACE, LIGHTNING = "everstep.train.adapters.huggingface", "everstep.train.adapters.lightning"
 # By name, because the library does not know the distributions that are built on it.
@@ -127,7 +127,7 @@ class LibraryLoop:
             watch.tracked |= {f"optimizer_{i}": one for i, one in enumerate(trainer.optimizers)}
             watch.tracked |= {f"scheduler_{i}": one.scheduler for i, one in enumerate(trainer.lr_scheduler_configs)}
             objects = [trainer, *trainer.callbacks, trainer.datamodule, *module.modules()]
-            self._note(done, objects, sys._getframe(1))
+            self._note(done, objects, sys._getframe(1), _of_loader(trainer.train_dataloader))
 
         replace_all(
             (callback_class, "on_fit_start", started), (callback_class, "on_train_batch_start", began),
@@ -141,17 +141,24 @@ class LibraryLoop:
         self._watch.in_library = True
         (self._watch.folder / LIBRARY).touch()
 
-    def _note(self, step: int, objects: list[Any], frame: FrameType | None) -> None:
-        """So many steps are complete. `objects`: those that the library holds and a script may have a class for."""
+    def _note(
+        self, step: int, objects: list[Any], frame: FrameType | None, more: Iterable[tuple[str, Any]] = ()
+    ) -> None:  # fmt: skip
+        """So many steps are complete. `objects`: those that the library holds and a script may have a class for.
+        `more`: other values that only the library holds, by name."""
         names = {id(value): name for name, value in reversed(list(variables(frame)))}
-        attributes = [one for each in objects for one in _own(names.get(id(each), type(each).__name__), each)]
+        attributes = [pair for each in objects for pair in _own(names.get(id(each), type(each).__name__), each)]
+        attributes += more
         self._watch.note(step, rank(), frame, attributes, closed=objects)
         self._watch.leaves()
 
 
 def _own(name: str, each: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of an object of one of the script's own classes, but for modules, which are objects themselves. Of
-    a subclass of the library's trainer only those that the script's methods set: the others are the library's."""
+    a subclass of the library's trainer only those that the script's methods set: the others are the library's. Of
+    objects of the library what the script has given them: a dataset, a collate function."""
+    if not isinstance(each, torch.nn.Module):  # the model's are read with it
+        yield from ((f"{name}{path}", value) for path, value in given_to(each))
     if not is_own(type(each)):
         return
     sets = attributes_set_by_script(type(each))
@@ -160,3 +167,10 @@ def _own(name: str, each: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.hparams", value
         elif key in sets and not isinstance(value, torch.nn.Module):
             yield f"{name}.{key}", value
+
+
+def _of_loader(loader: Any) -> Iterator[tuple[str, Any]]:
+    """The dataset of a loader and the function that collates its samples, where they are the script's."""
+    for key in ("dataset", "collate_fn"):
+        if is_own(type(value := getattr(loader, key, None))):
+            yield f"train_dataloader.{key}", value

@@ -18,7 +18,7 @@ from pathlib import Path
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
-from everstep.rehearse import record, timeline, written
+from everstep.rehearse import record, timeline, worker_state, written
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
 from everstep.rehearse.repeated_errors import RepeatedErrors
@@ -67,6 +67,7 @@ class Played:
     not_made: tuple[str, ...] = ()  # the kills of the plan that were not made
     unconverted: bool = False  # the script never calls Everstep
     evaluated: tuple[int, ...] = ()  # behind how many steps the script evaluates
+    in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
 
     @property
     def proves_nothing(self) -> bool:
@@ -153,7 +154,7 @@ class Player:
             timeline.read(place, began_at), begins, errors.first, carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
-            (place / record.UNCONVERTED).exists(), record.evaluated(place),
+            (place / record.UNCONVERTED).exists(), record.evaluated(place), worker_state.read(place),
         )  # fmt: skip
 
     def _run(

@@ -40,6 +40,7 @@ from everstep.train import step as steps
 from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
+from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_own
 from everstep.train.worlds import RESERVED
@@ -289,7 +290,8 @@ class Watch:
         """The script's own values, but for those of what is tracked; the names of what is too much to be read; and of
         what cannot be read."""
         beyond, closed_kinds = list[str](), list[str]()
-        roots = Roots(frame, {**(self.run._state if self.run is not None else {}), **self.tracked}, own, closed)
+        state = {**(self.run._state if self.run is not None else {}), **self.tracked}
+        roots = Roots(frame, state, own, closed, elsewhere(frame, beyond))
         self._of_libraries = kept_by_loaders(roots.values)
         values = plain_values(roots, beyond, closed_kinds)
         try:

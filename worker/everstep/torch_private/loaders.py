@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.torch_private.patches import Replacements
@@ -25,6 +26,24 @@ def given_by(iterator: Any) -> int:
 def sampler_of(loader: Any) -> Any:
     """What gives the indices: of a loader, or of an iterator of one."""
     return loader._index_sampler
+
+
+def behind_each_fetch(fetched: Callable[[Any, Any], None]) -> None:
+    """Call a function with the dataset and its collate function behind each fetch, in this process and in the workers
+    that are forked from it, until this process ends."""
+    for kind in (_IterableDatasetFetcher, _MapDatasetFetcher):
+        _call_behind(kind, fetched)
+
+
+def _call_behind(kind: Any, fetched: Callable[[Any, Any], None]) -> None:
+    fetch = kind.fetch
+
+    def fetching(fetcher: Any, index: Any) -> Any:
+        batch = fetch(fetcher, index)
+        fetched(fetcher.dataset, fetcher.collate_fn)
+        return batch
+
+    kind.fetch = fetching
 
 
 def dataset_of(iterator: Any) -> Any:

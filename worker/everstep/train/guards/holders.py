@@ -1,5 +1,5 @@
 """Reads what objects of Python's own library hold in which a script may keep state: queues, weak dictionaries, context
-variables, memory that processes share.
+variables, memory that processes share, positions in files.
 
 Invariants: nothing is taken out, no lock is acquired, and no code of the script's classes is called. An object of a
 class that cannot be read so has no parts; `not_read` names its class.
@@ -7,7 +7,10 @@ class that cannot be read so has no parts; `not_read` names its class.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
+import csv
 import ctypes
 import functools
 import io
@@ -33,16 +36,31 @@ _STATELESS = frozenset({
     "threading", "time", "traceback", "types", "typing", "unittest", "urllib", "uuid", "warnings", "zipfile",
     "zipimport", "zoneinfo",
 })  # fmt: skip
+_WITHOUT_STATE = frozenset({
+    "", "__main__", "everstep", "google", "grpc", "numpy", "psutil", "pyarrow", "pybind11_builtins", "pydantic_core",
+    "regex", "safetensors", "sentencepiece", "tokenizers", "torch", "yaml",
+})  # fmt: skip
+_HIDING = frozenset({"pandas"})  # in arrays that several objects share
 
 
 def not_read(value: Any) -> str:
     """The name of its class, if it is an object of Python's own library that may hold state and of which nothing is
-    read; otherwise nothing."""
-    kind = type(value)
+    read, or of an extension in C; otherwise nothing."""
+    kind: Any = type(value)
     module = kind.__module__ or ""
-    if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)):
+    if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)) or _is_extension(kind):
         return "" if _reader(kind) is not None else f"{module}.{kind.__qualname__}"
     return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_extension(kind: type) -> bool:
+    """Whether its objects hold what no attribute shows, in a library that is not known to hold nothing there."""
+    package = (kind.__module__ or "").partition(".")[0]
+    if package in _HIDING:
+        return True
+    has_attributes = kind.__dictoffset__ or any("__slots__" in vars(base) for base in kind.__mro__)
+    return not (has_attributes or package in _WITHOUT_STATE or package in sys.stdlib_module_names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,7 +75,7 @@ def parts_of_holder(value: Any) -> dict[str, Any] | None:
     read = _reader(type(value))
     try:
         return None if read is None else read(value)
-    except (ValueError, AttributeError, LookupError):
+    except (ValueError, AttributeError, LookupError, OSError):
         return None
 
 
@@ -107,6 +125,20 @@ def _of_cache(value: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _of_file(value: Any) -> dict[str, Any] | None:
+    """The position in a file that is read. In one that is written it says nothing."""
+    raw = value.buffer if isinstance(value, io.TextIOWrapper) else value
+    if not isinstance(raw, io.BufferedReader | io.BufferedRandom | io.FileIO) or not raw.seekable():
+        return None
+    if isinstance(raw, io.FileIO) and not raw.readable():
+        return None
+    parts = {(".buffer.tell()" if raw is not value else ".tell()"): type(raw).tell(raw)}
+    if isinstance(value, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # within `for line in file`, where only whole blocks are counted
+            parts[".tell()"] = io.TextIOWrapper.tell(value)
+    return parts
+
+
 CACHED = ".cache_info()."
 _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]
@@ -119,6 +151,10 @@ _READ: dict[type, _Read] = {
     functools._lru_cache_wrapper: _of_cache,
     np.random.SeedSequence: lambda one: {".n_children_spawned": one.n_children_spawned, ".entropy": one.entropy},
     queue.Queue: lambda one: {".queue": _own(one, "queue")},
+    asyncio.Queue: lambda one: {"._queue": _own(one, "_queue")},
+    weakref.ref: lambda one: {"()": weakref.ref.__call__(one)},
+    type(csv.reader([])): lambda one: {".line_num": one.line_num},
+    io.TextIOWrapper: _of_file, io.BufferedReader: _of_file, io.BufferedRandom: _of_file, io.FileIO: _of_file,
     weakref.WeakKeyDictionary: _of_weak_keys,
     weakref.WeakValueDictionary: _of_weak_values,
     weakref.WeakSet: lambda one: {".data": sum(ref() is not None for ref in list(_own(one, "data")))},

@@ -47,6 +47,7 @@ from everstep.train.guards.contents import (
     shape_of,
     state_of_function,
 )
+from everstep.train.guards.elsewhere import elsewhere, threads
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
@@ -56,6 +57,7 @@ from everstep.train.guards.script_objects import (
     Name,
     attributes,
     children,
+    given_to,
     is_open,
     is_own,
     is_special,
@@ -91,13 +93,14 @@ _unread = set[str]()  # that a warning has named
 
 class Roots:
     """Where a search for the script's values begins. `own`: values beside its variables, by name; `closed`: objects
-    that are not looked into. `values`: the script's variables. `kept`: what it has set on tracked modules."""
+    that are not looked into; `far`: values to which nothing of these leads, by name. `values`: the script's variables.
+    `kept`: what it has set on tracked modules."""
 
     def __init__(
         self, frame: types.FrameType | None, state: Mapping[str, object] = MappingProxyType({}),
-        own: Iterable[tuple[str, object]] = (), closed: Iterable[object] = (),
+        own: Iterable[tuple[str, object]] = (), closed: Iterable[object] = (), far: Iterable[tuple[str, object]] = (),
     ) -> None:  # fmt: skip
-        self.own, self.closed = list(own), list(closed)
+        self.own, self.closed, self.far = list(own), list(closed), list(far)
         known = {id(one) for one in self.closed}
         self.state = dict(state)
         self.values, self.hidden = dict[str, Any](), dict[str, Any]()
@@ -131,7 +134,7 @@ class Roots:
             outer.update(scope.outer)
 
     def all(self) -> list[tuple[str, Any]]:
-        return [*self.own, *self.kept.items(), *self.values.items(), *self.hidden.items()]
+        return [*self.own, *self.kept.items(), *self.values.items(), *self.hidden.items(), *self.far]
 
     @functools.cached_property
     def covered(self) -> Covered:
@@ -149,22 +152,27 @@ class Roots:
         return any(way in self._tracked for way in ways) and not any(way in self.kept for way in ways)
 
 
+_GIVEN = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.Tensor
+
+
 def _own_parts(target: object) -> Iterator[tuple[str, object]]:
     """A tracked object that may have attributes of the script's, which nothing saves; of a module all in it."""
     if isinstance(target, torch.nn.Module):
         yield from torch.nn.Module.named_modules(target)
-    elif isinstance(target, torch.optim.Optimizer | torch.Tensor) or is_own(type(target)):
+    elif isinstance(target, _GIVEN) or is_own(type(target)) or type(target).__module__.startswith("everstep.data"):
         yield "", target
 
 
 def _set_by_script(name: str, value: object) -> Iterator[Held]:
     """The attributes that the script gives a tracked object, and the parameters and buffers of a module."""
     kind = type(value)
-    yield from (Held(f"{name}.{key}", one, name) for key, one in set_by_script(value))
+    yield from (Held(f"{name}.{key}", part, name) for key, part in set_by_script(value))
+    yield from (Held(f"{name}{path}", part, name) for path, part in given_to(value))
     if isinstance(value, torch.nn.Module):
-        for key, one in (*parameters_of(value).items(), *buffers_of(value).items()):
-            own = set_by_script(one) if one is not None else ()
-            yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in own)
+        for key, tensor in (*parameters_of(value).items(), *buffers_of(value).items()):
+            if tensor is not None:
+                yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in set_by_script(tensor))
+                yield from (Held(f"{name}.{key}{path}", part) for path, part in given_to(tensor))
     yield from _of_class(kind.__name__, kind)
 
 
@@ -183,6 +191,7 @@ def plain_values(
         beyond += [one for one in past if not roots.is_tracked(one.partition(" (")[0])]
         if unread is not None:
             unread += [f"{name} ({kind})" for kind, name in found.unread.items() if not roots.is_tracked(name)]
+            unread += [f"variables of {function} (threading.Thread)" for function in threads()]
         return {name: text for name, text in found.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
@@ -417,7 +426,7 @@ def untracked_values(
     beyond a bound."""
     beyond, found = list[str](), Values()
     try:
-        roots = Roots(frame, state)
+        roots = Roots(frame, state, far=elsewhere(frame, beyond))
         found = plain_values(roots, beyond)
         found |= _tensors(roots, carried, beyond)
         # How full a cache is says when its process began. What is read from it shows in the gradients.

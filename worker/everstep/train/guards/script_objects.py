@@ -15,7 +15,7 @@ import random
 import sys
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +28,7 @@ from torch.nn.parameter import Parameter
 
 from everstep.contract.library_files import is_library
 from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of, tables_of
+from everstep.torch_private.tensors import hooks_of
 from everstep.train.guards.holders import parts_of_holder
 
 VISITS = 20_000
@@ -48,14 +49,16 @@ _OURS = str(Path(__file__).parents[2])  # the folder of the package everstep
 # Objects of these libraries hold no training state, or much that changes without a meaning.
 _CLOSED = frozenset(sys.stdlib_module_names) | {
     "everstep", "everstep_horovod", "everstep_sources", "numpy", "torch", "tensorboard", "wandb", "mlflow", "tqdm",
-    "PIL", "pandas", "matplotlib", "rich", "pytest", "_pytest", "pluggy", "hydra", "omegaconf", "sklearn", "scipy",
-    "gym", "gymnasium",
+    "PIL", "pandas", "matplotlib", "rich", "pytest", "_pytest", "pluggy", "hydra", "omegaconf",
 }  # fmt: skip
 _OPEN_KINDS = frozenset({
     ("types", "SimpleNamespace"), ("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList"),
     ("collections", "ChainMap"),
 })  # fmt: skip
-_OPEN = ("torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp")
+_OPEN = (
+    "torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributions",
+    "torch.distributed.algorithms",
+)  # fmt: skip
 MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
 _ABSTRACT = ("abc", "builtins", "typing")  # modules of bases that have no attributes of their own
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
@@ -108,7 +111,7 @@ def scopes(frame: types.FrameType | None) -> Iterator[Scope]:
         frame = frame.f_back
     for one in modules:
         if not any(one is known for known in done):
-            yield Scope(str(one.get("__name__", "")), _public(one))
+            yield Scope(str(one.get("__name__", "")), public(one))
 
 
 def value_of(values: Mapping[str, Any], name: Name) -> Any:
@@ -196,8 +199,10 @@ def children(held: Held) -> Iterator[Held]:
     match value:
         case torch.Tensor() | np.ndarray():
             yield from (Held(f"{name}.{k}", v, name) for k, v in set_by_script(value))
+            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
         case torch.nn.Module():
             yield from _of_module(name, value)
+            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
         case _ if (parts := parts_of_holder(value)) is not None:
             own = ((f".{k}", v) for k, v in attributes(value) if is_own(type(value)))
             yield from (Held(f"{name}{k}", v, name) for k, v in (*parts.items(), *own))
@@ -210,10 +215,13 @@ def children(held: Held) -> Iterator[Held]:
         case types.FunctionType() | types.MethodType() | functools.partial():
             yield from _of_function(name, value)
         case types.ModuleType():
-            if is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
-                yield from (Held(f"{name}.{k}", v, name) for k, v in _public(vars(value)))
+            is_made = not (hasattr(value, "__file__") or getattr(value, "__spec__", None))  # by a call of its class
+            if is_made or is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
+                yield from (Held(f"{name}.{k}", v, name) for k, v in public(vars(value)))
         case _ if is_open(type(value)) and not isinstance(value, Generator):
             yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
+        case _ if not type(value).__module__.startswith("everstep"):
+            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
 
 
 def _of_function(name: str, value: Any) -> Iterator[Held]:
@@ -251,6 +259,8 @@ def set_by_script(value: Any) -> Iterator[tuple[str, Any]]:
     if kind in _TENSORS or issubclass(kind, torch.Tensor | np.ndarray):
         yield from list(_own(value).items()) if kind in _TENSORS or is_own(kind) else ()
         return
+    if issubclass(kind, torch.nn.Module):  # a loop sets them, as it anneals a dropout; a library does not
+        yield from ((k, v) for k, v in list(_own(value).items()) if type(v) is float or k == "p")
     if (known := _known.get(kind)) is None:
         known = _known[kind] = _of_others(kind)
     parts, others, private = known
@@ -303,6 +313,52 @@ def _names_in_code(code: types.CodeType) -> Iterator[str]:
             yield from _names_in_code(one)
 
 
+def given_to(value: Any) -> Iterator[tuple[str, Any]]:
+    """Functions and objects of the script's that an object of a library has been given and keeps: hooks, a dataset, a
+    collate function. Each by what stands behind the object's name."""
+    if isinstance(value, torch.Tensor):
+        for table, hooks in zip(("._backward_hooks", "._post_accumulate_grad_hooks"), hooks_of(value), strict=True):
+            yield from _given(table, hooks, 1)
+    elif not isinstance(value, type):
+        for key, part in list(_own(value).items()):
+            if part is not None and key not in _TABLES:
+                is_data = key == "_dataset" and is_open(type(part))
+                yield from [(f".{key}", part)] if is_data else _given(f".{key}", part, 2)
+
+
+def _given(name: str, value: Any, levels: int) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind in _CONTAINERS:
+        pairs = list(value.items()) if kind in _TABLED else enumerate(value)
+        # The numbers that torch gives hooks differ between processes.
+        for i, (key, part) in enumerate(islice(pairs, NARROW if levels else 0)):
+            yield from _given(f"{name}[{(key if type(key) is str else i)!r}]", part, levels - 1)
+    elif kind in _CALLED:
+        code = code_behind(value)
+        if (code is not None and is_script(code.co_filename)) or is_own(type(getattr(value, "__self__", None))):
+            yield name, value
+    elif kind.__module__.startswith("everstep.data"):  # it wraps what a loader is given
+        for key, part in list(_own(value).items()) if levels else ():
+            yield from _given(f"{name}.{key}", part, levels - 1)
+    elif is_own(kind) and not isinstance(value, torch.nn.Module | torch.Tensor | type):
+        yield name, value
+
+
+_TABLED = (dict, OrderedDict)
+_CONTAINERS = frozenset({*_TABLED, list, tuple, deque})
+_CALLED = frozenset({types.FunctionType, types.MethodType, functools.partial})
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"}) | _OPTIMIZER_PARTS
+
+
+def code_behind(function: Any) -> types.CodeType | None:
+    """The text that runs where a function or an object is called, without what decorates it; None for a library's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))  # `@torch.no_grad()`
+    called = function if hasattr(function, "__code__") else inspect.getattr_static(type(function), "__call__", None)
+    return getattr(called, "__code__", None)
+
+
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """An object's own, also those in slots, by name."""
     skipped: frozenset[str] = _OPTIMIZER_PARTS if isinstance(value, torch.optim.Optimizer) else frozenset()
@@ -329,7 +385,7 @@ def _mangled(kind: type, name: str) -> str:
 def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     """The variables of a running or suspended function."""
     found = frame.f_locals
-    variables = _public(found)
+    variables = public(found)
     # The frame keeps this copy, and with it each tensor that the step releases. Two references are the frame's and
     # ours, and one is the call's. A script that has called `locals()` holds another.
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(found) == 3:
@@ -337,7 +393,7 @@ def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     return variables
 
 
-def _public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Without what Python itself sets."""
     return [(k, v) for k, v in list(scope.items()) if not is_special(k)]
 

@@ -6,8 +6,6 @@ Invariant: a step in which nobody registers a hook costs one comparison; torch n
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.errors import LoopError
 from everstep.torch_private import modules, optimizers, tensors
-from everstep.train.guards.script_objects import is_script
+from everstep.train.guards.script_objects import code_behind, is_script
 
 
 class Hooks:
@@ -41,7 +39,7 @@ class Hooks:
         if self._looks & (self._looks - 1):
             return
         for name, hook in self._new():
-            code = _code(hook)
+            code = code_behind(hook)
             if code is None or not is_script(code.co_filename) or self._is_free(name):
                 continue
             called, file = getattr(hook, "__qualname__", type(hook).__qualname__), Path(code.co_filename).name
@@ -67,11 +65,3 @@ class Hooks:
 
     def _later(self, tables: Iterable[Mapping[int, Any]]) -> Iterator[Any]:
         yield from (hook for table in tables for number, hook in table.items() if number >= self._first)
-
-
-def _code(hook: Any) -> Any:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    hook = inspect.unwrap(getattr(hook, "__func__", hook))  # `@torch.no_grad()`
-    called = hook if hasattr(hook, "__code__") else inspect.getattr_static(type(hook), "__call__", None)
-    return getattr(called, "__code__", None)

@@ -1,0 +1,174 @@
+"""Finds what no variable around the loop leads to: the globals of the script's other modules, what the script has set
+on modules and classes of libraries, the variables of the environment, and threads that run functions of the script.
+
+Invariants: none of the script's code is called. Of a module only that is read which may change: a name that some
+function binds anew, and objects.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from everstep.train.guards.script_objects import code_behind, is_own, is_script, is_special, public, scopes
+from everstep.train.guards.sources import OURS
+
+MOST_MODULES = 64
+# Launchers, torch and this package set these, anew for each world.
+_OF_THE_WORLD = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH", "EVERSTEP", "_EVERSTEP", "HOROVOD", "GLOO_",
+    "NCCL_", "OMP_", "ACCELERATE_", "PL_", "PYTEST", "COLUMNS", "LINES", "PWD", "OLDPWD",
+)  # fmt: skip
+_AT_START = dict(os.environ)
+_CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
+_NUMBERS = (bool, int, float, str)
+_OWNERS = (types.ModuleType, type, types.FunctionType)
+_LEVELS = 4  # `torch.nn.functional.mse_loss.calls`
+_PREFIX, _SETS = dis.opmap["EXTENDED_ARG"], dis.opmap["STORE_ATTR"]
+_STORES = frozenset({_SETS, dis.opmap["STORE_GLOBAL"]})
+
+
+def elsewhere(frame: types.FrameType | None, beyond: list[str]) -> list[tuple[str, Any]]:
+    """Values by the names by which the script could write them. `beyond` gets a text if there are too many modules."""
+    others = _others(frame, beyond)
+    return [*_of_modules(others), *_of_libraries(frame, others), *_of_environment()]
+
+
+def threads() -> list[str]:
+    """The functions of the script that run in other threads of this process, whose variables nobody can read."""
+    running = [getattr(thread, "_target", None) for thread in threading.enumerate()]
+    return [
+        target.__qualname__ for target in running
+        if isinstance(target, types.FunctionType | types.MethodType)
+        and (code := code_behind(target)) is not None and is_script(code.co_filename)
+    ]  # fmt: skip
+
+
+def _of_environment() -> Iterator[tuple[str, Any]]:
+    """Those that this process has set. A text may be a secret, and is not shown."""
+    for name, value in list(os.environ.items()):
+        if _AT_START.get(name) != value and not name.startswith(_OF_THE_WORLD):
+            is_number = value.removeprefix("-").replace(".", "", 1).isdigit()
+            yield f"os.environ[{name!r}]", value if is_number else frozenset((value,))
+
+
+def _others(frame: types.FrameType | None, beyond: list[str]) -> list[types.ModuleType]:
+    """The script's modules that no variable around the loop is, and whose functions do not run."""
+    known = {id(value) for scope in scopes(frame) for _, value in scope.variables}
+    while frame is not None:
+        known.add(id(sys.modules.get(frame.f_globals.get("__name__", ""))))
+        frame = frame.f_back
+    others = [
+        module for name, module in list(sys.modules.items())
+        if name.partition(".")[0] not in OURS and id(module) not in known
+        and os.path.isabs(file := getattr(module, "__file__", None) or "") and is_script(file)
+    ]  # fmt: skip
+    if len(others) > MOST_MODULES:
+        beyond.append(f"the globals of more than {MOST_MODULES} modules")
+    return others[:MOST_MODULES]
+
+
+def _of_modules(others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
+    stored = frozenset[str]().union(*(_text_of(module).stored for module in others))
+    seen = set[int]()
+    for module in others:
+        for key, value in public(vars(module)):
+            name = f"{module.__name__}.{key}"
+            if key in stored or (_may_change(value) and id(value) not in seen):
+                seen.add(id(value))
+                yield name, value
+            elif isinstance(value, type) and value.__module__ == module.__name__ and is_own(value):
+                yield from ((f"{name}.{part}", inner) for part, inner in _attributes(vars(value)))
+
+
+def _attributes(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a class that are no methods."""
+    for key, value in list(variables.items()):
+        if not is_special(key) and not callable(value) and not hasattr(type(value), "__get__"):
+            yield key, value
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it is an object that may hold state, or a function that keeps some."""
+    if isinstance(value, types.FunctionType):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return bool(value.__closure__ or vars(value)) or not all(isinstance(part, _CONSTANT) for part in defaults)
+    return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType))
+
+
+def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
+    """What the script has set on modules, classes and functions of libraries: `torch.nn.functional.calls`, a function
+    in place of a method. Its text names them, and the attribute that it binds."""
+    texts = [(vars(module), _text_of(module)) for module in others]
+    while frame is not None:
+        if is_script(frame.f_code.co_filename):
+            texts.append((frame.f_globals, _text_in(frame.f_code)))
+        frame = frame.f_back
+    owners = dict[int, Any]()
+    for variables, text in texts:
+        waiting = [(variables[name], 0) for name in text.read if name in variables]
+        while waiting:
+            owner, level = waiting.pop()
+            if not isinstance(owner, _OWNERS) or id(owner) in owners or is_own(getattr(owner, "__class__", object)):
+                continue
+            owners[id(owner)] = owner
+            inner = vars(owner)
+            waiting += [(inner[name], level + 1) for name in text.read if name in inner] if level < _LEVELS else []
+    for owner in owners.values():
+        where = [getattr(owner, "__module__", None), getattr(owner, "__qualname__", owner.__name__)]
+        for name in frozenset[str]().union(*(text.set for _, text in texts)) & vars(owner).keys():
+            value = vars(owner)[name]
+            if isinstance(value, _NUMBERS) or _is_of_script(value):
+                yield ".".join([*filter(None, where), name]), value
+
+
+def _is_of_script(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return is_script(value.__code__.co_filename)
+    return not isinstance(value, type | types.ModuleType) and is_own(type(value))
+
+
+class _Text(NamedTuple):
+    """`stored`: the names that functions bind outside of themselves. `set`: those that are set on an object. `read`:
+    the globals and attributes that are read."""
+
+    stored: frozenset[str]
+    set: frozenset[str]
+    read: frozenset[str]
+
+
+@functools.lru_cache(maxsize=2 * MOST_MODULES)
+def _text_of(module: types.ModuleType) -> _Text:
+    """Of all functions of a module. Where its text is not known, each of its names may be bound."""
+    try:
+        return _text_in(module.__loader__.get_code(module.__name__))  # type: ignore[union-attr]
+    except Exception:  # a loader of the script's own may raise anything
+        return _Text(frozenset(vars(module)), frozenset(), frozenset())
+
+
+@functools.lru_cache(maxsize=2 * MOST_MODULES)
+def _text_in(code: types.CodeType) -> _Text:
+    waiting, stored, attributes, read = [code], set[str](), set[str](), set[str]()
+    while waiting:
+        part = waiting.pop()
+        waiting += [inner for inner in part.co_consts if isinstance(inner, types.CodeType)]
+        read.update(part.co_names)
+        prefix = 0
+        for operation, argument in zip(part.co_code[::2], part.co_code[1::2], strict=True):
+            number, prefix = argument | prefix, 0
+            if operation == _PREFIX:
+                prefix = number << 8
+            elif operation in _STORES and part is not code:
+                stored.add(part.co_names[number])
+            if operation == _SETS:
+                attributes.add(part.co_names[number])
+        if not {"globals", "setattr"}.isdisjoint(part.co_names):
+            stored.update(inner for inner in part.co_consts if isinstance(inner, str))
+            attributes.update(inner for inner in part.co_consts if isinstance(inner, str))
+    return _Text(frozenset(stored), frozenset(attributes), frozenset(read))
