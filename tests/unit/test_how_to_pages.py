@@ -14,6 +14,7 @@ from lupa.lua51 import LuaRuntime  # Argo CD runs scripts in Lua 5.1
 from everstep.cli.jobs.cluster_check import RIGHTS
 from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation import cluster as plan_world
+from everstep_operator.api.conditions import ReadyReason
 from support import ROOT
 
 TRANSCRIPTS = ROOT / "tests/unit/transcripts"
@@ -72,6 +73,31 @@ def test_argo_cd_shows_the_health_of_each_status_that_the_planner_writes() -> No
         shown.add(word)
         assert health({"metadata": {"generation": generation + 1}, "status": status})[0] == "Progressing"
     assert shown == {"Healthy", "Progressing", "Degraded", "Suspended"}
+
+
+def kstatus(conditions: list[dict[str, str]]) -> str:
+    """As cli-utils' kstatus computes it for a kind that it does not know: the first of these conditions decides."""
+    for condition in conditions:
+        if condition["type"] == "Reconciling" and condition["status"] == "True":
+            return "InProgress"
+        if condition["type"] == "Stalled" and condition["status"] == "True":
+            return "Failed"
+    (ready,) = (c for c in conditions if c["type"] == "Ready")
+    return "Current" if ready["status"] == "True" else "InProgress"
+
+
+def test_flux_shows_each_status_as_the_page_says() -> None:
+    seen = dict[str, set[str]]()
+    for status in statuses():
+        if conditions := status.get("conditions"):
+            (reason,) = (c["reason"] for c in conditions if c["type"] == "Ready")
+            seen.setdefault(reason, set()).add(kstatus(conditions))
+    assert seen.keys() == set(ReadyReason)
+    assert {reason for reason, words in seen.items() if "Current" in words} == HEALTHY
+    assert {reason for reason, words in seen.items() if words == {"Failed"}} == {"Failed"}
+    assert seen["RunningDegraded"] == {"Current", "Failed"}  # it trains, and a worker finds no node
+    assert seen["Complete"] == {"Current"}
+    assert seen["Suspended"] == {"InProgress"}
 
 
 @pytest.mark.parametrize("status", [{}, {"status": {}}, {"status": {"conditions": []}}])
