@@ -35,6 +35,7 @@ from everstep_operator.kube.resources import CONFIGMAPS, EVENTS, LEASES, NETWORK
 from everstep_operator.kube.service_account import TokenFile
 from everstep_operator.kube.transport import ClientLimits, HttpKubeClient
 from everstep_operator.main import JOBS
+from everstep_operator.page.reviews import ACCESS_REVIEWS
 from everstep_operator.telemetry.metrics import RESOURCES, VERBS, Metrics
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -474,6 +475,7 @@ async def test_every_request_is_counted_by_words_that_the_metric_knows(server: S
         await client.patch_status(JOBS, "ns", "a", {})
         await client.list(NODES)
         await client.review_token("t", ("us",))
+        await client.create(ACCESS_REVIEWS, None, {})
         await client.signing_keys()
     families = {f.name: f for f in metrics.registry.collect()}
     counted = [s.labels for s in families["everstep_api_requests"].samples if s.name.endswith("_total")]

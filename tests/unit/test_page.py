@@ -228,6 +228,22 @@ async def test_requests_have_a_bound_in_number_and_in_time() -> None:
             assert "none of its processes can be asked" in await answer.text()
 
 
+async def test_readers_that_send_half_a_request_or_take_no_answer_cost_others_nothing() -> None:
+    access = LinkAccess()
+    page = Page(Given(many(100)), access, "test")
+    async with server(page, "127.0.0.1", 0) as listener, ClientSession() as session:
+        stuck = [await asyncio.open_connection("127.0.0.1", listener.port, limit=1024) for _ in range(100)]
+        request = f"GET /?token={access.token} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+        for number, (_, writer) in enumerate(stuck):
+            writer.write(request * 50 if number % 2 else request[:20])
+        async with asyncio.timeout(20):
+            for _ in range(10):
+                async with session.get(f"http://127.0.0.1:{listener.port}/static/page.css") as answer:
+                    assert answer.status == 200
+        for _, writer in stuck:
+            writer.close()
+
+
 def running(**status: Any) -> View:
     return replace(of_status("j", {"progress": {"step": 70}, **status}, (), ()), began=BEGAN)
 

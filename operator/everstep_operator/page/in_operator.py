@@ -15,6 +15,6 @@ from everstep_operator.runtime.clock import Clock
 def page_server(caches: Caches, client: KubeClient, clock: Clock, host: str, port: int) -> HttpServer:
     """`client`: for reviews and events, with connections of its own. Port 0: any free one."""
     access = ReviewedAccess(client, clock.monotonic)
-    page = Page(ClusterJobs(caches, client, Recorder(caches, clock.now)), access, "this cluster")
+    page = Page(ClusterJobs(caches, client, Recorder(caches, clock.now), clock.monotonic), access, "this cluster")
     access.form = lambda request, status, problem: page.render("login.html", request, status, problem=problem)
     return server(page, host, port)
