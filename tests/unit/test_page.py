@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
+from everstep.client import Checkpoint
 from everstep.jobs.history import PodSeen, StatusSeen, StepSeen, thinned
 from everstep.jobs.timeline import build
 from everstep.jobs.view import View, of_status
@@ -252,6 +253,10 @@ def test_what_a_kill_would_cost_is_said_in_steps_and_seconds() -> None:
     now = datetime(2026, 11, 30, 6, 10, tzinfo=UTC)
     committed = {"lastCommittedStep": 60, "committedAt": "2026-11-30T06:09:00Z"}
     assert rows.risk(running(checkpoint=committed), now) == rows.Risk(10, 60.0, "10 steps, 1 min of training")
+    newer = Checkpoint(68, 3, "u", "2026-11-30T06:09:58Z", 2, 1, False, True, (), {})
+    cut = replace(newer, step=69, complete=False)
+    for status in ({"checkpoint": committed}, {}):
+        assert rows.risk(running(**status), now, [cut, newer]) == rows.Risk(2, 2.0, "2 steps, 2.0 s of training")
     assert rows.risk(running(), now) == rows.Risk(70, 600.0, "all 70 steps: nothing is committed")
     same = {**committed, "lastCommittedStep": 70}
     assert rows.risk(running(checkpoint=same), now) == rows.Risk(0, 60.0, "nothing: the last step is committed")

@@ -28,7 +28,8 @@ from everstep_operator.page.model import Detail, Fleet, JobUnknown, Listed, May,
 from everstep_operator.page.server import Page, server
 
 HOST = "127.0.0.1"
-KEPT_SECONDS = 30.0  # for a list of commits, while no newer one is reported
+# For a list of commits, while no newer one is reported: of a folder, and of a store, which counts requests.
+KEPT_SECONDS, KEPT_SECONDS_OF_STORE = 2.0, 30.0
 MAX_KEPT = 32  # lists of commits
 
 
@@ -142,7 +143,8 @@ class LocalJobs:
             return None, "Its status names no place for commits."
         newest, now = view.committed, time.monotonic()
         known = self._commits.get(url)
-        if known is not None and known[0] == newest and now < known[1] + KEPT_SECONDS:
+        kept = KEPT_SECONDS_OF_STORE if "://" in url and not url.startswith("file://") else KEPT_SECONDS
+        if known is not None and known[0] == newest and now < known[1] + kept:
             return known[2], f"In {url}."
         try:
             rows = commits(url)

@@ -10,7 +10,7 @@ from typing import Any
 from everstep.jobs.costs import PENDING, STATES, seconds_by_state
 from everstep.jobs.timeline import Timeline
 from everstep.jobs.view import View, age, ended, moment
-from everstep_operator.page.model import Listed
+from everstep_operator.page.model import Commit, Listed
 
 GOOD = frozenset(["Running", "Complete", "training", "Succeeded"])
 BAD = frozenset(["Failed", "Deleted"])
@@ -23,6 +23,7 @@ STAGES = {
 NONE = "–"
 LANES = 64  # workers that are drawn
 WIDTH = 1000  # of a bar, in its own units
+_NEVER = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +136,18 @@ def _end(view: View) -> datetime | None:
     return moment(str(view.raw_status.get("completionTime") or "")) or moment(view.as_of)
 
 
-def risk(view: View, now: datetime) -> Risk | None:
-    """None: the job is over, or takes no steps that could be lost."""
+def risk(view: View, now: datetime, commits: Sequence[Commit] = ()) -> Risk | None:
+    """`commits` of the log may be newer than what the status has. None: the job is over, or has taken no step."""
     if ended(view.raw_status) or view.as_of or view.step is None:
         return None
-    if view.committed is None:
+    known = [(each.step, each.at) for each in commits if each.complete]
+    known += [(view.committed, committed_at(view))] if view.committed is not None else []
+    if not known:
         began = moment(view.began)
         seconds = None if began is None else max(0.0, (now - began).total_seconds())
         return Risk(view.step, seconds, f"all {view.step} steps: nothing is committed")
-    steps = max(0, view.step - view.committed)
-    at = moment(committed_at(view))
+    step, at = max(((step, moment(text)) for step, text in known), key=lambda commit: commit[1] or _NEVER)
+    steps = max(0, view.step - step)
     seconds = None if at is None else max(0.0, (now - at).total_seconds())
     since = "" if seconds is None else f", {span(seconds)} of training"
     return Risk(steps, seconds, f"{steps} steps{since}" if steps else "nothing: the last step is committed")

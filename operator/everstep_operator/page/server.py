@@ -201,7 +201,7 @@ def _facts(detail: Detail, now: datetime) -> dict[str, Any]:
         "where": detail.listed.where,
         "goodput": rows.goodput(view, now),
         "recoveries": rows.recoveries(view),
-        "risk": rows.risk(view, now),
+        "risk": rows.risk(view, now, detail.commits or ()),
         "commit_age": age(rows.committed_at(view), now),
         "committed_at": rows.committed_at(view),
         "drawing": draw(timeline, title) if timeline.lanes else "",
