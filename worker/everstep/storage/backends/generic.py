@@ -28,8 +28,8 @@ from everstep.storage.base import Capabilities, ObjectInfo
 
 # Names of this form are never listed; a process that dies before the rename leaves one behind.
 _TEMPORARY: Final = ".tmp-"
-# Another program's may begin alike. Those of earlier releases do not name the object.
-_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}(?:-(.+))?")
+# Another program's may begin alike.
+_OURS: Final = re.compile(rf"{re.escape(_TEMPORARY)}([0-9]+)-[0-9a-f]{{16}}-(.+)")
 
 
 class GenericStore(FsspecStore):
@@ -68,7 +68,7 @@ class GenericStore(FsspecStore):
             folder, slash, last = info.name.rpartition("/")
             if (ours := _OURS.fullmatch(last)) is None:
                 continue
-            is_dead = ours[2] is not None and dead(f"{folder}{slash}{ours[2]}")
+            is_dead = dead(f"{folder}{slash}{ours[2]}")
             if is_dead or time.time() - int(ours[1]) > older_than:
                 self.delete(info.name)
                 swept += 1
