@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from everstep.data.errors import DataError
 from everstep.data.plan.order import Blocks, Order, Shuffle, Shuffled, order_of
-from everstep.data.plan.permutation import Indices
+from everstep.data.plan.permutation import Indices, checked
 
 VERSION: Final = 1
 MAX_PERIOD: Final = 2**16
@@ -106,9 +106,7 @@ class MixedOrder:
         self._orders: dict[tuple[int, int], Order] = {}
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        indices = np.asarray(positions, dtype=np.int64)
-        if indices.size and (indices.min() < 0 or indices.max() >= self.n):
-            raise IndexError(f"positions {indices.min()}..{indices.max()} of an order of {self.n} items")
+        indices = checked(positions, self.n)
         periods, slots = np.divmod(indices + self._offset, len(self._table))
         sources = self._table[slots]
         counts = (periods + self._period) * self._shares[sources] + self._before[slots]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from everstep.data.errors import DataError
 from everstep.data.plan import permutation
-from everstep.data.plan.permutation import MAX_N, Indices, Permutation
+from everstep.data.plan.permutation import MAX_N, Indices, Permutation, checked
 
 # --- blocks
 # Block shuffle: a random order that reads storage in runs. A dataset is cut into blocks. Blocks are shuffled, then the
@@ -118,9 +118,7 @@ class BlockOrder:
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The items at one-dimensional `positions`, as int64. Raises IndexError if one is outside [0, n)."""
-        wanted = np.asarray(positions, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
-            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
+        wanted = checked(positions, self.n)
         out = np.empty_like(wanted)
         todo = np.arange(len(wanted))
         while todo.size:
@@ -267,10 +265,7 @@ class _Identity:
         self.n = n
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        wanted = np.asarray(positions, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
-            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
-        return wanted.copy()
+        return checked(positions, self.n).copy()
 
 
 class _Listed:
@@ -279,7 +274,4 @@ class _Listed:
         self._samples = samples
 
     def take(self, positions: npt.ArrayLike) -> Indices:
-        wanted = np.asarray(positions, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
-            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {self.n} items")
-        return self._samples[wanted]
+        return self._samples[checked(positions, self.n)]

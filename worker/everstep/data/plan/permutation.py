@@ -34,6 +34,14 @@ Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 
+def checked(positions: npt.ArrayLike, n: int) -> Indices:
+    """The positions as int64. Raises IndexError if one is outside [0, n)."""
+    wanted = np.asarray(positions, dtype=np.int64)
+    if wanted.size and (wanted.min() < 0 or wanted.max() >= n):
+        raise IndexError(f"positions {wanted.min()}..{wanted.max()} of an order of {n} items")
+    return wanted
+
+
 class Permutation:
     """The permutation of [0, n) that `key` names. Two keys give unrelated orders; so do two n under one key."""
 
@@ -54,9 +62,7 @@ class Permutation:
 
     def take(self, positions: npt.ArrayLike) -> Indices:
         """The items at `positions` (any shape), as int64. Raises IndexError if one is outside [0, n)."""
-        wanted = np.asarray(positions, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.n):
-            raise IndexError(f"positions {wanted.min()}..{wanted.max()} of a permutation of {self.n} items")
+        wanted = checked(positions, self.n)
         if self._table is not None:
             return self._table[wanted]
         flat = wanted.reshape(-1).view(np.uint64)
