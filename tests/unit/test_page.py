@@ -19,7 +19,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from everstep.client import Checkpoint
-from everstep.jobs.history import PodSeen, StatusSeen, StepSeen, thinned
+from everstep.jobs.history import PodSeen, StatusSeen, StepSeen, encode, thinned
 from everstep.jobs.timeline import build
 from everstep.jobs.view import View, of_status
 from everstep_local.run.page import LocalJobs, key_of, served
@@ -91,6 +91,25 @@ async def test_job_shows_what_the_commands_print(tmp_path: Path) -> None:
     drawn = words(next(document.iter("svg")))
     assert "worker 0" in drawn
     assert "calm" in drawn
+
+
+async def test_long_timeline_can_be_seen_in_parts(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "digits-1", text="calm")
+    with (folder / "history.jsonl").open("a") as file:
+        file.write(encode(PodSeen(7000.0, "late", 3, 2, "n", "Pending")) + "\n")
+        file.write(encode(StatusSeen(7200.0, "Running", "", 2, 2)) + "\n")
+    async with of_runs(tmp_path / "runs") as session:
+        lanes = {}
+        for window in ("", "hour", "10min", "day", "x"):
+            async with session.get(f"/jobs/{key_of(folder)}", params={"window": window}) as answer:
+                document = parsed(await answer.text())
+            links = [words(e) for e in document.iter("a") if str(e.get("id")).startswith("window-")]
+            assert links == ["all", "last 10 minutes", "last hour"], "the last day is all"
+            lanes[window] = [w for e in document.iter("text") if (w := words(e)).startswith("worker ")]
+        assert lanes == {
+            "": ["worker 0", "worker 3"], "hour": ["worker 3"], "10min": ["worker 3"], "day": ["worker 0", "worker 3"],
+            "x": ["worker 0", "worker 3"],
+        }  # fmt: skip
 
 
 async def test_curves_have_the_points_of_the_timeline_and_a_gap_where_no_step_was_taken(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from everstep.jobs.history import (
     decode,
     encode,
 )
-from everstep.jobs.timeline import Segment, Span, State, build
+from everstep.jobs.timeline import Segment, Span, State, build, since
 
 KILLED: list[Entry] = [
     StatusSeen(0.0, "Pending", "creating 2 workers", 1, 2),
@@ -111,6 +111,22 @@ def test_drawing_is_xml_with_a_lane_a_worker_and_what_was_done() -> None:
     words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert words[0] == 'a <title> & "more"'
     assert {"worker 0", "worker 1", "kill j-w1-0", "Recovering 3.8 s"} <= set(words)
+
+
+def test_part_of_a_timeline_begins_with_what_goes_on_from_before() -> None:
+    part = since(build(KILLED), 6.0)
+    assert part.lanes[1] == (
+        Segment(6.0, 9.0, State.STARTING, "j-w1-1"),
+        Segment(9.0, 12.0, State.TRAINING, "j-w1-1", "Succeeded"),
+    )
+    assert part.spans == (Span(6.0, 9.0, "Recovering"),)
+    assert (part.actions, part.world, part.loss) == ((), ((6.0, 2),), ((9.0, 31, 1.4),))
+    drawn = ElementTree.fromstring(draw(part, "t"))
+    words = [node.text for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"6 s", "12 s", "worker 1"} <= set(words)
+    assert not {"0 s", "kill j-w1-0"} & set(words)
+    assert text(part, 40).splitlines()[2].split() == ["6", "s", "12.1", "s"]
+    assert since(build(KILLED), 0.0) == build(KILLED)
 
 
 def test_text_marks_the_death_and_lists_what_was_done() -> None:

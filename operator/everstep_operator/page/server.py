@@ -19,7 +19,7 @@ import jinja2
 from aiohttp import web
 
 from everstep.jobs.drawing import draw, text
-from everstep.jobs.timeline import build
+from everstep.jobs.timeline import build, since
 from everstep.jobs.view import age, condition
 from everstep_operator.endpoint.connections import ConnectionBounds
 from everstep_operator.endpoint.server import HttpServer, ServerOptions
@@ -38,6 +38,8 @@ JOBS, EVENTS, WORKERS, COMMITS = 100, 200, 200, 50  # rows of a table
 POINTS = 2000  # of a curve
 MAX_TEXT = 100  # characters of what is searched for
 RENEW_SECONDS = 5
+# Parts of a timeline, from its end: by the word in the address, seconds and what a reader sees.
+WINDOWS = {"10min": (600, "last 10 minutes"), "hour": (3600, "last hour"), "day": (86_400, "last day")}
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -168,7 +170,8 @@ class Page:
 
     async def _job(self, request: web.Request, may: May) -> web.Response:
         detail, now = await self._jobs.detail(may, request.match_info["key"]), datetime.now(UTC)
-        return self.render("job.html", request, **_facts(detail, now))
+        window = request.query.get("window", "")
+        return self.render("job.html", request, **_facts(detail, now, window if window in WINDOWS else ""))
 
     async def _series(self, request: web.Request, may: May) -> web.Response:
         """What the curves show, in seconds since the job began."""
@@ -188,10 +191,15 @@ class Page:
         return self.render("stacks.html", request, key=key, stacks=await self._jobs.stacks(may, key))
 
 
-def _facts(detail: Detail, now: datetime) -> dict[str, Any]:
-    """The values of the template of one job."""
+def _facts(detail: Detail, now: datetime, window: str) -> dict[str, Any]:
+    """The values of the template of one job. `window`: the part of the timeline, one of `WINDOWS`, or all."""
     view = detail.listed.view
-    timeline, left_out = rows.lanes(build(detail.history))
+    whole = build(detail.history)
+    windows = {name: words for name, (seconds, words) in WINDOWS.items() if seconds < whole.seconds}
+    if window in windows:
+        timeline, left_out = rows.lanes(since(whole, whole.seconds - WINDOWS[window][0]))
+    else:
+        timeline, left_out = rows.lanes(whole)
     title = f"Timeline of {view.job}: what each worker did, and when the world stood still"
     conditions = view.raw_status.get("conditions") or ()
     return {
@@ -207,6 +215,8 @@ def _facts(detail: Detail, now: datetime) -> dict[str, Any]:
         "drawing": draw(timeline, title) if timeline.lanes else "",
         "drawing_text": text(timeline) if timeline.lanes else "",
         "left_out": left_out,
+        "window": window if window in windows else "",
+        "windows": windows,
         "workers": view.workers[:WORKERS],
         "more_workers": max(0, len(view.workers) - WORKERS),
         "events": list(reversed(detail.events))[:EVENTS],

@@ -37,13 +37,14 @@ def draw(timeline: Timeline, title: str) -> str:
 class _Drawing:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.seconds = max(timeline.seconds, 1.0)
+        self.begin = timeline.begin
+        self.seconds = max(timeline.seconds - timeline.begin, 1.0)  # that are drawn
         self.lanes = list(timeline.lanes)
         self.top = 92
         self.bottom = self.top + len(self.lanes) * (LANE + GAP)
 
     def x(self, at: float) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max(at / self.seconds, 0.0), 1.0), 1)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * min(max((at - self.begin) / self.seconds, 0.0), 1.0), 1)
 
     def document(self, title: str) -> str:
         world_top = self.bottom + 26
@@ -132,7 +133,7 @@ class _Drawing:
             corners.append((self.x(at), y))
             yield _text(self.x(at) + 3, y - 3, str(size))
         if corners:
-            corners.append((self.x(self.seconds), corners[-1][1]))
+            corners.append((self.x(self.begin + self.seconds), corners[-1][1]))
             yield _line(corners, COLOURS[State.TRAINING])
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top + height}" y2="{top + height}" {_stroke(PALE)}/>'
 
@@ -156,7 +157,7 @@ class _Drawing:
     def _axis(self, bottom: int) -> Iterable[str]:
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}" {_stroke(INK)}/>'
         step = _tick(self.seconds)
-        for number in range(int(self.seconds // step) + 1):
+        for number in range(math.ceil(self.begin / step), int((self.begin + self.seconds) // step) + 1):
             at = number * step
             yield f'<line x1="{self.x(at)}" x2="{self.x(at)}" y1="{bottom}" y2="{bottom + 5}" {_stroke(INK)}/>'
             yield _text(self.x(at), bottom + 18, duration(at), anchor="middle")
@@ -167,18 +168,19 @@ class _Drawing:
 
 def text(timeline: Timeline, width: int = 72) -> str:
     """The lanes as lines of `width` cells: ░ starting, █ training, ✗ a pod died; what was done below."""
-    seconds = max(timeline.seconds, 0.001)
+    begin, seconds = timeline.begin, max(timeline.seconds - timeline.begin, 0.001)
     lines = []
     for worker, segments in timeline.lanes.items():
         cells = [" "] * width
         for segment in segments:
-            first, last = (min(width - 1, int(t / seconds * width)) for t in (segment.begin, segment.end))
+            first, last = (min(width - 1, int((t - begin) / seconds * width)) for t in (segment.begin, segment.end))
             cells[first : last + 1] = BAR[segment.state] * (last + 1 - first)
         for segment in segments:
             if segment.ended in ("Failed", "Deleted"):
-                cells[min(width - 1, int(segment.end / seconds * width))] = "✗"
+                cells[min(width - 1, int((segment.end - begin) / seconds * width))] = "✗"
         lines.append(f"worker {worker:<3}{''.join(cells).rstrip()}")
-    lines.append(f"{'':10}0 s{f'{timeline.seconds:.1f} s':>{width - 3}}")
+    start = f"{begin:.4g} s"
+    lines.append(f"{'':10}{start}{f'{timeline.seconds:.1f} s':>{width - len(start)}}")
     done = [(a.at, a.text) for a in timeline.actions]
     done += [(s.begin, f"{s.reason}: no step for {s.end - s.begin:.1f} s") for s in timeline.spans]
     lines += [f"{at:8.1f} s  {what}" for at, what in sorted(done)]

@@ -53,6 +53,7 @@ class Timeline:
     loss: tuple[tuple[float, int, float], ...]  # (time, step, loss) as rank 0 reported it
     commits: tuple[tuple[float, int], ...]  # (time, committed step)
     outcome: str = ""  # the last reason of Ready
+    begin: float = 0.0  # what was before is not in it
 
 
 def build(history: Iterable[Entry]) -> Timeline:
@@ -70,6 +71,27 @@ def build(history: Iterable[Entry]) -> Timeline:
         tuple((e.at, e.step, e.loss) for e in steps if e.rank == 0 and e.loss is not None),
         _changes((e.at, e.committed) for e in statuses if e.committed is not None),
         statuses[-1].reason if statuses else "",
+    )
+
+
+def since(timeline: Timeline, begin: float) -> Timeline:
+    """The part from that time on. The last size and the lanes that go on from before stay."""
+    if begin <= timeline.begin:
+        return timeline
+    lanes = {
+        worker: tuple(replace(s, begin=max(s.begin, begin)) for s in segments if s.end >= begin)
+        for worker, segments in timeline.lanes.items()
+    }
+    before = [size for at, size in timeline.world if at < begin]
+    return replace(
+        timeline,
+        begin=begin,
+        lanes={worker: segments for worker, segments in lanes.items() if segments},
+        spans=tuple(replace(s, begin=max(s.begin, begin)) for s in timeline.spans if s.end >= begin),
+        actions=tuple(a for a in timeline.actions if a.at >= begin),
+        world=(*((begin, size) for size in before[-1:]), *(point for point in timeline.world if point[0] >= begin)),
+        loss=tuple(point for point in timeline.loss if point[0] >= begin),
+        commits=tuple(point for point in timeline.commits if point[0] >= begin),
     )
 
 
