@@ -248,3 +248,25 @@ def test_what_changes_in_the_workers_of_a_loader_is_named_and_a_cache_is_not(tmp
     assert [(one["kind"], one["certain"], one["names"]) for one in findings] == [
         ("workers", False, ["Rows.made"]),
     ] * counts  # fmt: skip
+
+
+def test_file_outside_of_the_folder_by_which_a_step_hands_something_on_is_named_and_a_log_is_not(
+    tmp_path: Path,
+) -> None:
+    (folder := tmp_path / "script").mkdir()
+    levels = [tmp_path / f"level{rank}" for rank in range(2)]
+    for level in levels:
+        level.write_text("0")
+    kept = f"""
+            level = Path({str(tmp_path)!r}) / f"level{{run.rank}}"
+            before = int(level.read_text())
+            level.write_text(str(before % 7 + 1))
+            with open({str(tmp_path / "log")!r}, "a") as log:
+                log.write("a row")
+            penalty.step()"""
+    script = SCRIPT.replace("HIDDEN", "False").replace("KEPT", '"calls": self.calls').replace("penalty.step()", kept)
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "train.py").write_text(f"from pathlib import Path\n{script}")
+    done = play(folder, "--ranks", "2", "--steps", "12", "--at", "1@8:backward", seconds=450)
+    (written,) = [one for one in done.findings if one["kind"] == "written"]
+    assert (written["names"], written["certain"]) == ([*map(str, levels)], False)

@@ -298,6 +298,12 @@ def setting_of_a_module(tracked: bool) -> Row:
     return {"net": net}, {"model": net} if tracked else {}, lambda: setattr(net[0], "p", 0.1), "net.0.p"
 
 
+def buffer_that_is_not_saved() -> Row:
+    net = torch.nn.Sequential(torch.nn.Identity())
+    net[0].register_buffer("seen", torch.tensor(0), persistent=False)
+    return {"net": net}, {"model": net}, lambda: net[0].seen.add_(1), "net.0.seen"
+
+
 def module_that_the_script_has_made() -> Row:
     settings: Any = types.ModuleType("settings")
     settings.stage = 0
@@ -400,6 +406,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "collate function that a loader alone has": collation_of_a_loader,
     "dropout of a tracked module": functools.partial(setting_of_a_module, True),
     "dropout of a module": functools.partial(setting_of_a_module, False),
+    "buffer that is not saved": buffer_that_is_not_saved,
     "module that the script has made": module_that_the_script_has_made,
     "loss with its graph": loss_with_its_graph,
     "asyncio.Queue": held(asyncio.Queue, lambda x: x.put_nowait(1), "x._queue"),

@@ -15,6 +15,7 @@ from everstep.checkpoint.log import opening
 from everstep.contract.main_script import run_script
 from everstep.installing import remedy
 from everstep.rehearse import stamp
+from everstep.rehearse.file_state import FileState
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill
@@ -56,6 +57,7 @@ def main() -> None:
     _offer_horovod()
     Output(watch, folder).install()
     WorkerState(folder).install()
+    FileState(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
     except ModuleNotFoundError as e:

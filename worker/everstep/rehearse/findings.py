@@ -120,7 +120,7 @@ def find(runs: list[Played]) -> list[Finding]:
     if calm.last < LEAST_STEPS:
         text = f"ended after {calm.last} steps. At least {LEAST_STEPS} are needed: give it more data, epochs or steps"
         return [Finding(Kind.ENDED, (calm.scenario.title,), text, calm.last)]
-    found: list[Finding] = _in_workers(calm) if len(runs) > 1 else []  # a calm run alone shows what ends a rehearsal
+    found = _beside(calm) if len(runs) > 1 else []  # what a calm run alone shows ends a rehearsal
     chance: frozenset[str] = frozenset()
     again: Played | None = None
     for run in runs[1:]:
@@ -151,6 +151,11 @@ def find(runs: list[Played]) -> list[Finding]:
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
 
 
+def _beside(calm: Played) -> list[Finding]:
+    """State where no comparison reads it, which the calm run shows."""
+    return [*_in_workers(calm), *_in_files(calm)]
+
+
 def _in_workers(calm: Played) -> list[Finding]:
     """What the workers of the script's loaders change in their copies of what it holds."""
     declared = {name for record in calm.steps.values() for name in record.untracked}
@@ -165,6 +170,18 @@ def _in_workers(calm: Played) -> list[Finding]:
         + ", ".join(f"run.untracked({name!r})" for name in names[:MOST_NAMED])
     )
     return [Finding(Kind.WORKERS, (calm.scenario.title,), text, names=tuple(names))]
+
+
+def _in_files(calm: Played) -> list[Finding]:
+    """Files outside of the script's folder by which a step hands something on to a later one."""
+    if not calm.in_files:
+        return []
+    text = (
+        f"a step reads what an earlier one has written to {_listed(list(calm.in_files))}, outside of the script's "
+        "folder: another machine does not have it, and after a restart it is of a later step than the commit. Track "
+        "what a later step reads"
+    )
+    return [Finding(Kind.WRITTEN, (calm.scenario.title,), text, names=calm.in_files)]
 
 
 def left_out(runs: list[Played]) -> str:

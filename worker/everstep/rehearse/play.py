@@ -18,7 +18,7 @@ from pathlib import Path
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
-from everstep.rehearse import record, timeline, worker_state, written
+from everstep.rehearse import file_state, record, timeline, worker_state, written
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
 from everstep.rehearse.repeated_errors import RepeatedErrors
@@ -68,6 +68,7 @@ class Played:
     unconverted: bool = False  # the script never calls Everstep
     evaluated: tuple[int, ...] = ()  # behind how many steps the script evaluates
     in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
+    in_files: tuple[str, ...] = ()  # files elsewhere that a step reads and an earlier one has written
 
     @property
     def proves_nothing(self) -> bool:
@@ -155,6 +156,7 @@ class Player:
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
             (place / record.UNCONVERTED).exists(), record.evaluated(place), worker_state.read(place),
+            file_state.read(place),
         )  # fmt: skip
 
     def _run(

@@ -13,7 +13,7 @@ import torch
 from everstep.checkpoint import RngState
 from everstep.rehearse.record import BUFFERS, NUMBER
 from everstep.train.guards import left_state
-from everstep.train.guards.script_objects import is_own
+from everstep.train.guards.script_objects import is_own, unsaved_buffers
 
 MOST_NUMBERS = 4096  # of one object; with more they are part of its digest
 
@@ -33,7 +33,9 @@ def _digests(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, RngState):
         return  # generators that nobody seeds or draws from differ in each run; a draw shows in what it is for
     if isinstance(value, torch.nn.Module) and (buffers := dict(value.named_buffers())):
-        yield f"{BUFFERS}{name}", left_state.digest(buffers)
+        # These have names of their own among the script's values.
+        unsaved = {id(buffer) for module in value.modules() for _, buffer in unsaved_buffers(module)}
+        yield f"{BUFFERS}{name}", left_state.digest({k: b for k, b in buffers.items() if id(b) not in unsaved})
         value = {key: part for key, part in value.state_dict().items() if key not in buffers}
     elif not isinstance(value, torch.nn.Module | torch.optim.Optimizer) and (
         type(value) in (dict, list, tuple, int, float) or is_own(type(value))

@@ -82,11 +82,11 @@ class WorkerState:
 def _entries(roots: Roots) -> Iterator[tuple[str, dict[Any, str]]]:
     """Of each dictionary the digests of its first entries, by their keys."""
     contents = Contents(tensors=True)
-    for held in walk(roots.all()):
-        if type(held.value) is dict:
-            first = list(held.value.items())[:MOST_ENTRIES]
+    for holder in walk(roots.all()):
+        if type(holder.value) is dict:
+            first = list(holder.value.items())[:MOST_ENTRIES]
             with contextlib.suppress(Exception):
-                yield held.name, {key: contents.digest(part) for key, part in first}
+                yield holder.name, {key: contents.digest(part) for key, part in first}
 
 
 def read(folder: Path) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ from everstep.train.guards.script_objects import (
     is_special,
     scopes,
     set_by_script,
+    unsaved_buffers,
     value_of,
     walk,
 )
@@ -169,6 +170,7 @@ def _set_by_script(name: str, value: object) -> Iterator[Held]:
     yield from (Held(f"{name}.{key}", part, name) for key, part in set_by_script(value))
     yield from (Held(f"{name}{path}", part, name) for path, part in given_to(value))
     if isinstance(value, torch.nn.Module):
+        yield from (Held(f"{name}.{key}", buffer, name) for key, buffer in unsaved_buffers(value))
         for key, tensor in (*parameters_of(value).items(), *buffers_of(value).items()):
             if tensor is not None:
                 yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in set_by_script(tensor))

@@ -27,7 +27,14 @@ import torch
 from torch.nn.parameter import Parameter
 
 from everstep.contract.library_files import is_library
-from everstep.torch_private.modules import buffers_of, children_of, is_normalization, parameters_of, tables_of
+from everstep.torch_private.modules import (
+    buffers_of,
+    children_of,
+    is_normalization,
+    parameters_of,
+    tables_of,
+    unsaved_of,
+)
 from everstep.torch_private.tensors import hooks_of
 from everstep.train.guards.holders import parts_of_holder
 
@@ -311,6 +318,15 @@ def _names_in_code(code: types.CodeType) -> Iterator[str]:
             yield one  # of `setattr(self, "name", …)`
         elif isinstance(one, types.CodeType):
             yield from _names_in_code(one)
+
+
+def unsaved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own buffers that no `state_dict` has, by name, but for large ones: masks and tables, which are made
+    anew."""
+    for key in sorted(unsaved_of(module)):
+        buffer = buffers_of(module).get(key)
+        if buffer is not None and buffer.numel() <= NARROW:
+            yield key, buffer
 
 
 def given_to(value: Any) -> Iterator[tuple[str, Any]]:
