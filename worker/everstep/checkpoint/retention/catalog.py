@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Final
 
@@ -21,7 +19,7 @@ from everstep.checkpoint.format.layout import folder_of, owner_of
 from everstep.checkpoint.format.manifest import CommitRecord, is_compacted, nonfinite_in
 from everstep.checkpoint.format.steps import named_commit
 from everstep.checkpoint.keep import metrics_of
-from everstep.checkpoint.log.commitlog import MAX_WALK, CommitLog
+from everstep.checkpoint.log.commitlog import MAX_WALK, CommitLog, now
 from everstep.checkpoint.log.decisions import Unreadable
 from everstep.checkpoint.retention import pins
 from everstep.checkpoint.retention.cleaner import (
@@ -136,7 +134,7 @@ class Catalog:
     def pin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
         """Keep a commit until `unpin`: no clean-up deletes it, whatever its rules are. Raises `CheckpointError`."""
         record = self.find(step, n)
-        pins.pin(self._store, record, _now())
+        pins.pin(self._store, record, now())
         return record
 
     def unpin(self, step: int | None = None, n: int | None = None) -> CommitRecord:
@@ -150,7 +148,7 @@ class Catalog:
         """Call a commit `tag`, and keep it until `untag`; the commit that was called so before is not any more.
         Raises `CheckpointError`, also for a tag that is no name: 1 to 64 letters, digits, '.', '_' and '-'."""
         record = self.find(step, n)
-        pins.tag(self._store, record, tag, _now())
+        pins.tag(self._store, record, tag, now())
         return record
 
     def untag(self, tag: str) -> None:
@@ -249,10 +247,6 @@ class Catalog:
         numbers = pins.held_commits(self._store, pins.holds(self._store) if holds is None else holds)
         records = (self._log.read(n) for n in numbers)
         return (record for record in records if isinstance(record, CommitRecord))
-
-
-def _now() -> str:
-    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
 
 
 def _deleted(url: str, record: CommitRecord) -> str:
