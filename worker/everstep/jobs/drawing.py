@@ -179,7 +179,7 @@ def text(timeline: Timeline, width: int = 72) -> str:
             if segment.ended in ("Failed", "Deleted"):
                 cells[min(width - 1, int((segment.end - begin) / seconds * width))] = "✗"
         lines.append(f"worker {worker:<3}{''.join(cells).rstrip()}")
-    start = f"{begin:.4g} s"
+    start = f"{begin:.0f} s"
     lines.append(f"{'':10}{start}{f'{timeline.seconds:.1f} s':>{width - len(start)}}")
     done = [(a.at, a.text) for a in timeline.actions]
     done += [(s.begin, f"{s.reason}: no step for {s.end - s.begin:.1f} s") for s in timeline.spans]
