@@ -380,7 +380,8 @@ def test_value_that_contains_itself_has_a_digest() -> None:
 
 # --- the same in each process
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+FLOATS = st.floats().map(lambda number: float(repr(number)))  # a NaN comes to another process without its bits
+LEAVES = st.none() | st.booleans() | st.integers() | FLOATS | st.text(max_size=5) | st.binary(max_size=5)
 KEYS = st.booleans() | st.integers() | st.text(max_size=5) | st.tuples(st.integers(), st.text(max_size=3))
 TREES = st.recursive(
     LEAVES,

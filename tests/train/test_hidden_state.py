@@ -304,6 +304,21 @@ def buffer_that_is_not_saved() -> Row:
     return {"net": net}, {"model": net}, lambda: net[0].seen.add_(1), "net.0.seen"
 
 
+def of_a_base_class(metaclass: bool) -> Row:
+    class Meta(type):
+        made = 0
+
+    class Base(metaclass=Meta):
+        drawn = 0
+
+    class Mixup(Base):
+        pass
+
+    owner: Any = Meta if metaclass else Base
+    name = "made" if metaclass else "drawn"
+    return {"mixup": Mixup()}, {}, lambda: setattr(owner, name, 1), f"{owner.__name__}.{name}"
+
+
 def module_that_the_script_has_made() -> Row:
     settings: Any = types.ModuleType("settings")
     settings.stage = 0
@@ -407,6 +422,8 @@ ROWS: dict[str, Callable[[], Row]] = {
     "dropout of a tracked module": functools.partial(setting_of_a_module, True),
     "dropout of a module": functools.partial(setting_of_a_module, False),
     "buffer that is not saved": buffer_that_is_not_saved,
+    "attribute of a base class": functools.partial(of_a_base_class, False),
+    "attribute of a metaclass": functools.partial(of_a_base_class, True),
     "module that the script has made": module_that_the_script_has_made,
     "loss with its graph": loss_with_its_graph,
     "asyncio.Queue": held(asyncio.Queue, lambda x: x.put_nowait(1), "x._queue"),
@@ -514,6 +531,7 @@ def change():
     torch.nn.Linear.seen += 1
     torch.nn.functional.calls += 1
     torch.nn.functional.relu.calls += 1
+    torch.set_float32_matmul_precision("high" if _calls > 1 else "highest")
 """
 
 
@@ -526,6 +544,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield module
     del sys.modules["losses_of_a_script"], torch.nn.Linear.seen, torch.nn.functional.calls  # type: ignore[attr-defined]
     vars(torch.nn.functional.relu).clear()
+    torch.set_float32_matmul_precision("highest")
     for name in ("STAGE", "LEVEL"):
         os.environ.pop(name, None)
 
@@ -551,7 +570,7 @@ def test_state_to_which_no_variable_leads_is_read(losses: Any) -> None:
         "losses_of_a_script._calls": "2", "losses_of_a_script.Mixup.drawn": "2",
         "losses_of_a_script._state['stage']": "2", "os.environ['STAGE']": "'2'",
         "torch.nn.modules.linear.Linear.seen": "2", "torch.nn.functional.calls": "2",
-        "torch.nn.functional.relu.calls": "2",
+        "torch.nn.functional.relu.calls": "2", "torch.get_float32_matmul_precision()": "'high'",
     }  # fmt: skip
     assert not {"losses_of_a_script.RATE", "losses_of_a_script.weigh"} & before.keys(), "nothing changes them"
 

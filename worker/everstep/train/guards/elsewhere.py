@@ -1,5 +1,6 @@
 """Finds what no variable around the loop leads to: the globals of the script's other modules, what the script has set
-on modules and classes of libraries, the variables of the environment, and threads that run functions of the script.
+on modules and classes of libraries, settings of torch, the variables of the environment, and threads that run functions
+of the script.
 
 Invariants: none of the script's code is called. Of a module only that is read which may change: a name that some
 function binds anew, and objects.
@@ -15,6 +16,8 @@ import threading
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from everstep.train.guards.script_objects import code_behind, is_own, is_script, is_special, public, scopes
 from everstep.train.guards.sources import OURS
@@ -37,7 +40,7 @@ _STORES = frozenset({_SETS, dis.opmap["STORE_GLOBAL"]})
 def elsewhere(frame: types.FrameType | None, beyond: list[str]) -> list[tuple[str, Any]]:
     """Values by the names by which the script could write them. `beyond` gets a text if there are too many modules."""
     others = _others(frame, beyond)
-    return [*_of_modules(others), *_of_libraries(frame, others), *_of_environment()]
+    return [*_of_modules(others), *_of_libraries(frame, others), *_of_environment(), *_of_torch()]
 
 
 def threads() -> list[str]:
@@ -48,6 +51,15 @@ def threads() -> list[str]:
         if isinstance(target, types.FunctionType | types.MethodType)
         and (code := code_behind(target)) is not None and is_script(code.co_filename)
     ]  # fmt: skip
+
+
+def _of_torch() -> Iterator[tuple[str, Any]]:
+    """Settings of the process by which gradients are computed."""
+    for function in (
+        torch.get_default_dtype, torch.get_float32_matmul_precision, torch.are_deterministic_algorithms_enabled,
+        torch.get_num_threads,
+    ):  # fmt: skip
+        yield f"torch.{function.__name__}()", function()
 
 
 def _of_environment() -> Iterator[tuple[str, Any]]:

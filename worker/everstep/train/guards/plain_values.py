@@ -175,7 +175,7 @@ def _set_by_script(name: str, value: object) -> Iterator[Held]:
             if tensor is not None:
                 yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in set_by_script(tensor))
                 yield from (Held(f"{name}.{key}{path}", part) for path, part in given_to(tensor))
-    yield from _of_class(kind.__name__, kind)
+    yield from _of_classes(kind)
 
 
 def plain_values(
@@ -274,7 +274,7 @@ class _Found:
         is_library = issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.")
         if len(self.values) <= MOST:
             by_script = is_library or (kind.__module__ != "builtins" and is_own(kind))
-            inner = [*parts, *_elements(held), *_of_class(kind.__name__, kind)]
+            inner = [*parts, *_elements(held), *_of_classes(kind)]
             if is_library:  # of what is its own, tensors alone change, and these are read as such
                 inner = [Held(f"{held.name}.{key}", one) for key, one in set_by_script(held.value)]
             for child in (*inner, *(part for one in inner for part in _of_class(one.name, one.value))):
@@ -375,6 +375,12 @@ def _attributes(value: object) -> str:
     """How many it has: of one that only another process has set there is nothing to compare."""
     count = 0 if isinstance(value, type) else sum(1 for _ in attributes(value))
     return f" with {count} attributes" if count else ""
+
+
+def _of_classes(kind: type) -> Iterator[Held]:
+    """The attributes of a class of the script's, of those from which it is derived, and of its metaclass."""
+    for base in (*kind.__mro__, type(kind)):
+        yield from _of_class(base.__name__, base)
 
 
 def _of_class(name: str, value: object) -> list[Held]:
