@@ -98,8 +98,8 @@ def test_script_that_is_right_is_passed_and_nothing_of_the_users_is_touched(fold
         ("calm, once more", 12, 0),
         ("one rank killed, 5 times", 12, 5),
         ("all ranks killed at once, and started again", 12, 3),
-        ("one rank more, from the middle", 12, 3),
-        ("one rank fewer, from the middle", 12, 3),
+        ("one rank leaves, then one more", 12, 2),
+        ("one rank joins, then one fewer", 12, 4),
     ]
     assert all("log.txt" in run["files"] for run in report["runs"])
     assert (folder / "log.txt").read_text() == "mine\n"

@@ -474,10 +474,13 @@ def test_another_size_may_read_each_sample_another_number_of_times_and_a_larger_
         each = [f"{i}" for i in range(samples)] * times
         return replace(run, steps={key: replace(r, samples=each) for key, r in run.steps.items()})
 
-    assert find([reading(CALM, 6), reading(played(MORE), 6, 2)]) == []
-    finding = only([reading(CALM, 6), reading(change(played(MORE), 9, held={"lr": "0.1"}), 9)])
+    size = RANKS + 1
+    steps = {(rank, step): record(rank, step, size) for rank in range(size) for step in range(1, STEPS + 1)}
+    more = replace(played(MORE), steps=steps)
+    assert find([reading(CALM, 6), reading(more, 6, 2)]) == []
+    finding = only([reading(CALM, 6), reading(change(more, 9, held={"lr": "0.1"}), 9)])
     assert (finding.kind, finding.certain) == (Kind.SIZE, False)
-    assert "a step reads 18 samples, and 12 in the calm run" in finding.text
+    assert "a step reads 27 samples, and 12 in the calm run" in finding.text
     assert only([reading(CALM, 6), reading(played(RANK), 9)]).kind == Kind.SAMPLES
 
 

@@ -30,13 +30,14 @@ from everstep.agent.processes.client import ForkServer, ForkServerError
 from everstep.agent.processes.control_socket import ControlSocket
 from everstep.agent.processes.environ import Setting, environment, of_round
 from everstep.agent.processes.faults import FirstError, judge, memory_kills
-from everstep.agent.processes.output import Output
+from everstep.agent.processes.output import Files, Output
 from everstep.agent.processes.running import Running, Settling
 from everstep.agent.requests import Requests
 from everstep.agent.tasks import Tasks
 from everstep.contract import env, exit_codes, termination
 from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.backends.opening import remedy
+from everstep.membership.driver import Driver
 from everstep.membership.world_state import Round
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Agent:
             await self._start_stores()
             processes = await self._count()
             self._cpus = await self._bind(processes)
-            driver, timeout = await asyncio.to_thread(open_driver, a, processes, self._environ)
+            driver, timeout = await asyncio.to_thread(self._open_driver, processes)
             spent = "" if env.JOB_UID in self._environ else remedy(a.backend, a.run_id)
             self._membership = Membership(driver, timeout, self._post, spent)
             self._membership.start()
@@ -307,9 +308,7 @@ class Agent:
                 "arguments": program.arguments,
                 "module": program.module,
                 "executable": program.executable,
-                "environment": environment(
-                    self._setting, slot, round_, str(files.error), str(files.calls), self._state.round
-                ),
+                "environment": self._environment(slot, round_, files),
                 "stdout": files.stdout,
                 "stderr": files.stderr,
                 "stacks": str(files.stacks),
@@ -361,6 +360,12 @@ class Agent:
         self._post(e.NotFormed(f"the agent failed: {type(error).__name__}: {error}"))
 
     # --- around it
+
+    def _open_driver(self, processes: int) -> tuple[Driver, float]:
+        return open_driver(self._arguments, processes, self._environ)
+
+    def _environment(self, slot: int, round_: Round | None, files: Files) -> dict[str, str]:
+        return environment(self._setting, slot, round_, str(files.error), str(files.calls), self._state.round)
 
     def _fork_server_environ(self) -> dict[str, str]:
         environ = dict(self._environ)

@@ -65,7 +65,8 @@ def rehearse(
         ),
     ] = None,
 ) -> None:
-    """Run a script calm, with a rank killed, with all killed, and with one rank more and fewer; compare the runs.
+    """Run a script calm, with a rank killed, with all killed, and with one rank more and fewer, in processes that go on
+    and in new ones; compare the runs.
 
     Exit codes: 0, nothing found; 1, something was; 2, it cannot be rehearsed as asked; 3, the machine was too slow.
     """
@@ -85,7 +86,7 @@ def rehearse(
             _play(
                 player,
                 calm(ranks, steps),
-                lambda played: scenarios(ranks, played.last, kinds, kills, played.evaluated),
+                lambda played: scenarios(ranks, played.last, kinds, kills, played.evaluated, played.commits),
                 runs,
             )
         findings = compare.find(runs)

@@ -18,7 +18,7 @@ from everstep.rehearse import stamp
 from everstep.rehearse.file_state import FileState
 from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
-from everstep.rehearse.plan import SETTINGS, Kill
+from everstep.rehearse.plan import SETTINGS, Kill, LiveChange
 from everstep.rehearse.printed import Output
 from everstep.rehearse.record import GONE, KILLS, note_unconverted
 from everstep.rehearse.saves import Saves
@@ -45,7 +45,10 @@ def main() -> None:
         signal.pause()  # the agent started it again, and is about to be ended: another size goes on
     saves = Saves(folder, settings["wait"])
     saves.install()
-    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"], saves)
+    change = LiveChange(**settings["change"]) if settings["change"] is not None else None
+    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"], saves, change)
+    if settings["same_commits"]:
+        watch.on_enter.append(lambda *_: saves.wait())  # a save that is due while another is in flight comes later
     watch.install()
     if settings["away"] is not None:
         loss = StoreLoss(folder, settings["away"], saves)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from everstep.rehearse.live_change import NOT_COMPARED, counted, difference, is_comparable, keeps_batch
 from everstep.rehearse.measured_numbers import broken
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
 from everstep.rehearse.play import Played
-from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record
+from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, Record, Steps
 from everstep.rehearse.written import differing_files, differing_prints
 from everstep.train.guards.remedies import OF_A_RANK
 
@@ -68,6 +69,10 @@ SAMPLER = (
 SCALED = (
     "it grows with the number of ranks. Where the batch of all ranks together stays the same, take the size for which "
     "it was chosen (a number, or `run.once`), and not the present one"
+)
+PRESENT = (
+    "Compute what depends on the number of ranks anew in each step, from `run.world_size` or `dist.get_world_size()`: "
+    "a job may change its size while its processes live"
 )
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
@@ -148,6 +153,7 @@ def find(runs: list[Played]) -> list[Finding]:
         if again is not None and not run.scenario.resized and not any(one.certain for one in mine):
             mine += _written(calm, again, run)
         found += mine
+    found += [one for pair in _live_pairs(runs) for one in _went_on_otherwise(calm, *pair, chance)]
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
 
 
@@ -192,6 +198,9 @@ def left_out(runs: list[Played]) -> str:
     for run in runs[1:]:
         if not run.scenario.resized and run.last == calm.last and not run.code:
             names |= _of_one_run(calm, run)
+    for run, started in _live_pairs(runs):
+        if not (run.code or started.code or is_comparable(run.live, _resized(started))):
+            names.add(NOT_COMPARED)
     return _listed(sorted(names))
 
 
@@ -334,6 +343,43 @@ def _chance(calm: Played, again: Played) -> tuple[frozenset[str], Finding | None
     return frozenset(names), Finding(Kind.CHANCE, (calm.scenario.title,), text, step, tuple(tracked))
 
 
+def _live_pairs(runs: list[Played]) -> list[tuple[Played, Played]]:
+    """Each run in which processes went on with another number of ranks, and the run that was started with that one."""
+    by_size = {run.scenario.sizes[-1]: run for run in runs if run.scenario.resized}
+    changes = [(run, run.scenario.change) for run in by_size.values() if run.live]
+    return [(run, by_size[change.size]) for run, change in changes if change is not None and change.size in by_size]
+
+
+def _resized(run: Played) -> Steps:
+    """The steps with the last number of ranks."""
+    return {key: record for key, record in run.steps.items() if record.world == run.scenario.sizes[-1]}
+
+
+def _went_on_otherwise(calm: Played, run: Played, started: Played, chance: frozenset[str]) -> list[Finding]:
+    """A finding, if the processes that went on with another number of ranks trained otherwise than those that were
+    started with it."""
+    change, anew = run.scenario.change, _resized(started)
+    if change is None or not is_comparable(run.live, anew) or keeps_batch(run.live, anew, calm.steps):
+        return []
+    first = difference(run.live, anew, _resized(run), chance)
+    if first is None:
+        return []
+    what = "a rank had joined" if change.size > run.scenario.sizes[0] else "the last rank had left"
+    shows = (
+        f"step {first.step - 1} was computed from other samples"
+        if first.samples
+        else f"{_listed(first.tracked)} {'differs' if len(first.tracked) == 1 else 'differ'} from step {first.step} on"
+    )
+    values = {name: (first.step, text) for name, text in first.values.items()}
+    text = (
+        f"{shows}: behind step {change.step} {what} and the other processes went on, with {counted(change.size)}. "
+        f"Processes that were started with {change.size} from the same commit train otherwise"
+    )
+    text += f". Before it, or with it, {_values(values)}. {PRESENT}" if values else f". {PRESENT}"
+    kind = Kind.SAMPLES if first.samples else Kind.TRACKED
+    return [Finding(kind, (run.scenario.title,), text, first.step, (*values, *first.tracked))]
+
+
 def _measured(calm: Played, again: Played, run: Played, chance: frozenset[str]) -> list[Finding]:
     """The first number of a tracked object that differs in each run, and in this one in another way than in the calm
     ones."""
@@ -365,7 +411,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
     kills = run.scenario.kills
     lost = next((kill for kill in kills if len(kill.ranks) > 1), kills[-1] if kills and run.own_loop else None)
     if not run.saved and lost is not None:
-        who = "all ranks were" if len(lost.ranks) == run.scenario.sizes[0] else f"{lost.who} {lost.was}"
+        who = "all ranks were" if len(lost.ranks) >= run.scenario.sizes[0] else f"{lost.who} {lost.was}"
         text = (
             f"nothing had been saved when {who} killed, so the next start began from nothing, and proves nothing. Let "
             "the script save every few steps while it is rehearsed"
@@ -377,7 +423,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
             "save every few steps while it is rehearsed"
         )
         found.append(Finding(Kind.UNSAVED, title, text))
-    first = None if run.scenario.resized else _first_tracked(calm, run, chance)
+    first = _first_tracked(calm, run, chance)
     alike = first is None and not run.scenario.resized
     statistics = _first_tracked(calm, run, chance, buffers=True) if alike else None
     if statistics is not None:
@@ -439,7 +485,9 @@ def _first_tracked(
     """The first step behind which tracked objects differ, and their names: in more than their buffers, or in them."""
     for (rank, step), record in sorted(calm.steps.items(), key=lambda item: (item[0][1], item[0][0])):
         other = run.steps.get((rank, step))
-        names = _differing(record.tracked, other.tracked) if other is not None else []
+        if other is None or other.world != record.world:  # with another number of ranks sums round otherwise
+            continue
+        names = _differing(record.tracked, other.tracked)
         names = [name for name in names if name.startswith(BUFFERS) == buffers and f"tracked {name}" not in chance]
         if names:
             return step, names
@@ -558,9 +606,10 @@ def _samples(calm: Played, run: Played, held: Differing) -> Finding | None:
     title = (run.scenario.title,)
     for step in sorted(there.keys() & here.keys()):
         a, b = there[step], here[step]
-        if a == b or (run.scenario.resized and a.keys() == b.keys()):
+        resized = _world(calm, step) != _world(run, step)
+        if a == b or (resized and a.keys() == b.keys()):
             continue
-        if run.scenario.resized and a.total() != b.total():
+        if resized and a.total() != b.total():
             text = (
                 f"from step {step - 1} on a step reads {b.total()} samples, and {a.total()} in the calm run: the batch "
                 f"grows with the number of ranks. {FIT if run.in_library or run.own_loop else BATCH} keeps it"

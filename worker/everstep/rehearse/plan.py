@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 # Where in its step a rank dies:
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
@@ -18,6 +18,7 @@ KINDS = ("rank", "all", "size", "store")
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
 EDGE = 2  # steps before the first kill of one rank, and from the last one to the end
 LEAST_STEPS = 12
+LIVE_STEPS = 3  # behind a change of size in which processes go on, at least
 PERIODS = range(2, 7)  # in steps
 SETTINGS = "_EVERSTEP_REHEARSAL"  # in the environment of each rank: JSON of what `Player` plays
 _KILL = re.compile(r"(\d+(?:\+\d+)*)@(\d+):([a-z]+)")
@@ -61,9 +62,18 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class LiveChange:
+    """Behind this many steps a rank joins, or the last one leaves, and the other processes go on: `size` ranks."""
+
+    step: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One run of `steps` steps. `sizes`: its numbers of ranks, one after the other, over the same commits; all but the
-    last end when all ranks are killed. `away`: the first step without the stores, and the first that has them again."""
+    last end when all ranks are killed. `away`: the first step without the stores, and the first that has them again.
+    `change`: before the first end."""
 
     name: str
     title: str
@@ -71,6 +81,7 @@ class Scenario:
     steps: int
     kills: tuple[Kill, ...] = ()
     away: tuple[int, int] | None = None
+    change: LiveChange | None = None
 
     @property
     def resized(self) -> bool:
@@ -119,18 +130,32 @@ def _in_evaluation(ranks: int, steps: int, others: Collection[Kill], evaluated: 
     return tuple(Kill((ranks - 1,), step, "evaluate") for step in places[:1])
 
 
+def _between_commits(steps: int, commits: Collection[int]) -> tuple[int, int] | None:
+    """The step of a commit near the middle, and a later one before the next commit: for a live change behind the first,
+    and an end of all ranks in the second, after which a start goes on from that commit. None where commits are too
+    close to each other."""
+    pairs = [
+        (first, min(following - 1, max(first + LIVE_STEPS, steps // 2)))
+        for first, following in pairwise(sorted({*commits, steps}))
+        if following - first > LIVE_STEPS
+    ]
+    return min(pairs, key=lambda pair: abs(pair[1] - steps // 2), default=None)
+
+
 def calm(ranks: int, steps: int) -> Scenario:
     """The first run, which says how many steps the script has."""
     return Scenario(CALM, "calm", (ranks,), steps)
 
 
 def scenarios(
-    ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (), evaluated: Collection[int] = ()
-) -> list[Scenario]:
-    """What is played after the calm run of `steps` steps, which evaluated behind those of `evaluated`: the same
-    again, because a script whose two calm runs differ can be compared with nothing; then what was asked for. One rank
-    is the last and rank 0 by turns, because scripts do on rank 0 what others do not; from the first steps to the
-    last, because state may begin late."""
+    ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (), evaluated: Collection[int] = (),
+    commits: Collection[int] = (),
+) -> list[Scenario]:  # fmt: skip
+    """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
+    can be compared with nothing; then what was asked for. One rank is the last and rank 0 by turns, because scripts do
+    on rank 0 what others do not; from the first steps to the last, because state may begin late. `evaluated`: the steps
+    behind which the calm run evaluated; `commits`: those that it committed, if its processes can go on with another
+    number of ranks."""
     found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
     everybody, half = tuple(range(ranks)), steps // 2
     if at:
@@ -146,9 +171,15 @@ def scenarios(
     if "all" in kinds:
         found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))
     if "size" in kinds:
-        for other, what in ((ranks + 1, "one rank more"), (ranks - 1, "one rank fewer")):
-            name = what.rpartition(" ")[2]
-            found.append(Scenario(name, f"{what}, from the middle", (ranks, other), steps, (lost,)))
+        apart = _between_commits(steps, commits)
+        for other, name, change in ((ranks + 1, "more", "leaves"), (ranks - 1, "fewer", "joins")):
+            title, live = f"one rank {name}, from the middle", None
+            if apart is not None:
+                title = f"one rank {change}, then one {name}"
+                # To the other size, so that its steps are those of the other run behind its start.
+                live = LiveChange(apart[0], 2 * ranks - other)
+                lost = Kill(tuple(range(max(ranks, live.size))), apart[1], "backward")
+            found.append(Scenario(name, title, (ranks, other), steps, (lost,), change=live))
     if "store" in kinds:
         away = steps // 4, 3 * steps // 4  # a script that saves often enough to be killed saves in between
         title = f"stores away from step {away[0]} to {away[1]}"

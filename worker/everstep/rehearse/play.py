@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
@@ -69,6 +70,8 @@ class Played:
     evaluated: tuple[int, ...] = ()  # behind how many steps the script evaluates
     in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
     in_files: tuple[str, ...] = ()  # files elsewhere that a step reads and an earlier one has written
+    commits: tuple[int, ...] = ()  # of how many steps, in a loop whose processes can go on in another size
+    live: record.Steps = field(default_factory=dict)  # behind the change of size in which processes went on
 
     @property
     def proves_nothing(self) -> bool:
@@ -130,37 +133,46 @@ class Player:
         where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _stamps(where) if where is not None else {}
         began, began_at, code, hung, slow = time.monotonic(), time.time(), 0, False, False
-        errors = RepeatedErrors(place / "log")
+        errors, repeated = RepeatedErrors(place / "log"), ""
         with (place / "log").open("wb") as out:
             for i, ranks in enumerate(scenario.sizes):
                 last = i == len(scenario.sizes) - 1
+                change = scenario.change if i == 0 else None
                 settings = {
                     "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
                     "every": self._every, "last": last, "begins": begins,
                     "away": scenario.away, "wait": self._limit * WAIT,
+                    "change": asdict(change) if change is not None else None,
+                    "same_commits": scenario.name == CALM or scenario.change is not None,
                 }  # fmt: skip
                 restarts = RESTARTS if scenario.kills else 0
-                code, hung, slow = self._run(ranks, restarts, settings, where, out, place, errors, progress)
-                if hung or (not last and not _killed(place)):
+                ended, hung, slow = self._run(ranks, restarts, settings, where, out, place, errors, progress)
+                code, repeated = code or ended, repeated or errors.pop()
+                # What a start with this size does is compared with the other run, also where processes did not go on.
+                if hung or not (last or _killed(place) or change is not None):
                     break
         log = (place / "log").read_text(errors="replace")
         seconds = time.monotonic() - began
         changed = {n for n, s in _stamps(where).items() if before.get(n) != s} if where is not None else set()
+        size = scenario.change.size if scenario.change is not None else None
+        live = record.read(place, size=size) if size is not None else {}
+        own_loop = any(place.glob(record.MARKS)) or (place / record.OWN).exists()
+        in_library = (place / record.LIBRARY).exists()
+        commits = [step - (begins or 0) for _, step in timeline.commits(place, began_at)]
         return Played(
-            scenario, record.read(place), code, seconds, _killed(place), log,
+            scenario, record.read(place, but=size), code, seconds, _killed(place), log,
             hung, slow, None, refusal_in(log), not record.began_again(place),
-            (place / record.LIBRARY).exists(),
-            any(place.glob(record.MARKS)) or (place / record.OWN).exists(), (place / record.COMMITS).exists(),
+            in_library, own_loop, (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
-            timeline.read(place, began_at), begins, errors.first, carried_in(log),
+            timeline.read(place, began_at), begins, repeated, carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
             (place / record.UNCONVERTED).exists(), record.evaluated(place), worker_state.read(place),
-            file_state.read(place),
+            file_state.read(place), tuple(commits) if not (own_loop or in_library) else (), live,
         )  # fmt: skip
 
     def _run(
-        self, ranks: int, restarts: int, settings: dict[str, object], where: Path | None,
+        self, ranks: int, restarts: int, settings: dict[str, Any], where: Path | None,
         out: object, place: Path, errors: RepeatedErrors, progress: Callable[[int], None],
     ) -> tuple[int, bool, bool]:  # fmt: skip
         """The exit code; whether it did not end in time; and whether that was because it was slow."""
@@ -174,6 +186,8 @@ class Player:
             PRELOAD: ",".join((MODULES, *preloaded(self._command[0]))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
+        if settings["change"] is not None:
+            environ[env.HANG_SECONDS] = str(self._limit)  # in one step the ranks wait for another that begins
         flags = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         script, *arguments = self._command
         if where is not None and Path(script).is_relative_to(Path.cwd()):
@@ -188,6 +202,8 @@ class Player:
             argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ, cwd=where,  # type: ignore[call-overload]
             start_new_session=True,
         )  # fmt: skip
+        change = settings["change"]
+        living = change["size"] if change is not None else ranks
         rounds = RoundsLoss(place, agent.pid)
         last, last_at = 0, began  # the newest step, and when it was seen first
         try:
@@ -201,7 +217,7 @@ class Player:
                     progress(done)
                 if self._stopped.is_set():
                     raise Stopped
-                if not settings["last"] and ((place / record.GONE).exists() or _dead(place) >= ranks):
+                if not settings["last"] and ((place / record.GONE).exists() or _dead(place) >= living):
                     os.killpg(agent.pid, signal.SIGKILL)
                     return 0, False, False
                 if errors.look():

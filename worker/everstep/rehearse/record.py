@@ -27,6 +27,7 @@ OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
 EVALUATED = "evaluated-"  # and the number of completed steps: the script evaluates behind them
 UNCONVERTED = "unconverted"  # no file of the script's that a process had loaded at its end names Everstep or Horovod
+CHANGE_WANTED = "change-wanted"  # a training process waits for the change of size in which processes go on
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
@@ -60,11 +61,13 @@ class Record:
 Steps = dict[tuple[int, int], Record]  # (rank, completed steps) → what was noted last
 
 
-def read(folder: Path) -> Steps:
-    """Of a step that was taken again, the last: that is what the run has gone on from. The last line of a process that
-    was killed may be cut off."""
+def read(folder: Path, *, size: int | None = None, but: int | None = None) -> Steps:
+    """Of a step that was taken again, the last: that is what the run has gone on from. `size`: steps with so many ranks
+    alone; `but`: all others. The last line of a process that was killed may be cut off."""
     found: Steps = {}
     for record in each(folder):
+        if size not in (None, record.world) or record.world == but:
+            continue
         known = found.get((record.rank, record.step))
         if known is None or record.at >= known.at:
             found[record.rank, record.step] = record

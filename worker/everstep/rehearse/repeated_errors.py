@@ -10,7 +10,7 @@ from pathlib import Path
 
 _END = re.compile(r"\S+ everstep-run: rank (\d+) \(local rank \d+, pid \d+\): (.+)")
 _AGENT = re.compile(r"\S+ everstep-run: ")
-_KILLED = "SIGKILL"
+_KILLED = ("SIGKILL", "SIGTERM")
 _CODE = re.compile(r"exit code \d+")
 _CHANGING = re.compile(r"\S*\d\S*")  # a time, an address, a port: another in each start
 MOST_CHARACTERS = 300
@@ -35,13 +35,20 @@ class RepeatedErrors:
             self._next(line)
         return self.first
 
+    def pop(self) -> str:
+        """`look`, and forget it: all processes have ended, and those of another size begin."""
+        self.look()
+        first, self.first = self.first, ""
+        self._errors.clear()
+        return first
+
     def _next(self, line: str) -> None:
         ended = _END.fullmatch(line)
         if ended is None:
             self._printed = self._printed if not line.strip() or _AGENT.match(line) else line.strip()
             return
         rank, text = ended.groups()
-        if text == _KILLED:
+        if text in _KILLED:
             self._errors.clear()
             return
         code = _CODE.match(text)

@@ -6,6 +6,7 @@ What a run goes on from after a loss must not depend on how fast the machine wri
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Saves:
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder, self._seconds = folder, seconds
         self._newest: dict[int, str] = {}  # of each Checkpointer, by its id: the save that it began last
+        self.at_once = False  # a save is waited for when it begins, until the world changes
 
     def install(self) -> None:
         """Wrap the beginning and the end of a save, in this process."""
@@ -31,6 +33,8 @@ class Saves:
         def saved(checkpointer: Checkpointer, *arguments: Any, **options: Any) -> SaveHandle:
             handle = save(checkpointer, *arguments, **options)
             self._newest[id(checkpointer)] = handle.save_id
+            if self.at_once:
+                self.wait()
             return handle
 
         def finished(handle: SaveHandle, outcome: Outcome) -> None:
@@ -40,6 +44,9 @@ class Saves:
             finish(handle, outcome)
 
         def moved(schedule: SaveSchedule, *arguments: Any) -> None:
+            if self.at_once and schedule.saved_step is not None:
+                schedule.committed = schedule.saved_step  # rank 0 knows it alone, and the others would save again
+            self.at_once = False
             self.forget()
             move(schedule, *arguments)
 
@@ -54,12 +61,18 @@ class Saves:
         self._newest.clear()
 
     def wait(self) -> None:
-        """Until each newest save is a commit or has failed; if one is neither in time, that is noted."""
-        deadline = time.monotonic() + self._seconds
+        """Until each newest save is a commit or has failed."""
         waiting = [self._folder / f"{OVER}{one}" for one in self._newest.values() if one]
-        while not all(over.exists() for over in waiting):
+        self.wait_for(lambda: all(over.exists() for over in waiting))
+        self.forget()
+
+    def wait_for(self, condition: Callable[[], bool], times: float = 1.0) -> bool:
+        """Until it holds, at most so many times as long as for a save; if it does not in time, that is noted. Returns
+        whether it did."""
+        deadline = time.monotonic() + self._seconds * times
+        while not condition():
             if time.monotonic() > deadline:
                 (self._folder / LATE).touch()
-                break
+                return False
             time.sleep(LOOK_SECONDS)
-        self.forget()
+        return True

@@ -54,18 +54,19 @@ def read(folder: Path, began: float) -> Timeline:
             kills.append(Event(path.stat().st_mtime - began, text, int(found[2])))
     return Timeline(
         tuple(steps[:MOST_STEPS]), tuple(starts), tuple(sorted(kills, key=lambda one: one.at)),
-        tuple(sorted(_commits(folder, began), key=lambda one: one.at)),
+        tuple(Event(at - began, f"commit of step {step}") for at, step in commits(folder, began)),
     )  # fmt: skip
 
 
-def _commits(folder: Path, began: float) -> list[Event]:
+def commits(folder: Path, began: float) -> list[tuple[float, int]]:
+    """When each was made, and its step; but for that from which the run began."""
     found = []
     for path in folder.glob("commits*/log/*.json"):
         try:
             entry = json.loads(path.read_text().partition("\n")[0])  # a checksum follows
         except ValueError:
             continue
-        at = path.stat().st_mtime - began
-        if entry["kind"] == "commit" and at >= 0:  # not the one from which the run begins
-            found.append(Event(at, f"commit of step {entry['step']}"))
-    return found
+        at = path.stat().st_mtime
+        if entry["kind"] == "commit" and at >= began:
+            found.append((at, int(entry["step"])))
+    return sorted(found)

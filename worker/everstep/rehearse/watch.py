@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
@@ -29,14 +30,16 @@ import everstep
 from everstep.checkpoint import Catalog, Checkpointer
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.state.modules import bare
+from everstep.recovery.current_round import CurrentRound
 from everstep.rehearse.held_tensors import held_tensors
-from everstep.rehearse.plan import POINTS, Kill
-from everstep.rehearse.record import EVALUATED, OWN, Record
+from everstep.rehearse.plan import POINTS, Kill, LiveChange
+from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.tracked_values import digests
 from everstep.storage import open_store
 from everstep.train import between_steps, session
 from everstep.train import step as steps
+from everstep.train.coordination.step_agreement import StepAgreement, StepRequest
 from everstep.train.guards import left_state
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import NEXT
@@ -46,16 +49,22 @@ from everstep.train.guards.script_objects import is_own
 from everstep.train.worlds import RESERVED
 
 COMMIT_SECONDS = 60.0
+CHANGE_WAITS = 3.0  # as long as for so many saves: a rank that joins begins the script meanwhile
 
 
 class Watch:
     """Of one process. `every`: steps between two saves, where the script's own number is too large to be rehearsed.
-    `begins`: the step of the commit from which the run begins; steps are counted from there."""
+    `begins`: the step of the commit from which the run begins; steps are counted from there. `change`: a change of size
+    that is to come."""
 
     def __init__(
-        self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None, saves: Saves
-    ) -> None:
+        self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None, saves: Saves,
+        change: LiveChange | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.limit, self.every, self.saves = folder, limit, every, saves
+        self._change = change
+        self._round: CurrentRound | None = None
+        self._moves = False  # all ranks change rounds at the end of this step
         self.begins, self.base = begins, begins or 0
         self._url: str | None = None  # the first that the script names
         # Of several ranks that die at once, a launcher may end some before they come to their own death.
@@ -81,6 +90,8 @@ class Watch:
         self._wrap_run()
         self._wrap_step()
         self._wrap_evaluations()
+        if self._change is not None:
+            self._wrap_rounds()
         optimizers.register_optimizer_step_pre_hook(lambda *_: self.reach("gradients"))
         optimizers.register_optimizer_step_post_hook(lambda *_: self.reach("optimizer"))
 
@@ -234,6 +245,33 @@ class Watch:
         self._die(kills[0], rank)
         return result
 
+    def _wrap_rounds(self) -> None:
+        listen, at_boundary, watch = CurrentRound.listen, StepAgreement.at_boundary, self
+
+        def listens(current: CurrentRound, *arguments: Any) -> None:
+            watch._round = current
+            listen(current, *arguments)
+
+        def agreed(agreement: StepAgreement, wish: StepRequest) -> StepRequest:
+            request = at_boundary(agreement, wish)
+            if not watch._moves:
+                return request
+            watch._moves = False
+            return replace(request, move=True)  # a step or more later all would agree on it by themselves
+
+        replace_all((CurrentRound, "listen", listens), (StepAgreement, "at_boundary", agreed))
+
+    def _wait_for_change(self) -> None:
+        """Until this process knows of the round with another number of ranks, or that it leaves: then all ranks change
+        rounds at the end of this step, when it is saved."""
+        current = self._round
+        if current is None or self._change is None or world_size() == self._change.size:
+            return
+        (self.folder / CHANGE_WANTED).touch()
+        self._moves = self.saves.at_once = self.saves.wait_for(
+            lambda: current.boundary_wanted or current._announcements.drained, CHANGE_WAITS
+        )
+
     def _cadence(self, own: int | None) -> int:
         """Steps between two saves: the script's own number, if there is a commit before all are killed."""
         return own if own is not None and own < self.limit // 2 else self.every
@@ -273,13 +311,12 @@ class Watch:
         *, closed: Iterable[object] = (),
     ) -> None:  # fmt: skip
         """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
         values, beyond, unread = self._held(frame, list(own), list(closed))
         tracked, raising = digests(self.tracked)
         record = Record(
-            step, rank, world, os.getpid(), time.time(), tracked, values, sorted(self.samples), [*beyond, *raising],
-            self.position, self.indices, [*(self.run._untracked if self.run is not None else ()), *self._of_libraries],
-            unread,
+            step, rank, world_size(), os.getpid(), time.time(), tracked, values, sorted(self.samples),
+            [*beyond, *raising], self.position, self.indices,
+            [*(self.run._untracked if self.run is not None else ()), *self._of_libraries], unread,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
@@ -309,6 +346,8 @@ class Watch:
         if self.step is None or self._points[point] > 1:
             return
         points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys() - {"evaluate"})}
+        if self._change is not None and (point, self.step + 1) == ("tail", self._change.step):
+            self._wait_for_change()
         for kill in self._kills:
             if kill.step == self.step and kill.point in points and self._rank in kill.ranks:
                 self._die(kill, self._rank)
@@ -331,7 +370,8 @@ class Watch:
         commit comes later than the commit, from a thread of its own. A loop of the script's own that has saved nothing
         is not waited for."""
         deadline = time.monotonic() + COMMIT_SECONDS
-        compared = self.run is not None and self.run._comparable
+        # Behind a change of size nothing is noted of the next step, and a start with another size compares nothing.
+        compared = self.run is not None and self.run._comparable and self._change is None
         # Else the script decides what it saves, and when.
         is_due = self.run is not None or self.in_library or self.by_commits
         while True:
@@ -347,6 +387,11 @@ class Watch:
 def rank() -> int:
     """Of this process, in the present world."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Of the present world."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def replace_all(*wrapped: tuple[Any, str, Any]) -> None:
