@@ -20,7 +20,6 @@ from everstep.recovery.forming.same_calls import gather_texts
 from everstep.recovery.state.randomness import Gather
 
 SAMPLES: Final = "data_samples"  # the name in a commit
-_FORM: Final = "2"  # of the sketches; those of another form are not compared
 
 _REMEDY: Final = (
     "Let each process make the same dataset, in the same order: seed a split, `random_split(dataset, lengths, "
@@ -47,7 +46,7 @@ class Source:
 class CommonSamples:
     """Of the datasets that are trained on, by the names of their loaders. Make it when the loop begins."""
 
-    everstep_optional = True  # older commits do not have it
+    everstep_optional = True  # commits of runs without a session lack it
     everstep_settles = True  # the last bits of floating-point values may differ between ranks
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
@@ -157,10 +156,10 @@ class CommonSamples:
         known = self._saved
         if self._read is not None:
             known = {n: r for n, r in self._read.items() if n in self._sources and self._is_as(n, self._facts[n])}
-        return {"read": json.dumps(known), "form": _FORM}
+        return {"read": json.dumps(known)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        found = json.loads(state["read"]) if state.get("form") == _FORM else {}
+        found = json.loads(state["read"])
         self._saved = {name: {int(i): stored(s) for i, s in read.items()} for name, read in found.items()}
         self._compared = False
 
