@@ -19,6 +19,7 @@ GUIDE = ROOT / "docs" / "how-to-convert.md"
 REFERENCE = ROOT / "docs" / "reference"
 KILLS = {
     "Gradient accumulation": ("5:backward2", "7:gradients"),
+    "Gradient accumulation without a loader": ("5:backward2", "7:gradients"),
     "Early stopping": ("5:backward", "8:evaluate", "9:begin"),
     "Random seeds": ("5:backward", "6:optimizer"),
     "Variables that the loop changes": ("5:backward", "6:between"),
