@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 
+from everstep_operator.errors import RetryableError
 from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.credentials import InCluster, find_source, own_namespace
 from everstep_operator.kube.errors import CredentialsError, KubeError, NotFound
@@ -25,7 +26,7 @@ RENEWED = 2.0  # seconds: a leader renews its Lease each second
 ANSWER = 5.0  # seconds for a request
 
 
-class CheckError(Exception):
+class CheckError(RetryableError):
     """A fact that does not hold. The text says what to do."""
 
 

@@ -10,16 +10,17 @@ from aiohttp import web
 
 from everstep.jobs.history import Entry
 from everstep.jobs.view import EventRow, View
+from everstep_operator.errors import RetryableError, TerminalError
 
 # Whether the reader may see the jobs of this namespace. It raises `Unavailable` where that cannot be known.
 May: TypeAlias = Callable[[str], Awaitable[bool]]
 
 
-class JobUnknown(LookupError):
+class JobUnknown(TerminalError):
     """There is no such job, or the reader may not see it: both look alike."""
 
 
-class Unavailable(Exception):
+class Unavailable(RetryableError):
     """Whoever knows does not answer now. The text says who and why."""
 
 

@@ -12,6 +12,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from everstep.torch_private.patches import Replacements
 
+DATASET = "_dataset"  # the attribute of an iterator that has what it reads
+
 
 def replace_next(replaced: Replacements, make: Callable[[Any], Any]) -> None:
     """Replace, until `replaced.end()`, the function by which all iterators of loaders give their next batch."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+TABLES = ("_modules", "_parameters", "_buffers")  # the attributes that a module has its parts in
+
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The table of a module's own parameters, which it reads in each forward pass. It may be changed."""
@@ -29,7 +31,7 @@ def tables_of(value: Any) -> list[dict[str, Any]]:
     """The tables of children, parameters and buffers of any object: empty where it has none, as what is no module, and
     a module whose `__init__` has not been called. No code of its class is called."""
     own = vars(value) if isinstance(value, torch.nn.Module) else {}
-    return [own.get(table, {}) for table in ("_modules", "_parameters", "_buffers")]
+    return [own.get(table, {}) for table in TABLES]
 
 
 def unsaved_of(module: torch.nn.Module) -> set[str]:

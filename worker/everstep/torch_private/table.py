@@ -159,6 +159,8 @@ TABLE: Final[tuple[Names, ...]] = (
           "2.0", "a close() of loaders"),
     Names("loaders", "torch.utils.data.DataLoader", "_index_sampler _iterator",
           "persistent workers, and what gives the indices", "2.0", "a close() of loaders"),
+    Names("loaders", "torch.utils.data._utils.fetch", "_IterableDatasetFetcher _MapDatasetFetcher",
+          "a rehearsal sees what workers read with", "2.0", _NONE),
     Names("loaders", "torch.utils.data._utils.worker", "_worker_info",
           "a stream hides that it is one of several workers", "2.0", _NONE),
     # Files

@@ -27,7 +27,9 @@ import torch
 from torch.nn.parameter import Parameter
 
 from everstep.contract.library_files import is_library
+from everstep.torch_private.loaders import DATASET
 from everstep.torch_private.modules import (
+    TABLES,
     buffers_of,
     children_of,
     is_normalization,
@@ -338,7 +340,7 @@ def given_to(value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, type):
         for key, part in list(_own(value).items()):
             if part is not None and key not in _TABLES:
-                is_data = key == "_dataset" and is_open(type(part))
+                is_data = key == DATASET and is_open(type(part))
                 yield from [(f".{key}", part)] if is_data else _given(f".{key}", part, 2)
 
 
@@ -363,7 +365,7 @@ def _given(name: str, value: Any, levels: int) -> Iterator[tuple[str, Any]]:
 _TABLED = (dict, OrderedDict)
 _CONTAINERS = frozenset({*_TABLED, list, tuple, deque})
 _CALLED = frozenset({types.FunctionType, types.MethodType, functools.partial})
-_TABLES = frozenset({"_parameters", "_buffers", "_modules"}) | _OPTIMIZER_PARTS
+_TABLES = frozenset(TABLES) | _OPTIMIZER_PARTS
 
 
 def code_behind(function: Any) -> types.CodeType | None:
