@@ -139,12 +139,12 @@ def test_value_is_named_by_the_outermost_container_or_module() -> None:
     roots = {
         "own": Own(), "runs": {"a": Own()}, "ema": copy.deepcopy(torch.nn.Sequential(torch.nn.Linear(2, 2))),
         "model": model, "view": model.weight[0].detach(), "loss": model(torch.ones(2)).sum(), "x": torch.ones(5),
-        "deep": deep,
+        "deep": deep, "result": model(torch.ones(1025, 2)),
     }  # fmt: skip
     found, beyond = held_tensors(Roots(None, {"model": model}, roots.items()))
     assert {name: text.partition(DIGEST)[0] for name, text in found.items()} == {
         "own.queue": "3 tensors", "runs['a'].queue": "3 tensors", "ema": "2 tensors", "deep": "2 tensors",
-        "model.memory": "tensor of shape [3]", "x": "tensor of shape [5]",
+        "model.memory": "tensor of shape [3]", "x": "tensor of shape [5]", "loss": "tensor of shape []",
     }  # fmt: skip
     assert beyond == []
 
