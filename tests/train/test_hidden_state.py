@@ -38,6 +38,7 @@ from everstep.data import ElasticLoader
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
+from everstep.train.guards.script_objects import is_script
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -537,7 +538,11 @@ def change():
 
 @pytest.fixture
 def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module of the script's, of which the loop has one function."""
+    """A module of the script's, of which the loop has one function. The modules of other tests would count as the
+    script's too, and what is read has a bound."""
+    for name, other in list(sys.modules.items()):
+        if is_script(getattr(other, "__file__", None) or ""):
+            monkeypatch.delitem(sys.modules, name)
     (tmp_path / "losses_of_a_script.py").write_text(LOSSES)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("losses_of_a_script")
