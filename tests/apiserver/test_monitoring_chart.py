@@ -29,7 +29,8 @@ RULES = "metrics.prometheusRule"
 def rendered(helm: Any, *values: str, enabled: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     chosen = (*(f"metrics.{name}.enabled=true" for name in enabled), *values)
     flags = [part for value in chosen for part in ("--set", value)]
-    return [one for one in yaml.safe_load_all(helm("template", "everstep", "-n", NAMESPACE, "--no-hooks", *flags).stdout) if one]
+    text = helm("template", "everstep", "-n", NAMESPACE, "--no-hooks", *flags).stdout
+    return [one for one in yaml.safe_load_all(text) if one]
 
 
 def only(objects: list[dict[str, Any]], kind: str, name: str = "everstep") -> dict[str, Any]:
