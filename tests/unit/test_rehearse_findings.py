@@ -104,6 +104,45 @@ def test_what_changes_in_workers_is_a_warning_of_its_own_unless_it_is_declared()
     assert find([runs[0]]) == [], "nothing that ends a rehearsal"
 
 
+def drawing(rank: str, loss: str = "l", *, name: str = "random", each: int = 1) -> Played:
+    """A calm run whose steps have no loader and draw in every `each`th of them. `rank`, `loss`: of rank 1; rank 0 has
+    "r" and "l"."""
+    steps = {
+        (r, step): replace(
+            one, samples=[], drawn={name: f"{('r', rank)[r]}{step}"} if step % each == 0 else {},
+            losses=[f"{('l', loss)[r]}{step}"],
+        )
+        for (r, step), one in CALM.steps.items()
+    }  # fmt: skip
+    return replace(CALM, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (drawing("r"), ("random",)),
+        (drawing("r", name="torch", each=3), ("torch",)),
+        (drawing("other"), ()),
+        (drawing("r", "other"), ()),
+        (drawing("r", each=STEPS + 1), ()),
+    ],
+    ids=["alike", "in some steps", "by rank", "each rank takes its part of them", "nothing is drawn"],
+)
+def test_ranks_that_draw_the_same_samples_are_a_warning_with_the_setting_that_parts_them(
+    run: Played, names: tuple[str, ...]
+) -> None:
+    found = find([run, replace(run, scenario=AGAIN)])
+    assert [(one.kind, one.certain, one.names) for one in found] == ([(Kind.DRAWS, False, names)] if names else [])
+    assert all('everstep.start(rng="rank")' in one.text for one in found)
+
+
+def test_one_rank_alone_shares_its_random_numbers_with_nobody() -> None:
+    run = drawing("r")
+    alone = {(r, step): replace(one, world=1) for (r, step), one in run.steps.items() if r == 0}
+    run = replace(run, steps=alone)
+    assert find([run, replace(run, scenario=AGAIN)]) == []
+
+
 def test_tensor_that_may_be_a_ranks_own_is_advised_about_by_the_page_that_restructures_it() -> None:
     """As it is it could not be tracked, because ranks have others; a number can."""
     page = 'docs/how-to-restructure.md does under "Hidden state of each rank"'

@@ -74,6 +74,9 @@ PRESENT = (
     "Compute what depends on the number of ranks anew in each step, from `run.world_size` or `dist.get_world_size()`: "
     "a job may change its size while its processes live"
 )
+APART = (
+    'everstep.start(rng="rank") gives each rank its own. What has to be the same on all ranks, draw from run.shared_rng'
+)
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
@@ -87,6 +90,7 @@ class Kind(StrEnum):
     SIZE = "size"  # another number of ranks is refused, by a library's loop that has one size; or makes another batch
     BUFFERS = "buffers"  # other running statistics, and no other parameter
     WORKERS = "workers"  # what changes in the workers of a loader, where no comparison reads it
+    DRAWS = "draws"  # all ranks draw the same samples
     WRITTEN = "written"  # other files or lines, and no other result
     CHANCE = "chance"  # two calm runs differ
     SLOW = "slow"  # no judgement: the machine was too slow
@@ -158,8 +162,30 @@ def find(runs: list[Played]) -> list[Finding]:
 
 
 def _beside(calm: Played) -> list[Finding]:
-    """State where no comparison reads it, which the calm run shows."""
-    return [*_in_workers(calm), *_in_files(calm)]
+    """State where no comparison reads it, and samples that no run has otherwise: the calm run shows them."""
+    return [*_in_workers(calm), *_in_files(calm), *_in_draws(calm)]
+
+
+def _in_draws(calm: Played) -> list[Finding]:
+    """Generators from which all ranks draw the same samples, where no loader chooses them."""
+    by_step: dict[int, list[Record]] = {}
+    for (_, step), record in calm.steps.items():
+        by_step.setdefault(step, []).append(record)
+    steps = [ranks for ranks in by_step.values() if len(ranks) == ranks[0].world]
+    if any(len(ranks) == 1 or any(one.losses != ranks[0].losses for one in ranks) for ranks in steps):
+        return []
+    names = sorted(
+        name
+        for name in {name for ranks in steps for one in ranks for name in one.drawn}
+        if all(one.drawn.get(name) == ranks[0].drawn.get(name) for ranks in steps for one in ranks)
+    )
+    if not names:
+        return []
+    text = (
+        f"all ranks drew the same random numbers in each step ({_listed(names)}) and had the same losses, so they "
+        f"train on the same samples: {APART}"
+    )
+    return [Finding(Kind.DRAWS, (calm.scenario.title,), text, names=tuple(names))]
 
 
 def _in_workers(calm: Played) -> list[Finding]:

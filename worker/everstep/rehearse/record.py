@@ -38,7 +38,7 @@ class Record:
     are and a digest. `samples`: a digest of each sample that this rank has read for the step, sorted. `position`: how
     many batches a loader has given since its loop began, where the script's loop is its own. `indices`: the names that
     count them by `enumerate`. `beyond`: the names of what is too much. `unread`: one of each class whose objects cannot
-    be read."""
+    be read. `drawn`, `losses`: see `Draws`; of steps without a loader."""
 
     step: int
     rank: int
@@ -53,6 +53,8 @@ class Record:
     indices: list[str] = field(default_factory=list)
     untracked: list[str] = field(default_factory=list)  # the names that the script has declared by `run.untracked`
     unread: list[str] = field(default_factory=list)
+    drawn: dict[str, str] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"

@@ -31,6 +31,7 @@ from everstep.checkpoint import Catalog, Checkpointer
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.current_round import CurrentRound
+from everstep.rehearse.draws import Draws
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.plan import POINTS, Kill, LiveChange
 from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record
@@ -83,6 +84,7 @@ class Watch:
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._of_libraries: list[str] = []  # see `kept_by_loaders`
         self.on_evaluation: list[Callable[[bool], None]] = []  # one begins (True); it is lost, and comes again (False)
+        self._draws = Draws()
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
     def install(self) -> None:
@@ -155,10 +157,12 @@ class Watch:
             watch.samples = []
             batch = enter(step)
             watch.enters(step.number - watch.base, watch.run._rank if watch.run is not None else 0)
+            watch._draws.begin(step, watch.run, world_size())
             return batch
 
         def left(step: steps.Step, *error: Any) -> bool:
             if error[0] is None:
+                watch._draws.end()
                 watch.reach("tail")
             handled = leave(step, *error)
             if step.phase is steps.Phase.DONE:
@@ -172,6 +176,7 @@ class Watch:
 
         def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
             watch.on_backward()
+            watch._draws.differentiate(loss)
             if loss.requires_grad:
                 at_loss: Any = loss
                 hooks: list[Any] = []
@@ -194,6 +199,7 @@ class Watch:
             def called(*arguments: Any, **options: Any) -> Any:
                 if not in_backward[0]:
                     watch.on_backward()
+                    watch._draws.differentiate(next(iter((*arguments, *options.values()))))
                     watch.reach("backward")
                 return function(*arguments, **options)
 
@@ -317,6 +323,7 @@ class Watch:
             step, rank, world_size(), os.getpid(), time.time(), tracked, values, sorted(self.samples),
             [*beyond, *raising], self.position, self.indices,
             [*(self.run._untracked if self.run is not None else ()), *self._of_libraries], unread,
+            self._draws.drawn, self._draws.losses,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()

@@ -299,6 +299,10 @@ class Randomness:
         """The names of the tracked generators."""
         return tuple(self._tracked)
 
+    def sources(self) -> dict[str, Source]:
+        """The generators of this process, and those that the script tracks where each step sets them."""
+        return global_sources(self._device) | self._tracked
+
     def start(self) -> None:
         """Note the script's seeds, before anything is restored."""
         if self.each_step:
