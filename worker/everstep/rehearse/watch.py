@@ -33,6 +33,7 @@ from everstep.checkpoint.state.modules import bare
 from everstep.recovery.current_round import CurrentRound
 from everstep.rehearse.draws import Draws
 from everstep.rehearse.held_tensors import held_tensors
+from everstep.rehearse.idle_indices import idle_indices
 from everstep.rehearse.plan import POINTS, Kill, LiveChange
 from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record
 from everstep.rehearse.saves import Saves
@@ -343,8 +344,9 @@ class Watch:
         except Exception as e:  # the script's own classes may raise anything
             tensors, unread = {}, [f"tensors of the script's own ({type(e).__name__}: {e})"]
         found = {**values, **settings_of(self.tracked), **tensors}
-        # Another run may read them: what is too much is so beside the others.
-        return {name: text for name, text in found.items() if name not in unread}, [*beyond, *unread], closed_kinds
+        # Another run may read what is unread: what is too much is so beside the others.
+        left_out = {*unread, *idle_indices(frame)}
+        return {name: text for name, text in found.items() if name not in left_out}, [*beyond, *unread], closed_kinds
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step. The last one stands for those to which the step has not come: without
