@@ -47,6 +47,7 @@ def main() -> None:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.step(loss=loss)
+        run.close()
     done(run.completed, net)
     accelerator.end_training()
 

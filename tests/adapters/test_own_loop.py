@@ -151,6 +151,18 @@ def test_script_with_its_own_loops_as_it_was_trains_under_torchrun(tmp_path: Pat
     assert "of 20" in played.output
 
 
+def test_own_loop_may_close_its_run_right_behind_the_loop(tmp_path: Path) -> None:
+    """A collective of the script's own may follow, because the run is over."""
+    script = tmp_path / "changed.py"
+    text = (HERE / "loop" / "after.py").read_text()
+    end = "    accelerator.end_training()\n"
+    closed = "    run.close()\n    run.close()\n    print(f'closed after {run.completed}')\n"
+    script.write_text(text.replace(end, closed + end))
+    played = play(tmp_path / "closed", script, restarts=0)
+    assert played.code == 0, played.output[-4000:]
+    assert played.output.count("closed after 12") == SIZE
+
+
 # By name: a text of `loop/after.py`, the text that takes its place, and a part of the refusal.
 BODY = """        for inputs, labels in train_dataloader:
             outputs = model(inputs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -128,6 +129,7 @@ class Run:
         self._rng = state["rng"]
         self._in_hand: Any = None
         self._total: int | None = None
+        self._closed = False
         self._checks = RankChecks(coordinator, "start", compares=compare_samples)
         state[SAMPLES] = self._checks.samples
         state[SWITCHES] = switches = Switches(state)
@@ -196,12 +198,19 @@ class Run:
         self._checks.completed()
         self._coordinator.completed(self._coordinator.step + 1, total=self._total, epoch=self._data.epoch)
 
+    def close(self) -> None:
+        """End the run, as the end of `with` does: commit the last state. A second call does nothing."""
+        self.__exit__(*sys.exc_info())
+
     def __enter__(self) -> Run:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._closed:
+            return
+        self._closed = True
         try:
             if error is None:
                 self._checks.completed(last=True)

@@ -9,6 +9,7 @@ over its samples; a prepared schedule moves as in a job of full size, because a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -189,6 +190,11 @@ class Prepared:
         """Not supported here, as `batches`."""
         raise LoopError("run.step(…) under everstep-run: run.train(fn) counts the steps. Return what is to be logged "
                         "from fn, as a mapping")  # fmt: skip
+
+    def close(self) -> None:
+        """End the run, as the end of `with` does. Right behind the loop over epochs: what is changed or called after it
+        is no part of the training. A second call does nothing."""
+        self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> Prepared:
         return self
