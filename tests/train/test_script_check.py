@@ -292,13 +292,13 @@ def test_rank_that_was_read_before_the_loop_is_refused_where_it_decides(
     test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LoopError, match=r"(RANK|main) was read from the environment.*Write run\.rank"):
+    with pytest.raises(LoopError, match=r"was read from the environment.*(RANK|main), of line \d, in line \d+\. "):
         read(tmp_path, RANK.format(test=test, does="open('log.txt', 'a')"))
 
 
 def test_rank_that_a_function_of_the_loop_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LoopError, match=r"main was read from the environment"):
+    with pytest.raises(LoopError, match=r"main, of line 4, in line 9\. Compute what main is"):
         read(tmp_path, RANK.format(test="True", does="keep('text')"))
 
 
@@ -335,33 +335,57 @@ def test_rank_is_found_in_what_was_computed_from_it(
 
 
 @pytest.mark.parametrize(
-    ("bound", "used", "written"),
+    ("bound", "used", "advised"),
     [
-        ("rank = int(os.environ['RANK'])", "save = rank == 0", "Write run.rank in the loop in place of rank"),
-        ("n = int(os.environ.get('WORLD_SIZE', 1))", "lr = n", "Write run.world_size in the loop in place of n"),
-        ("rank = int(os.environ['RANK']); main = rank == 0", "save = main", "Write run.rank == 0 in the loop in place"),
-        ("main = os.environ['RANK'] == '0'", "save = main", "Write run.rank or run.world_size in the loop in place"),
-        ("rate = 0.1 * int(os.getenv('WORLD_SIZE'))", "lr = rate", "Write 0.1 * run.world_size in the loop in place"),
+        (
+            "rank = int(os.environ['RANK'])", "save = rank == 0\n    part = rank",
+            "rank, of line 3, in lines 5 and 6. Write run.rank or run.world_size in the loop in place of rank",
+        ),
+        (
+            "rank, size = int(os.environ['RANK']), int(os.environ.get('WORLD_SIZE', 1))", "part = rank, size",
+            "rank, of line 3, in line 5; size, of line 3, in line 5. Write run.rank or run.world_size in the loop in "
+            "place of rank, size",
+        ),
+        (
+            "rank = int(os.environ['RANK']); main = rank == 0", "save = main",
+            "main, of line 3, in line 5. Compute what main is in the loop, under another name, with run.rank or "
+            "run.world_size",
+        ),
         (
             "accumulate = 6; size = int(os.environ['WORLD_SIZE']); accumulate //= size", "micro = range(accumulate)",
-            "Leave accumulate before the loop as it is for all ranks together, and write in the loop "
-            "`per_rank = accumulate // run.world_size`, and per_rank in place of accumulate",
+            "accumulate, of line 3, in line 5. Compute what accumulate is in the loop, under another name, with "
+            "run.rank or run.world_size. Take line 3 out, which changes accumulate itself",
         ),
-        (
-            "accumulate = 6; accumulate = accumulate // int(os.environ['WORLD_SIZE'])", "micro = range(accumulate)",
-            "`per_rank = accumulate // run.world_size`",
-        ),
-        ("here = int(os.environ['GROUP_RANK'])", "save = here", "Write run.rank or run.world_size in the loop"),
     ],
 )  # fmt: skip
-def test_line_to_write_in_place_of_a_rank_that_was_read_computes_the_same(
-    bound: str, used: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_refusal_of_a_rank_that_was_read_names_each_line_and_what_to_write(
+    bound: str, used: str, advised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(LoopError) as refused:
         read(tmp_path, READ.format(bound=bound, used=used))
-    assert written in str(refused.value)
+    assert str(refused.value).endswith(advised)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def learn(batch, rank):\n    return batch + rank",
+        "def learn(batch, *, rank=0):\n    return batch + rank",
+        "def learn(batch, now):\n    rank = now\n    return batch + rank",
+    ],
+)
+def test_name_of_a_functions_own_is_no_rank_that_was_read(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts are that pass run.rank to the function, in place of the rank that they have read."""
+    monkeypatch.setenv("RANK", "1")
+    bound = f"rank = int(os.environ['RANK'])\n{function}"
+    read(tmp_path, READ.format(bound=bound, used="learn(step, 0)"))
+    (passed := tmp_path / "passed").mkdir()
+    with pytest.raises(LoopError, match=r"rank, of line 3, in line \d+\. Write run\.rank"):
+        read(passed, READ.format(bound=bound, used="learn(step, rank)"))
 
 
 @pytest.mark.parametrize(

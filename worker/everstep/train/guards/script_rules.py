@@ -41,60 +41,71 @@ def _of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
 
 
 def _of_ranks(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
-    """Ranks in variables. Each variable is named once."""
-    found = set[str]()
+    """Ranks in variables: one text, with each variable and all lines of the loop that use it."""
     names = read_ranks(tree, (loop.lineno, _end(loop)))
-    runs = [part for body in _reached(tree, loop) for part in ast.walk(body)] if names else []
-    quiet = {id(part) for n in runs if _only_talks(n) for part in ast.walk(n)}
-    for n in runs:
-        if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
-            continue
-        path = path_of(n)
-        if path in names and path not in found and not _is_made_anew(loop, path, n.lineno):
-            found.add(path)
-            yield (
-                f"{path} was read from the environment (RANK, WORLD_SIZE) before the loop (line {names[path].lineno} "
-                f"of {file}), and the loop uses it in line {n.lineno}: after the loss of a process both "
-                f"may be others. {_instead(path, names)}"
-            )
+    uses: dict[str, set[int]] = {}
+    for body in _reached(tree, loop) if names else ():
+        quiet = {id(part) for n in ast.walk(body) if _only_talks(n) for part in ast.walk(n)}
+        own = _own_names(body, names)
+        for n in ast.walk(body):
+            if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
+                continue
+            path = path_of(n)
+            if path in names and path not in own and not _is_made_anew(loop, path, n.lineno):
+                uses.setdefault(path, set()).add(n.lineno)
+    if not uses:
+        return
+    lines = "; ".join(f"{path}, of line {names[path].lineno}, in {_lines(used)}" for path, used in uses.items())
+    yield (
+        f"a rank or world size was read from the environment (RANK, WORLD_SIZE) before the loop, and {file} uses it in "
+        f"the loop, where after the loss of a process it may be another: {lines}. {_instead(uses, names)}"
+    )
 
 
-def _instead(path: str, names: Mapping[str, ast.expr]) -> str:
-    """What to write in place of a variable, from the expression that it was given."""
-    anew = _Anew(path, names)
-    text = ast.unparse(anew.visit(copy.deepcopy(names[path])))
-    if not anew.is_whole:
-        return f"Write run.rank or run.world_size in the loop in place of {path}, or compute it there"
-    if path in {path_of(n) for n in ast.walk(names[path])}:  # `accumulate //= world`
-        return (
-            f"Leave {path} before the loop as it is for all ranks together, and write in the loop "
-            f"`per_rank = {text}`, and per_rank in place of {path}"
+def _lines(numbers: Collection[int]) -> str:
+    *first, last = map(str, sorted(numbers))
+    return f"lines {', '.join(first)} and {last}" if first else f"line {last}"
+
+
+def _instead(paths: Collection[str], names: Mapping[str, ast.expr]) -> str:
+    """What to write in place of these variables."""
+    read = [path for path in paths if not _is_computed(names[path], names)]
+    computed = [path for path in paths if path not in read]
+    texts = [f"Write run.rank or run.world_size in the loop in place of {', '.join(read)}"] if read else []
+    if computed:
+        texts.append(
+            f"Compute what {', '.join(computed)} {'is' if len(computed) == 1 else 'are'} in the loop, under another "
+            "name, with run.rank or run.world_size"
         )
-    return f"Write {text} in the loop in place of {path}"
+    # Such a line has already changed the number from which the loop would compute.
+    texts += [
+        f"Take line {names[path].lineno} out, which changes {path} itself"
+        for path in computed
+        if path in {path_of(n) for n in ast.walk(names[path])}
+    ]
+    return ". ".join(texts)
 
 
-class _Anew(ast.NodeTransformer):
-    """Writes an expression with the run's present rank and size. `is_whole`: all of it could be written so."""
+def _is_computed(value: ast.expr, names: Collection[str]) -> bool:
+    """Whether the value is another one than the number that was read."""
+    match value:
+        case ast.Call(func=ast.Name(id="int"), args=[read]):
+            return _is_computed(read, names)
+        case ast.Subscript() | ast.Call():
+            return not holds(value, ())
+    return True
 
-    def __init__(self, path: str, names: Mapping[str, ast.expr]) -> None:
-        self._names, self._open, self.is_whole = names, {path}, True
 
-    def visit(self, node: ast.AST) -> ast.AST:
-        path = path_of(node) or ""
-        if path in self._names and path not in self._open:
-            self._open.add(path)
-            made: ast.AST = self.visit(copy.deepcopy(self._names[path]))
-            self._open.discard(path)
-            return made
-        match node:
-            case ast.Call(func=ast.Name(id="int"), args=[read]) if holds(read, ()):
-                keys = {n.value for n in ast.walk(read) if isinstance(n, ast.Constant)}
-                for key, attribute in (("RANK", "rank"), ("WORLD_SIZE", "world_size")):
-                    if key in keys:
-                        return ast.Attribute(ast.Name("run", ast.Load()), attribute, ast.Load())
-            case ast.Subscript() | ast.Call(func=ast.Attribute()) if holds(node, ()):
-                self.is_whole = False  # a text, or what a run has no name for
-        return self.generic_visit(node)
+def _own_names(body: ast.stmt, names: Mapping[str, ast.expr]) -> set[str]:
+    """Variables of a function that has them as arguments, or gives them values that are no ranks read before."""
+    if not isinstance(body, ast.FunctionDef):
+        return set()
+    arguments = body.args
+    own = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    given = [(path_of(target) or "", value) for target, value in _bound(ast.Module([body], []))]
+    shared = {name for n in ast.walk(body) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
+    made = {path for path, value in given if path.isidentifier()} - shared
+    return own | (made - {path for path, value in given if holds(value, names)})
 
 
 def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
