@@ -42,20 +42,23 @@ def main():
 
     run = start(accelerator, "commits", every_steps=100)
     carried = {"completed": 0}
-    run.track(carried=carried)
+    sums = {"loss": 0.0}
+    run.track(carried=carried, sums=sums)
     for _ in run.epochs(2):
         model.train()
         for step, (inputs, labels) in enumerate(train_dataloader):
+            if run.micro == 0:
+                parts, losses = [], []
             with accelerator.accumulate(model):
                 loss = torch.nn.functional.cross_entropy(model(inputs), labels)
                 accelerator.backward(loss)
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    sums["loss"] += sum(losses)
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
-            if run.micro == 0:
-                parts = []
             parts.append(len(labels))
             if accelerator.sync_gradients:
                 print(f"step {carried['completed']} took {sum(parts)}")
@@ -64,6 +67,7 @@ def main():
             if step % 50 == 0:
                 accelerator.print(f"loss {loss.item():.4f}")
     print(f"completed {carried['completed']}")
+    print(f"losses {sums['loss']!r}")
     accelerator.end_training()
 
 

@@ -22,12 +22,24 @@ BY_HAND = (
     "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
     "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
 )
-_ONCE = "Write `if accelerator.sync_gradients:` before it, which is False in such a batch"
+# A sum of losses is whole only with all of this: each part alone is refused for the next one.
+_KEPT = (
+    "in a tracked dictionary, of losses that are the same on all ranks. Before the loop over epochs write "
+    '`sums = {"loss": 0.0}` and `run.track(sums=sums)`. '
+)
+_INSIDE = "Inside `with accelerator.accumulate(model):`, behind accelerator.backward(loss), write "
+_ONCE = (
+    "Write `if accelerator.sync_gradients:` before it, which is False in such a batch. Keep a sum of losses "
+    f'{_KEPT}{_INSIDE}`mean = accelerator.reduce(loss.detach(), "mean")` and '
+    '`if accelerator.sync_gradients: sums["loss"] += mean.item()`'
+)
 _SUM = (
     "With gradient accumulation a step has several batches, which come again together. For what counts steps, write "
     "`if accelerator.sync_gradients:` before it. For a sum over batches, collect those of the present step, and add "
-    "them when it is done: `if run.micro == 0: parts = []`, `parts.append(…)`, `if accelerator.sync_gradients: "
-    "total += sum(parts)`"
+    f"them when it is done, {_KEPT}Before the block `with accelerator.accumulate(model):` write "
+    f"`if run.micro == 0: parts = []`. {_INSIDE}"
+    '`parts.append(accelerator.reduce(loss.detach(), "mean").item())` and '
+    '`if accelerator.sync_gradients: sums["loss"] += sum(parts)`'
 )
 
 
