@@ -26,6 +26,10 @@ from everstep.train.guards.remedies import OF_A_RANK
 _Value = TypeVar("_Value")
 
 MOST_NAMED = 6
+ALIKE = (  # the rest of the advice on running statistics
+    "For the same bits write behind the step's last backward(), for each buffer in model.module.buffers(): "
+    "`if buffer.is_floating_point(): dist.all_reduce(buffer); buffer /= run.world_size`"
+)
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
 TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
@@ -457,7 +461,7 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         text = (
             f"{_listed(names)} differ from the calm run's from step {step} on, and no parameter does. Each rank has "
             "running statistics of its own batches, and where rank 0 is lost those of another rank go on: they are as "
-            "good, and not the same bits. An evaluation that decides something gets another result by them"
+            f"good, and not the same bits. An evaluation that decides something gets another result by them. {ALIKE}"
         )
         found.append(Finding(Kind.BUFFERS, title, text, step, tuple(names)))
     if samples is not None and (first is None or samples.kind is Kind.SIZE):
