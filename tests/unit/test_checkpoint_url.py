@@ -49,6 +49,13 @@ def test_url_of_the_environment_that_the_script_does_not_use_is_named_with_the_o
         assert f"EVERSTEP_CHECKPOINT_URL={environment}" in text
 
 
+def test_url_of_the_environment_that_nobody_chose_is_no_cause_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"EVERSTEP_CHECKPOINT_URL": "file:///runs/1/checkpoints", "EVERSTEP_CHECKPOINT_DEFAULT": "1"}
+    assert resolve("commits", environ) == "commits"
+    assert resolve(None, environ) == "file:///runs/1/checkpoints"
+    assert caplog.text == ""
+
+
 def test_script_that_saves_where_the_environment_says_may_save_elsewhere_too(caplog: pytest.LogCaptureFixture) -> None:
     environ = {"EVERSTEP_CHECKPOINT_URL": "s3://bucket/run"}
     resolve(None, environ)

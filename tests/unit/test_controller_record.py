@@ -48,6 +48,6 @@ async def test_commits_name_a_step_and_are_few_events(monkeypatch: pytest.Monkey
         await stage.until("the events are written", two)
         notes = [(e.note, e.series.count if e.series is not None else 1) for e in await commits()]
     assert notes == [
-        ("committed step 10, and those after it that are counted here", 2),
-        ("committed step 30, and those after it that are counted here", 1),
+        ("committed step 10 first; status.checkpoint.lastCommittedStep is the newest", 2),
+        ("committed step 30 first; status.checkpoint.lastCommittedStep is the newest", 1),
     ]

@@ -150,6 +150,14 @@ def test_script_becomes_a_job_of_its_name_that_commits_to_the_folder(tmp_path: P
     assert (job.name, spec["replicas"], job.workdir) == ("my-train-2", 3, tmp_path)
     assert spec["template"]["spec"]["containers"][0]["command"] == ["torchrun", script.name, "--lr", "1"]
     assert spec["checkpoint"]["url"] == f"file://{tmp_path}/commits"
+    assert spec["template"]["spec"]["containers"][0]["env"] == [{"name": "EVERSTEP_CHECKPOINT_DEFAULT", "value": "1"}]
+
+
+def test_url_that_is_asked_for_is_no_default(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    (container,) = load(script, (), Overrides(checkpoint="s3://b/r")).manifest["spec"]["template"]["spec"]["containers"]
+    assert container["env"] == []
 
 
 def test_script_that_is_asked_to_be_elastic_is_started_by_everstep_run(tmp_path: Path) -> None:

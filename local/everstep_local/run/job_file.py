@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from everstep.contract import labels
+from everstep.contract import env, labels
 from everstep.jobs import names
 from everstep_local.run.manifest import JobFileError, read
 
@@ -59,7 +59,7 @@ def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared
     if not path.is_file():
         raise JobFileError(f"{path}: there is no such file; give a TrainingJob's YAML file or a Python script")
     if path.suffix == ".py":
-        manifest = _of_script(path, arguments, elastic=overrides.elastic is not None)
+        manifest = _of_script(path, arguments, overrides)
     else:
         if arguments:
             raise JobFileError(f"{path}: arguments are for scripts; a job's are in its container's command")
@@ -80,14 +80,17 @@ def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared
     return Prepared(manifest, path.resolve().parent)
 
 
-def _of_script(path: Path, arguments: Sequence[str], *, elastic: bool) -> dict[str, Any]:
+def _of_script(path: Path, arguments: Sequence[str], overrides: Overrides) -> dict[str, Any]:
     if find_spec("torch") is None:
         raise JobFileError(f"{path}: a script is started by torch's torchrun: pip install 'everstep[worker]'")
     name = names.cut(path.stem)
     name = name if name[:1].isalpha() else names.cut(f"job-{name}")
     # A run of a fixed size works with any script and torch alone. In an elastic run survivors have to go on.
-    launcher, backend = ("everstep-run", "everstep") if elastic else ("torchrun", "c10d")
-    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": [launcher, path.name, *arguments]}
+    launcher, backend = ("everstep-run", "everstep") if overrides.elastic is not None else ("torchrun", "c10d")
+    # A folder for commits that nobody asked for is no cause for a warning where the script names its own.
+    variables = [{"name": env.CHECKPOINT_DEFAULT, "value": "1"}] if overrides.checkpoint is None else []
+    command = [launcher, path.name, *arguments]
+    container = {"name": labels.WORKER_CONTAINER, "image": "local", "command": command, "env": variables}
     return {
         "apiVersion": labels.API_VERSION,
         "kind": labels.KIND,

@@ -18,6 +18,8 @@ POD_NAME = "EVERSTEP_POD_NAME"
 NODE_NAME = "EVERSTEP_NODE_NAME"
 
 CHECKPOINT_URL = "EVERSTEP_CHECKPOINT_URL"
+# 1: nobody chose that URL, so a script that names another one ignores no wish.
+CHECKPOINT_DEFAULT = "EVERSTEP_CHECKPOINT_DEFAULT"
 CHECKPOINT_KEEP = "EVERSTEP_CHECKPOINT_KEEP"
 # Commits that stay for good: the first of each interval of so many steps, or hours.
 CHECKPOINT_KEEP_EVERY_STEPS = "EVERSTEP_CHECKPOINT_KEEP_EVERY_STEPS"

@@ -187,9 +187,10 @@ _compared = set[str]()  # values of EVERSTEP_CHECKPOINT_URL that a process has u
 
 def compare_url(url: str | None, environ: Mapping[str, str]) -> None:
     """Warn, on rank 0, if the first URL that the script names is another one than the environment's, which a job or
-    `everstep run --checkpoint` has set. A script that has saved where the environment says may name others beside."""
+    `everstep run --checkpoint` has set; not if it is a default. A script that has saved where the environment says may
+    name others beside."""
     wanted = environ.get(env.CHECKPOINT_URL, "")
-    if not wanted or wanted in _compared:
+    if not wanted or wanted in _compared or environ.get(env.CHECKPOINT_DEFAULT) == "1":
         return
     _compared.add(wanted)
     if url and _absolute(url) != _absolute(wanted) and environ.get("RANK", "0") == "0":
