@@ -1,6 +1,7 @@
 """From a run's history to lanes, bands and a drawing: known answers, and nothing that the history does not say."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -111,6 +112,21 @@ def test_drawing_is_xml_with_a_lane_a_worker_and_what_was_done() -> None:
     words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert words[0] == 'a <title> & "more"'
     assert {"worker 0", "worker 1", "kill j-w1-0", "Recovering 3.8 s"} <= set(words)
+
+
+def test_labels_of_close_recoveries_stand_apart_and_inside_of_the_drawing() -> None:
+    spans = tuple(Span(at, at + 0.5, "Recovering") for at in (10.0, 10.6, 59.0, 59.5))
+    timeline = replace(build([]), seconds=60.0, spans=spans)
+    root = ElementTree.fromstring(draw(timeline, "t"))
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    labels = [n for n in texts if (n.text or "").startswith("Recovering")]
+    boxes = [(float(n.get("x", "")) - 7 * len(n.text or "") / 2, float(n.get("y", "")), n.text) for n in labels]
+    assert len({(x, y) for x, y, _ in boxes}) == 4
+    for x, y, words in boxes:
+        right = x + 7 * len(words or "")
+        assert 0 <= x < right <= 960
+        assert not [other for other, row, _ in boxes if row == y and x < other < right]
+    assert "nothing logs a loss" in [n.text for n in texts]
 
 
 def test_part_of_a_timeline_begins_with_what_goes_on_from_before() -> None:

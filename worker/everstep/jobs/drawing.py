@@ -25,6 +25,8 @@ CLASSES = {
 }  # fmt: skip
 # Distances of ticks, in seconds; beyond the last one, days.
 TICKS = (0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200)
+LETTER = 7  # pixels, about as wide as one of a label
+ROW, ROWS = 13, 6  # the height of a row of labels in pixels, and how many there are
 MAX_POINTS = 600  # of the loss curve: more than its pixels
 BAR = {State.STARTING: "░", State.TRAINING: "█"}
 
@@ -81,13 +83,18 @@ class _Drawing:
             at += 34 + 7 * len(text)
 
     def _bands(self, bottom: int) -> Iterable[str]:
+        ends: list[float] = []  # of the last label in each row, from below
         for span in self.timeline.spans:
             begin, end = self.x(span.begin), self.x(span.end)
             width = max(end - begin, 1.0)
             height = bottom - self.top + 4
             yield f'<rect x="{begin}" y="{self.top - 4}" width="{width:.1f}" height="{height}" {_fill(BAND)}/>'
             label = f"{span.reason} {span.end - span.begin:.1f} s"
-            yield _text(begin + width / 2, bottom - 6, label, anchor="middle", colour=FAULT)
+            half = LETTER * len(label) / 2
+            middle = min(max(begin + width / 2, LEFT + half), WIDTH - RIGHT - half)
+            row = next((n for n, last in enumerate(ends) if last <= middle - half), len(ends))
+            ends[row : row + 1] = [middle + half]
+            yield _text(middle, bottom - 6 - ROW * (row % ROWS), label, anchor="middle", colour=FAULT)
 
     def _rows(self) -> Iterable[str]:
         for row, worker in enumerate(self.lanes):
@@ -153,6 +160,9 @@ class _Drawing:
                 yield _line([(self.x(at), top + PLOT - PLOT * (math.log10(v) - low) / span) for at, v in part], INK)
             yield _text(LEFT - 6, top + 10, f"{10**high:.3g}", anchor="end", size=10)
             yield _text(LEFT - 6, top + PLOT, f"{10**low:.3g}", anchor="end", size=10)
+        else:
+            missing = "no loss is above 0" if self.timeline.loss else "nothing logs a loss"
+            yield _text(LEFT + 6, top + 10, missing, size=10)
 
     def _axis(self, bottom: int) -> Iterable[str]:
         yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}" {_stroke(INK)}/>'
