@@ -79,9 +79,9 @@ def test_script_with_its_own_loops_whose_rank_is_killed_ends_as_the_undisturbed_
     if script == "accumulated.py":
         completed = sorted(map(int, re.findall(r"completed (\d+)", played.output)))
         assert completed == [STEPS[script]] * SIZE, "no step is counted twice, and none is forgotten"
-        losses, wanted = (re.findall(r"losses (\d\S+)", one.output) for one in (played, reference))
-        assert losses == wanted
-        assert len(losses) == SIZE, "a tracked sum is whole in each process"
+        printed, expected = (re.findall(r"losses (\d\S+)", one.output) for one in (played, reference))
+        assert printed == expected
+        assert len(printed) == SIZE, "a tracked sum is whole in each process"
         taken = Counter[int]()
         for step, samples in re.findall(r"step (\d+) took (\d+)", played.output):
             taken[int(step)] += int(samples)
