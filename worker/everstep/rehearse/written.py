@@ -25,6 +25,8 @@ MOST_CHARACTERS = 80  # of a line in a text for a person
 COUNTS = ("step", "global_step", "iteration", "iter", "epoch")  # columns and keys that name a row
 PRINTED = "printed-*.jsonl"
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+# What Trainer prints at its end: seconds, and a mean loss of the steps since the last recovery.
+_SUMMARY = "{'train_runtime'"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def read_printed(folder: Path) -> Printed:
             except ValueError:  # cut off
                 continue
             if "text" in one:
-                lines.append(one["text"])
+                if not one["text"].startswith(_SUMMARY):
+                    lines.append(one["text"])
                 continue
             if "evaluates" in one:  # what a lost evaluation has printed comes again
                 before = len(lines) if one["evaluates"] else before
