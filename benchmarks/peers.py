@@ -16,8 +16,8 @@ the rendezvous: of that stock torchrun never recovers (`recovery.py` measures it
 
 For each arm: `wall` seconds from the first step to the last (`calm` without faults), `pause` the longest time without a
 new step, `repeated` steps that were taken again, `lost` and `doubled` pieces of the text in the steps that count, and
-`equal`: 1 where the last parameters are those of the arm's undisturbed run, bit by bit. An arm that does not end within
-LIMIT seconds has `ended` 0, and its other figures are those until then.
+`equal`: 1 where the last parameters are those of the arm's undisturbed run, bit by bit. An arm that has not taken its
+last step within LIMIT seconds has `ended` 0, and its other figures are those until then.
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, FigureError, finish, parser
-from job import START, Job, Line, NeverError, Way
+from job import AGENT, OURS, START, TORCHRUN, TUNED, TUNED_CONF, Job, Line, NeverError, Way
 from peers_parts import plot
 from stores import STORES, Store
 from torchft_peer import NIGHTLY, RELEASE
 
-TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
-TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
-TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 PARTS = HERE / "peers_parts"
 DCP, SESSION, TORCHFT = PARTS / "torchrun_dcp.py", PARTS / "with_session.py", PARTS / "torchft_ddp.py"
 ARMS = (
@@ -52,13 +49,14 @@ ARMS = (
     Way("torchft_release", TORCHRUN, "static", store="lighthouse_release", peer=RELEASE, script=TORCHFT),
     Way("torchft_nightly", TORCHRUN, "static", store="lighthouse", peer=NIGHTLY, script=TORCHFT),
     Way("everstep_torchrun", TORCHRUN, "etcd-v3", "last_call=5", script=PARTS / "with_checkpointer.py"),
-    Way("everstep_session", AGENT, "etcd-v3", "last_call=30", session=True, script=SESSION),
-    Way("everstep_session_of_3", AGENT, "etcd-v3", "last_call=30", session=True, script=SESSION, nodes="3"),
+    Way("everstep_session", AGENT, "etcd-v3", OURS, session=True, script=SESSION),
+    Way("everstep_session_of_3", AGENT, "etcd-v3", OURS, session=True, script=SESSION, nodes="3"),
 )
-OURS = ("everstep_session", "everstep_session_of_3")
+SESSIONS = ("everstep_session", "everstep_session_of_3")
 BATCH = 24  # pieces; `peers_parts/gpt.py` has it too
 REPLACED = 2.0  # seconds from the death of an agent to the start of the next
 LIMIT = 420.0  # seconds for a run
+ENDS = 5.0  # seconds from the first rank's last step to that of the others
 FAULTS = 4
 
 
@@ -101,11 +99,10 @@ def play(way: Way, store: Store, steps: int, faults: Sequence[Fault], limit: flo
         job.start(3)
         job.world(3, 0.0, START)
         try:
-            ended = _through(job, faults, at, limit)
+            _through(job, steps, faults, at, limit)
         except NeverError as e:
             print(f"{e}; its logs are in {job.folder}", file=sys.stderr)
-            ended = False
-        outcome = _outcome(job, steps, ended, at)
+        outcome = _outcome(job, steps, at)
     finally:
         job.close()
     if outcome.ended:
@@ -113,8 +110,8 @@ def play(way: Way, store: Store, steps: int, faults: Sequence[Fault], limit: flo
     return outcome
 
 
-def _through(job: Job, faults: Sequence[Fault], at: list[float], limit: float) -> bool:
-    """Whether the run ended by itself; when the faults were is appended to `at`."""
+def _through(job: Job, steps: int, faults: Sequence[Fault], at: list[float], limit: float) -> None:
+    """Until the last step is taken or the time is over; when the faults were is appended to `at`."""
     deadline = time.monotonic() + limit
     remaining = list(faults)
     while time.monotonic() < deadline:
@@ -128,9 +125,11 @@ def _through(job: Job, faults: Sequence[Fault], at: list[float], limit: float) -
                 time.sleep(REPLACED)
                 job.replace(victim)
         if not job.alive():
-            return job.agents[-1].returncode == 0
+            return
+        if _newest(job) >= steps:
+            job.world(2, 0.0, ENDS, or_more=True, above=steps - 1)  # all ranks have taken it
+            return
         time.sleep(0.01)
-    return False
 
 
 def _newest(job: Job) -> int:
@@ -144,7 +143,7 @@ def _victim(job: Job, fault: Fault, limit: float) -> subprocess.Popen[bytes]:
     return victims[fault.victim % len(victims)]
 
 
-def _outcome(job: Job, steps: int, ended: bool, at: list[float]) -> Outcome:
+def _outcome(job: Job, steps: int, at: list[float]) -> Outcome:
     lines = sorted(job.all_lines(), key=lambda line: line.at)
     began = lines[0].at
     newest, curve = 0, [(0.0, 0)]
@@ -154,12 +153,12 @@ def _outcome(job: Job, steps: int, ended: bool, at: list[float]) -> Outcome:
             pause = max(pause, line.at - began - curve[-1][0]) if newest else pause
             newest = line.step
             curve.append((line.at - began, newest))
-    if not ended:
+    if newest < steps:
         pause = max(pause, lines[-1].at - began - curve[-1][0])
     counted = Counter(line.step for line in lines if line.rank == 0)
     pieces = _pieces(job, lines)
     return Outcome(
-        ended and newest >= steps,
+        newest >= steps,
         lines[-1].at - began,
         pause,
         sum(count - 1 for count in counted.values()),
@@ -213,7 +212,7 @@ def measure(
 
 
 def _figures(arm: str, calm: Outcome, broken: Outcome) -> list[Figure]:
-    ours = arm in OURS
+    ours = arm in SESSIONS
     equal = broken.ended and broken.checksum == calm.checksum
     values = (
         ("ended", float(broken.ended), "", Better.HIGHER, 1.0 if ours else None),
@@ -243,7 +242,7 @@ def main() -> int:
     steps, faults, limit = args.steps, plan(args.seed, args.steps), LIMIT
     if args.quick:
         arms = [arm for arm in arms if arm.name in ("torchrun_dcp", "everstep_session")]
-        steps, faults, limit = 60, plan(args.seed, 60, 1), 12.0
+        steps, faults, limit = 60, plan(args.seed, 60, 1), 20.0
     figures, outcomes = measure(arms, steps, faults, limit)
     if args.svg is not None:
         curves = {name: plot.Curve(outcome.line, outcome.faults, outcome.ended) for name, outcome in outcomes.items()}

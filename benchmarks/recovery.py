@@ -24,9 +24,7 @@ is no other store from the moment that it is back). `recovery_kind.py` measures 
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -36,14 +34,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, FigureError, finish, parser, quantile
-from job import START, Job, Line, NeverError, Way
+from job import AGENT, OURS, START, TORCHRUN, TUNED, TUNED_CONF, Job, Line, NeverError, Way
 from stores import STORES, Store
 from torchft_peer import NIGHTLY
 
-TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
-TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-OURS = "last_call=30"  # and what an agent does by default: the lease of 3 s, too
-TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
 WAYS = (
     Way("stock_default", TORCHRUN, "c10d"),
     Way("stock_tuned", TORCHRUN, "c10d", TUNED_CONF, environ=TUNED),
@@ -126,9 +120,7 @@ class Trials:
     # Each gives the first steps after its fault.
 
     def _process(self, job: Job) -> dict[int, Line]:
-        pid = job.trainer(job.others()[0])
-        at = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
+        at = job.kill_process(job.others()[0])
         if not self._way.survives:
             everybody = job.world(3, at, self._limit)
             self._came("process", job, everybody, at, "all")

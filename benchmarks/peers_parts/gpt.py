@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -81,6 +82,20 @@ def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
 def order() -> list[int]:
     """In which the pieces are trained, where a script orders them itself."""
     return torch.randperm(PIECES, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, rank: int, world: int) -> Iterator[int]:
+    """The loop of a script that orders its pieces itself, behind `start` steps: all ranks share a global batch that
+    stays the same. Yields the number of completed steps."""
+    text, numbers, diary = Text(), order(), Diary()
+    for step in range(start, STEPS):
+        first = step * BATCH
+        mine, pieces = zip(*(text[i] for i in numbers[first : first + BATCH][rank::world]), strict=True)
+        optimizer.zero_grad()
+        loss_of(model, torch.stack(pieces)).backward()
+        optimizer.step()
+        diary.write(step + 1, rank, world, torch.tensor(mine), model)
+        yield step + 1
 
 
 class Diary:

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import BATCH, OUT, PIECES, SAVE_EVERY, Diary, Text, build, loss_of, order
+from gpt import OUT, SAVE_EVERY, build, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,19 +11,12 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 model = DistributedDataParallel(build())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-step = max((int(path.parent.name) for path in OUT.glob("dcp/*/.metadata")), default=0)
-if step:
+start = max((int(path.parent.name) for path in OUT.glob("dcp/*/.metadata")), default=0)
+if start:
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=OUT / "dcp" / str(step))
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=OUT / "dcp" / str(start))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-text, numbers, diary = Text(), order(), Diary()
-for first in range(step * BATCH, PIECES, BATCH):
-    mine, pieces = zip(*(text[i] for i in numbers[first : first + BATCH][rank::world]), strict=True)
-    optimizer.zero_grad()
-    loss_of(model, torch.stack(pieces)).backward()
-    optimizer.step()
-    step += 1
-    diary.write(step, rank, world, torch.tensor(mine), model)
+for step in train(model, optimizer, start, rank, world):
     if step % SAVE_EVERY == 0:
         weights, moments = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=OUT / "dcp" / str(step))

@@ -25,6 +25,11 @@ T = TypeVar("T")
 SCRIPT = Path(__file__).with_name("train.py")
 STAMPED = Path(__file__).with_name("stamped.py")
 START = 120.0
+# `python -m` of the agents, and the settings by which stock torchrun notices and forms as fast as it can.
+TORCHRUN, AGENT = "torch.distributed.run", "everstep.agent.main"
+TUNED = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),)
+TUNED_CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+OURS = "last_call=30"  # and what an agent does by default: the lease of 3 s, too
 REMEMBERED = 300.0  # seconds: whoever measures looks no further back, and reading all again and again would disturb it
 
 
