@@ -138,7 +138,7 @@ class LocalJobs:
 
     def _commits_of(self, view: View) -> tuple[Sequence[Checkpoint] | None, str]:
         """Those of the job's log, or why they cannot be listed."""
-        url = str((view.raw_status.get("checkpoint") or {}).get("url") or "")
+        url = view.checkpoint_url
         if not url:
             return None, "Its status names no place for commits."
         newest, now = view.committed, time.monotonic()

@@ -6,7 +6,7 @@ safe to repeat. Every wait has a bound.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -58,12 +58,16 @@ WatchEvent: TypeAlias = Changed[T] | Bookmark
 
 @dataclass(frozen=True, slots=True)
 class TokenIdentity:
-    """The owner of a bearer token. The pod fields are empty for a token that is bound to no pod."""
+    """The owner of a bearer token. The pod fields are empty for a token that is bound to no pod. `uid`, `groups` and
+    `extra` are what a SubjectAccessReview asks for beside the name."""
 
     username: str
     audiences: tuple[str, ...]
     pod_name: str
     pod_uid: str
+    uid: str = ""
+    groups: tuple[str, ...] = ()
+    extra: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     @property
     def namespace(self) -> str:

@@ -306,6 +306,8 @@ class HttpKubeClient:
 
 class _User(msgspec.Struct):
     username: str = ""
+    uid: str = ""
+    groups: tuple[str, ...] = ()
     extra: dict[str, list[str]] = {}
 
 
@@ -328,10 +330,14 @@ def _review(body: bytes, operation: Operation) -> TokenReview:
     if not status.authenticated:
         return TokenRefused(status.error or "not authenticated")
 
-    def extra(name: str) -> str:
-        return next(iter(status.user.extra.get(f"authentication.kubernetes.io/{name}", ())), "")
+    user = status.user
 
-    return TokenIdentity(status.user.username, tuple(status.audiences), extra("pod-name"), extra("pod-uid"))
+    def extra(name: str) -> str:
+        return next(iter(user.extra.get(f"authentication.kubernetes.io/{name}", ())), "")
+
+    return TokenIdentity(
+        user.username, tuple(status.audiences), extra("pod-name"), extra("pod-uid"), user.uid, user.groups, user.extra
+    )
 
 
 def _operation(

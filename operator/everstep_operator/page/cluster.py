@@ -83,7 +83,7 @@ class ClusterJobs:
         if len(pods) > PODS:
             notes.append(f"The first {PODS} of {len(pods)} pods are shown.")
         view = of_objects(_body(job), [to_body(pod) for pod in pods[:PODS]], events)
-        url = str((view.raw_status.get("checkpoint") or {}).get("url") or "")
+        url = view.checkpoint_url
         name, namespace = job.metadata.name, job.metadata.namespace
         history = [] if created is None else [*self._recorder.history(uid, created), *_losses(job, created)]
         return Detail(

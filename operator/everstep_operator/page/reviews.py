@@ -12,20 +12,21 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-import msgspec
 from aiohttp import hdrs, web
 
 from everstep.contract import labels
-from everstep_operator.kube.client import KubeClient
+from everstep_operator.kube.client import KubeClient, TokenIdentity, TokenRefused
 from everstep_operator.kube.errors import KubeError
 from everstep_operator.kube.resources import Resource
 from everstep_operator.kube.wire import KubeObject, Wire
 from everstep_operator.page.model import May, Unavailable
+
+T = TypeVar("T")
 
 TTL = 30.0  # seconds for which an answer counts
 READERS, RIGHTS = 64, 1100  # readers that are kept, and namespaces of each
@@ -37,22 +38,6 @@ COOKIE = "__Host-everstep"  # a browser sends it back over TLS, or to localhost,
 LOGIN, LOGOUT = "/login", "/logout"
 
 
-class _User(Wire, frozen=True, kw_only=True):
-    username: str = ""
-    uid: str = ""
-    groups: tuple[str, ...] = ()
-    extra: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-
-
-class _TokenStatus(Wire, frozen=True, kw_only=True):
-    authenticated: bool = False
-    user: _User = _User()
-
-
-class _TokenReview(KubeObject, frozen=True, kw_only=True):
-    status: _TokenStatus = _TokenStatus()
-
-
 class _AccessStatus(Wire, frozen=True, kw_only=True):
     allowed: bool = False
 
@@ -61,7 +46,6 @@ class _AccessReview(KubeObject, frozen=True, kw_only=True):
     status: _AccessStatus = _AccessStatus()
 
 
-TOKEN_REVIEWS = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", _TokenReview, namespaced=False)
 ACCESS_REVIEWS = Resource(
     "authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", _AccessReview, namespaced=False
 )
@@ -69,7 +53,7 @@ ACCESS_REVIEWS = Resource(
 
 @dataclass(slots=True)
 class _Reader:
-    user: _User
+    user: TokenIdentity
     until: float  # monotonic seconds
     rights: OrderedDict[str, tuple[bool, float]] = field(default_factory=OrderedDict)  # by namespace, with their ends
 
@@ -119,11 +103,11 @@ class ReviewedAccess:
             if len(self._strangers) >= STRANGERS:
                 raise Unavailable("Too many tokens were tried: wait ten seconds.")
             self._strangers.append(now)
-        review = await self._create(TOKEN_REVIEWS, {"spec": {"token": token}})
-        if not review.status.authenticated or not review.status.user.username:
+        user = await self._review(lambda: self._client.review_token(token, ()))
+        if isinstance(user, TokenRefused) or not user.username:
             self._readers.pop(key, None)
             return None
-        reader = _Reader(review.status.user, self._monotonic() + TTL)
+        reader = _Reader(user, self._monotonic() + TTL)
         if known is not None and known.user == reader.user:
             reader.rights = known.rights
         self._readers[key] = reader
@@ -145,18 +129,19 @@ class ReviewedAccess:
                 "namespace": namespace, "verb": "get", "group": labels.GROUP, "resource": labels.PLURAL,
             },
         }  # fmt: skip
-        allowed = bool((await self._create(ACCESS_REVIEWS, {"spec": spec})).status.allowed)
+        review = await self._review(lambda: self._client.create(ACCESS_REVIEWS, None, {"spec": spec}))
+        allowed = review.status.allowed
         reader.rights[namespace] = allowed, self._monotonic() + TTL
         reader.rights.move_to_end(namespace)
         while len(reader.rights) > RIGHTS:
             reader.rights.popitem(last=False)
         return allowed
 
-    async def _create(self, resource: Resource[Any], body: Mapping[str, Any]) -> Any:
+    async def _review(self, ask: Callable[[], Awaitable[T]]) -> T:
         """A review stores nothing, whatever becomes of the request."""
         try:
             async with self._slots:
-                return await self._client.create(resource, None, body)
+                return await ask()
         except KubeError as e:
             raise Unavailable(f"The API server does not say who may read: {e}") from e
 

@@ -7,19 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.jobs.costs import PENDING, STATES, seconds_by_state
+from everstep.jobs.costs import MEANINGS, STAGES, seconds_by_state
 from everstep.jobs.timeline import Timeline
 from everstep.jobs.view import View, age, ended, moment
 from everstep_operator.page.model import Commit, Listed
 
 GOOD = frozenset(["Running", "Complete", "training", "Succeeded"])
 BAD = frozenset(["Failed", "Deleted"])
-STAGES = {
-    "detectMs": ("detect", "from the fault until it was noticed"),
-    "rendezvousMs": ("form", "from the notice to the new round"),
-    "restoreMs": ("restore", "reading the training state"),
-    "firstStepMs": ("first step", "from the restored state to the next step"),
-}
 NONE = "–"
 LANES = 64  # workers that are drawn
 WIDTH = 1000  # of a bar, in its own units
@@ -97,7 +91,6 @@ def fleet(jobs: Iterable[Listed], text: str, status: str) -> list[Listed]:
 def row(each: Listed, now: datetime) -> Row:
     view = each.view
     total = f" of {view.total_steps}" if view.total_steps is not None else ""
-    end = _end(view) or now
     return Row(
         key=each.key,
         name=view.job,
@@ -109,7 +102,7 @@ def row(each: Listed, now: datetime) -> Row:
         step=f"{shown(view.step)}{total}",
         goodput=view.goodput or NONE,
         committed=shown(view.committed),
-        commit_age=age(committed_at(view), end) or NONE,
+        commit_age=age(view.committed_at, view.over_at or now) or NONE,
         restarts=view.restarts,
         age=age(view.began, now) or NONE,
     )
@@ -124,24 +117,12 @@ def shown(value: object) -> str:
     return NONE if value is None or value == "" else str(value)
 
 
-def committed_at(view: View) -> str:
-    """RFC 3339; empty if nothing is committed."""
-    return str((view.raw_status.get("checkpoint") or {}).get("committedAt") or "")
-
-
-def _end(view: View) -> datetime | None:
-    """When the job was over; None while it goes on."""
-    if not ended(view.raw_status) and view.status != "Deleted":
-        return moment(view.as_of)
-    return moment(str(view.raw_status.get("completionTime") or "")) or moment(view.as_of)
-
-
 def risk(view: View, now: datetime, commits: Sequence[Commit] = ()) -> Risk | None:
     """`commits` of the log may be newer than what the status has. None: the job is over, or has taken no step."""
     if ended(view.raw_status) or view.as_of or view.step is None:
         return None
     known = [(each.step, each.at) for each in commits if each.complete]
-    known += [(view.committed, committed_at(view))] if view.committed is not None else []
+    known += [(view.committed, view.committed_at)] if view.committed is not None else []
     if not known:
         began = moment(view.began)
         seconds = None if began is None else max(0.0, (now - began).total_seconds())
@@ -170,8 +151,7 @@ def goodput(view: View, now: datetime) -> tuple[Part, ...]:
     if not view.raw_status.get("stateSeconds"):
         return ()
     seconds = seconds_by_state(view, now)
-    meanings = {**STATES, PENDING: "what it was shows with the next report, loss or status"}
-    return _parts([(state, state, float(seconds[state]), meanings[state]) for state in meanings])
+    return _parts([(state, state, float(seconds[state]), meaning) for state, meaning in MEANINGS.items()])
 
 
 def _parts(values: Sequence[tuple[str, str, float, str]]) -> tuple[Part, ...]:
@@ -207,16 +187,6 @@ def _recovery(record: Mapping[str, Any]) -> Recovery:
         seconds=span(sum(seconds for _, _, seconds, _ in known)) if known else NONE,
         parts=_parts(known),
     )
-
-
-def size(value: int) -> str:
-    """`1.2 GiB`."""
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
 
 
 def lanes(timeline: Timeline) -> tuple[Timeline, int]:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from everstep.jobs.drawing import draw, text
 from everstep.jobs.timeline import build, since
-from everstep.jobs.view import age, condition
+from everstep.jobs.view import age, byte_size, condition
 from everstep_operator.endpoint.connections import ConnectionBounds
 from everstep_operator.endpoint.server import HttpServer, ServerOptions
 from everstep_operator.page import rows
@@ -86,7 +86,7 @@ class Page:
             lstrip_blocks=True,
         )
         self._templates.filters |= {
-            "shown": rows.shown, "span": rows.span, "size": rows.size, "kind": rows.kind, "utc": rows.utc,
+            "shown": rows.shown, "span": rows.span, "size": byte_size, "kind": rows.kind, "utc": rows.utc,
             "path": lambda key: quote(key, safe="/"), "figure": lambda value: f"{value:.4g}",
         }  # fmt: skip
 
@@ -210,8 +210,8 @@ def _facts(detail: Detail, now: datetime, window: str) -> dict[str, Any]:
         "goodput": rows.goodput(view, now),
         "recoveries": rows.recoveries(view),
         "risk": rows.risk(view, now, detail.commits or ()),
-        "commit_age": age(rows.committed_at(view), now),
-        "committed_at": rows.committed_at(view),
+        "commit_age": age(view.committed_at, now),
+        "committed_at": view.committed_at,
         "drawing": draw(timeline, title) if timeline.lanes else "",
         "drawing_text": text(timeline) if timeline.lanes else "",
         "left_out": left_out,

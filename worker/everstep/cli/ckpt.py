@@ -33,6 +33,7 @@ from everstep.cli.ckpt_common import (
 )  # fmt: skip
 from everstep.cli.printing import SafeConsole, cell, say
 from everstep.contract import redact
+from everstep.jobs.view import byte_size
 
 if TYPE_CHECKING:
     from everstep.checkpoint.format.manifest import CommitRecord
@@ -63,7 +64,7 @@ def ls(url: Url, as_json: AsJson = False, storage_option: Options = None) -> Non
     table = _table(("STEP", "RECORD", "SIZE", "WORLD"), ("COMMITTED", "STATE"))
     for f in commits:
         state, style = _state(f)
-        table.add_row(str(f.step), str(f.n), _size(f.bytes), str(f.world_size), cell(f.at), cell(state, style))
+        table.add_row(str(f.step), str(f.n), byte_size(f.bytes), str(f.world_size), cell(f.at), cell(state, style))
     _console().print(table)
 
 
@@ -89,17 +90,17 @@ def show(
     )
     keys = _table(("TENSORS", "SIZE"), ("KEY", "KIND"))
     for key, kind, count, size in _keys(commit):
-        keys.add_row(str(count), _size(size), cell(key), cell(kind))
+        keys.add_row(str(count), byte_size(size), cell(key), cell(kind))
     console.print(keys)
     shards = _table(("SIZE",), ("SHARD",))
     for shard in commit.shards:
-        shards.add_row(_size(shard.bytes), cell(shard.path))
+        shards.add_row(byte_size(shard.bytes), cell(shard.path))
     console.print(shards)
     if tensors:
         rows = _table(("SIZE", "PIECES"), ("TENSOR", "TYPE", "SHAPE"))
         for e in commit.entries:
             size = sum(p.end - p.begin for p in e.pieces)
-            rows.add_row(_size(size), str(len(e.pieces)), cell(e.name), e.dtype, cell(str(list(e.shape))))
+            rows.add_row(byte_size(size), str(len(e.pieces)), cell(e.name), e.dtype, cell(str(list(e.shape))))
         console.print(rows)
 
 
@@ -121,7 +122,7 @@ def verify(
         say(json.dumps([{"step": r.step, "n": r.n, "problems": list(p)} for r, p in results], indent=2))
     else:
         for r, problems in results:
-            size = _size(sum(s.bytes for s in r.shards))
+            size = byte_size(sum(s.bytes for s in r.shards))
             say(f"step {r.step}  record {r.n}  {'damaged' if problems else 'whole'}  {size}")
             for problem in problems:
                 say(f"  {problem}")
@@ -181,7 +182,7 @@ def restore(
         commit = catalog.find(step, record, tag)
         target = open_for(dest, storage_option, to_write=True)
         copied = copy(store, commit, target, uuid.uuid4().hex, now())
-    size = _size(sum(s.bytes for s in copied.shards))
+    size = byte_size(sum(s.bytes for s in copied.shards))
     say(f"step {copied.step}: {size} copied to {redact.text(target.url)}")
 
 
@@ -259,12 +260,3 @@ def _table(numbers: tuple[str, ...], texts: tuple[str, ...]) -> Table:
 def _console() -> SafeConsole:
     # In a pipe there is no width to keep to: a row is a line.
     return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=10_000)
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"

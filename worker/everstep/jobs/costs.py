@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.jobs.view import View, ended, moment
+from everstep.jobs.view import View, moment
 
 # The states of `status.stateSeconds` (ADR 0056), and what is in none of them yet.
 STATES = {
@@ -21,7 +21,14 @@ STATES = {
     "unknown": "the script reports nothing, or an older operator saw to the job",
 }
 PENDING = "pending"
-_PARTS = ("detectMs", "rendezvousMs", "restoreMs", "firstStepMs")
+MEANINGS = {**STATES, PENDING: "what it was shows with the next report, loss or status"}
+# The stages of a recovery, by their fields of a record in `status.recoveries`: each with its name and its meaning.
+STAGES = {
+    "detectMs": ("detect", "from the fault until it was noticed"),
+    "rendezvousMs": ("form", "from the notice to the new round"),
+    "restoreMs": ("restore", "reading the training state"),
+    "firstStepMs": ("first step", "from the restored state to the next step"),
+}
 
 
 def seconds_by_state(view: View, now: datetime) -> dict[str, int]:
@@ -31,7 +38,7 @@ def seconds_by_state(view: View, now: datetime) -> dict[str, int]:
     kept = status.get("stateSeconds") or {}
     seconds = {state: int(kept.get(state) or 0) for state in STATES}
     start = moment(str(status.get("startTime") or ""))
-    end = (moment(str(status.get("completionTime") or "")) if ended(status) else None) or moment(view.as_of) or now
+    end = view.over_at or now
     present = 0.0 if start is None else max(0.0, (end - start).total_seconds())
     active = int((status.get("earlierActiveSeconds") or 0) + present)
     # A clock that is behind the cluster's may make the life shorter than its parts.
@@ -71,7 +78,7 @@ def by_node(views: Iterable[tuple[str, View]]) -> list[NodeCost]:
             node = record.get("node") or None
             cost = costs.setdefault((where, node), NodeCost(node, where))
             cost.recoveries += 1
-            cost.seconds += sum(int(record.get(part) or 0) for part in _PARTS) / 1000
+            cost.seconds += sum(int(record.get(part) or 0) for part in STAGES) / 1000
             cost.lost_steps += int(record.get("lostSteps") or 0)
             cost.causes[str(record.get("cause"))] += 1
             cost.last = max(cost.last, str(record.get("at") or ""), key=_order)

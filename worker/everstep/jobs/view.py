@@ -73,6 +73,22 @@ class View:
         """Of a job that nobody has seen yet."""
         return cls(job, "Pending", "it has just begun", 0, 0, None, None, None, 0, "", (), (), {})
 
+    @property
+    def committed_at(self) -> str:
+        """When the newest commit was made, RFC 3339; empty if nothing is committed."""
+        return str((self.raw_status.get("checkpoint") or {}).get("committedAt") or "")
+
+    @property
+    def checkpoint_url(self) -> str:
+        """Where the commits are; empty if the status names no place."""
+        return str((self.raw_status.get("checkpoint") or {}).get("url") or "")
+
+    @property
+    def over_at(self) -> datetime | None:
+        """When the job was over, or when it was so; None while it goes on."""
+        end = str(self.raw_status.get("completionTime") or "") if ended(self.raw_status) else ""
+        return moment(end) or moment(self.as_of)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -226,6 +242,16 @@ def clock_time(text: str) -> str:
         return text
     own = at.astimezone()
     return own.strftime("%H:%M:%S" if own.date() == datetime.now().astimezone().date() else "%Y-%m-%d %H:%M:%S")
+
+
+def byte_size(count: int) -> str:
+    """`512 B`, `1.2 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
 
 
 def age(began: str, now: datetime) -> str:

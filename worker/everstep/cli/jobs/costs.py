@@ -12,7 +12,7 @@ from everstep.cli.jobs import tables
 from everstep.cli.jobs.commands import Context, Format, Job, Kubeconfig, Namespace, Out, gather
 from everstep.cli.jobs.tables import Output
 from everstep.cli.printing import cell, say_error
-from everstep.jobs.costs import PENDING, STATES, NodeCost, by_node, seconds_by_state
+from everstep.jobs.costs import MEANINGS, NodeCost, by_node, seconds_by_state
 from everstep.jobs.source import JobError, Unreachable, Where, pick
 
 app = typer.Typer(add_completion=False)
@@ -42,8 +42,7 @@ def goodput(
 def _states(seconds: dict[str, int], total: int) -> Table:
     names = ("STATE", "SECONDS", "SHARE", "MEANING")
     table = tables.columns(names, right=names[1:3], wraps=names)
-    meanings = {**STATES, PENDING: "what it was shows with the next report, loss or status"}
-    for state, meaning in meanings.items():
+    for state, meaning in MEANINGS.items():
         share = f"{100 * seconds[state] / total:.1f}%" if total else "–"
         table.add_row(*map(cell, (state, str(seconds[state]), share)), cell(meaning, "dim"))
     whole = cell("the time for which the job was not suspended", "dim")

@@ -30,17 +30,13 @@ class Row:
     view: View
     rate: float | None  # steps a second
 
-    @property
-    def committed_at(self) -> str:
-        return str((self.view.raw_status.get("checkpoint") or {}).get("committedAt") or "")
-
     def to_json(self) -> dict[str, Any]:
         view = self.view
         return {
             "where": self.where, "namespace": view.namespace, "job": view.job, "status": view.status,
             "ready": view.ready, "wanted": view.wanted, "step": view.step, "total_steps": view.total_steps,
             "steps_per_second": self.rate, "goodput": view.goodput, "committed": view.committed,
-            "committed_at": self.committed_at or None,
+            "committed_at": view.committed_at or None,
         }  # fmt: skip
 
 
@@ -111,7 +107,7 @@ def _table(rows: list[Row]) -> Table:
         texts = [
             view.job, view.status, f"{view.ready}/{view.wanted}", f"{tables.shown(view.step)}{total}",
             "–" if row.rate is None else f"{row.rate:.3g}", view.goodput or "–", tables.shown(view.committed),
-            age(row.committed_at, now) or "–", row.where,
+            age(view.committed_at, now) or "–", row.where,
         ]  # fmt: skip
         table.add_row(*map(cell, texts))
     return table
