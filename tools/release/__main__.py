@@ -152,15 +152,13 @@ def main() -> int:
     parser.add_argument("--torch", required=True, help="the arguments by which pip installs PyTorch")
     parser.add_argument("--without-results", action="store_true", help=f"without {results.FILE}; the notes say so")
     arguments = parser.parse_args()
-    try:
-        folder = release(
-            versions.ROOT, arguments.version, tuple(shlex.split(arguments.torch)), arguments.without_results
-        )
-    except ReleaseError as e:
-        print(f"make release: {e}", file=sys.stderr)
-        return 1
-    _say(f"{folder.relative_to(versions.ROOT)} has {len(list(folder.rglob('*')))} files, {SUMS} their sums")
-    return 0
+
+    def work() -> None:
+        torch = tuple(shlex.split(arguments.torch))
+        folder = release(versions.ROOT, arguments.version, torch, arguments.without_results)
+        _say(f"{folder.relative_to(versions.ROOT)} has {len(list(folder.rglob('*')))} files, {SUMS} their sums")
+
+    return commands.ended("make release", work)
 
 
 if __name__ == "__main__":

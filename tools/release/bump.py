@@ -13,8 +13,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from release import changelog, crd, manifests, versions
-from release.commands import refuse_changes
+from release import changelog, commands, crd, manifests, versions
 from release.errors import ReleaseError
 
 
@@ -25,7 +24,7 @@ def bump(root: Path, version: str, date: str) -> None:
     newest = max([present, *changelog.released(root)])
     if parsed <= newest:
         raise ReleaseError(f"VERSION={version} is not newer than {newest}")
-    refuse_changes(root)
+    commands.refuse_changes(root)
     texts = versions.changed(root, version)
     if versions.RELEASE.fullmatch(version):
         crd.check_release(root, version)
@@ -50,13 +49,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make version", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("version")
     version = parser.parse_args().version
-    try:
+
+    def work() -> None:
         bump(versions.ROOT, version, datetime.now(UTC).date().isoformat())
-    except ReleaseError as e:
-        print(f"make version: {e}", file=sys.stderr)
-        return 1
-    print(f"The checkout has the version {version}. Look at `git diff`, then: make setup && git add -A && git commit")
-    return 0
+        after = "Look at `git diff`, then: make setup && git add -A && git commit"
+        print(f"The checkout has the version {version}. {after}")
+
+    return commands.ended("make version", work)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from release.errors import ReleaseError
@@ -36,6 +37,16 @@ def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
         words = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-LAST:])
         raise ReleaseError(f"{name} {' '.join(map(str, command[1:4]))}… ended with {ended.returncode}:\n{words}")
     return ended.stdout
+
+
+def ended(program: str, work: Callable[[], None]) -> int:
+    """The exit code of a program that does this. What it refuses is one line for the person."""
+    try:
+        work()
+    except ReleaseError as e:
+        print(f"{program}: {e}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def git(root: Path, *arguments: str) -> str:

@@ -28,12 +28,6 @@ from everstep_operator.plan.planner import plan
 from everstep_operator.runtime.clock import SystemClock
 
 FORMATS = ("yaml", "json")
-KINDS = {
-    CreateService: ("v1", "Service"),
-    CreateDisruptionBudget: ("policy/v1", "PodDisruptionBudget"),
-    CreateNetworkPolicy: ("networking.k8s.io/v1", "NetworkPolicy"),
-    CreatePod: ("v1", "Pod"),
-}
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)  # the same objects each time, so that two versions of a file can be compared
 
 
@@ -78,15 +72,14 @@ async def _objects(job: Prepared, namespace: str | None) -> list[dict[str, Any]]
     except (KubeError, SpecError) as e:
         raise JobFileError(f"{job.name}: a cluster would refuse this job: {e}") from e
     decided = plan(seen)
-    created = [action for stage in decided.stages for action in stage.actions if type(action) in KINDS]
+    created = [
+        action.body
+        for stage in decided.stages
+        for action in stage.actions
+        if isinstance(action, CreateService | CreateDisruptionBudget | CreateNetworkPolicy | CreatePod)
+    ]
     if not created:
         raise JobFileError(f"{job.name}: the operator would create nothing: {decided.reason}")
-    return [_object(action, namespace) for action in created]
-
-
-def _object(action: Any, namespace: str) -> dict[str, Any]:
-    """Without its owner, which has a UID once the job is in a cluster."""
-    version, kind = KINDS[type(action)]
-    metadata = {"name": action.name, "namespace": namespace, **action.body.get("metadata", {})}
-    metadata.pop("ownerReferences", None)
-    return {"apiVersion": version, "kind": kind, **action.body, "metadata": metadata}
+    for body in created:
+        body["metadata"].pop("ownerReferences", None)  # the owner has a UID once the job is in a cluster
+    return created

@@ -11,6 +11,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from everstep.agent.arguments import Arguments, UsageError, read
 from everstep.agent.loop import Agent
@@ -29,8 +31,12 @@ log = logging.getLogger("everstep.agent")
 USAGE = 2
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the agent, and end Python with its exit code."""
+async def _run(arguments: Arguments) -> int:
+    return await Agent(arguments, os.environ).run()
+
+
+def main(argv: list[str] | None = None, run: Callable[[Arguments], Coroutine[Any, Any, int]] = _run) -> None:
+    """Run the agent, as `run` does, and end Python with its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     level = os.environ.get("EVERSTEP_LOG_LEVEL", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
@@ -59,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
             os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *argv])  # noqa: S606
         if arguments.unused:
             log.warning("%s: without meaning here; see docs/reference/everstep-run.md", ", ".join(arguments.unused))
-        code = asyncio.run(_run(arguments))
+        code = asyncio.run(run(arguments))
     except UsageError as e:
         sys.exit(_usage(e))
     except KeyboardInterrupt:  # Ctrl-C before the processes start, or after their end
@@ -69,10 +75,6 @@ def main(argv: list[str] | None = None) -> None:
         log.error("%s", e)
         sys.exit(1)
     sys.exit(code)
-
-
-async def _run(arguments: Arguments) -> int:
-    return await Agent(arguments, os.environ).run()
 
 
 def _usage(error: UsageError) -> int:

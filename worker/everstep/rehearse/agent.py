@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from everstep.agent import main as agent
 from everstep.agent.arguments import OUR_BACKENDS, Arguments
 from everstep.agent.loop import Agent
+from everstep.agent.main import main
 from everstep.agent.processes.client import ForkServer
 from everstep.agent.processes.forkserver import die_with
 from everstep.agent.processes.output import Files
@@ -162,5 +162,4 @@ if __name__ == "__main__":
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     die_with(given.pid)
-    agent._run = _run
-    agent.main(given.arguments)
+    main(given.arguments, _run)

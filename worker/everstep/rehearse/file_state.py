@@ -57,8 +57,3 @@ def _is_by_script(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def read(folder: Path) -> tuple[str, ...]:
-    """The files that the processes of a run have noted."""
-    return tuple(sorted({line for path in folder.glob(FILES) for line in path.read_text().splitlines()}))

@@ -3,8 +3,7 @@ kept by hand, a hidden state, a replay buffer.
 
 What stands in a module or in a container is one value, under the name of the outermost one. A large tensor that hangs
 in a graph of derivatives is a result of its step, and left out; a small one may be a loss that a later step is
-compared with. Bounds: `VISITS` objects, `MOST` tensors, `MOST_BYTES`; what
-lies beyond is named.
+compared with. Bounds: `VISITS` objects, `MOST` tensors, `MOST_BYTES`; what lies beyond is named.
 """
 
 from __future__ import annotations

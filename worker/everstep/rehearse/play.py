@@ -167,8 +167,8 @@ class Player:
             timeline.read(place, began_at), begins, repeated, carried_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
-            (place / record.UNCONVERTED).exists(), record.evaluated(place), worker_state.read(place),
-            file_state.read(place), tuple(commits) if not (own_loop or in_library) else (), live,
+            (place / record.UNCONVERTED).exists(), record.evaluated(place), record.noted(place, worker_state.FILES),
+            record.noted(place, file_state.FILES), tuple(commits) if not (own_loop or in_library) else (), live,
         )  # fmt: skip
 
     def _run(

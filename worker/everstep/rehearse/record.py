@@ -105,6 +105,11 @@ def evaluated(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(int(path.name.removeprefix(EVALUATED)) for path in folder.glob(f"{EVALUATED}*")))
 
 
+def noted(folder: Path, pattern: str) -> tuple[str, ...]:
+    """The lines of these files of the run's processes, each once, sorted."""
+    return tuple(sorted({line for path in folder.glob(pattern) for line in path.read_text().splitlines()}))
+
+
 def each(folder: Path) -> Iterator[Record]:
     """All of them, of steps that were taken again too."""
     for path in sorted(folder.glob(RECORDS)):

@@ -87,9 +87,3 @@ def _entries(roots: Roots) -> Iterator[tuple[str, dict[Any, str]]]:
             first = list(holder.value.items())[:MOST_ENTRIES]
             with contextlib.suppress(Exception):
                 yield holder.name, {key: contents.digest(part) for key, part in first}
-
-
-def read(folder: Path) -> tuple[str, ...]:
-    """The names that the workers of a run have noted."""
-    names = {line for path in folder.glob(FILES) for line in path.read_text().splitlines()}
-    return tuple(sorted(names))

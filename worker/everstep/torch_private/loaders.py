@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from everstep.torch_private.patches import Replacements
+from everstep.torch_private.patches import Replacements, around, replace
 
 DATASET = "_dataset"  # the attribute of an iterator that has what it reads
 
@@ -33,19 +33,13 @@ def sampler_of(loader: Any) -> Any:
 def behind_each_fetch(fetched: Callable[[Any, Any], None]) -> None:
     """Call a function with the dataset and its collate function behind each fetch, in this process and in the workers
     that are forked from it, until this process ends."""
-    for kind in (_IterableDatasetFetcher, _MapDatasetFetcher):
-        _call_behind(kind, fetched)
 
-
-def _call_behind(kind: Any, fetched: Callable[[Any, Any], None]) -> None:
-    fetch = kind.fetch
-
-    def fetching(fetcher: Any, index: Any) -> Any:
-        batch = fetch(fetcher, index)
+    def fetch(function: Any, fetcher: Any, index: Any) -> Any:
+        batch = function(fetcher, index)
         fetched(fetcher.dataset, fetcher.collate_fn)
         return batch
 
-    kind.fetch = fetching
+    replace("fetch", around(fetch), _IterableDatasetFetcher, _MapDatasetFetcher)
 
 
 def dataset_of(iterator: Any) -> Any:

@@ -1,8 +1,8 @@
 """A keyed permutation of [0, n) that is computed, not stored: O(1) memory for any n up to 2**48.
 
 It exists so that the order of an epoch is a function of (seed, epoch) alone, and any rank of any world size can begin
-anywhere in it. Knows nothing of datasets, epochs or torch. Invariants: a bijection on [0, n); the
-order is a stable format: another order is another `VERSION`.
+anywhere in it. Knows nothing of datasets, epochs or torch. Invariants: a bijection on [0, n); the order is a stable
+format: another order is another `VERSION`.
 
 Up to 256 items are a table, sorted by random words: each order is as likely as any other. Above that, an alternating
 Feistel network on the smallest power of two that holds n, its halves equal or one bit apart, made a permutation of

@@ -122,6 +122,7 @@ def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType])
         if is_script(frame.f_code.co_filename):
             texts.append((frame.f_globals, _text_in(frame.f_code)))
         frame = frame.f_back
+    attributes = frozenset[str]().union(*(text.set for _, text in texts))
     owners = dict[int, Any]()
     for variables, text in texts:
         waiting = [(variables[name], 0) for name in text.read if name in variables]
@@ -134,7 +135,7 @@ def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType])
             waiting += [(inner[name], level + 1) for name in text.read if name in inner] if level < _LEVELS else []
     for owner in owners.values():
         where = [getattr(owner, "__module__", None), getattr(owner, "__qualname__", owner.__name__)]
-        for name in frozenset[str]().union(*(text.set for _, text in texts)) & vars(owner).keys():
+        for name in attributes & vars(owner).keys():
             value = vars(owner)[name]
             if isinstance(value, _NUMBERS) or _is_of_script(value):
                 yield ".".join([*filter(None, where), name]), value
