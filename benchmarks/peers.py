@@ -53,6 +53,15 @@ ARMS = (
     Way("everstep_session_of_3", AGENT, "etcd-v3", OURS, session=True, script=SESSION, nodes="3"),
 )
 SESSIONS = ("everstep_session", "everstep_session_of_3")
+LABELS = {
+    "torchrun_dcp_default": "torchrun's defaults, DCP",
+    "torchrun_dcp": "torchrun, tuned, DCP",
+    "torchft_release": "torchft, release",
+    "torchft_nightly": "torchft, nightly",
+    "everstep_torchrun": "Everstep, torchrun",
+    "everstep_session": "Everstep, session",
+    "everstep_session_of_3": "the same, always 3 ranks",
+}
 BATCH = 24  # pieces; `peers_parts/gpt.py` has it too
 REPLACED = 2.0  # seconds from the death of an agent to the start of the next
 LIMIT = 420.0  # seconds for a run
@@ -245,7 +254,7 @@ def main() -> int:
         steps, faults, limit = 60, plan(args.seed, 60, 1), 20.0
     figures, outcomes = measure(arms, steps, faults, limit)
     if args.svg is not None:
-        curves = {name: plot.Curve(outcome.line, outcome.faults, outcome.ended) for name, outcome in outcomes.items()}
+        curves = {LABELS[arm]: plot.Curve(of.line, of.faults, of.ended) for arm, of in outcomes.items()}
         args.svg.write_text(plot.draw(curves, steps), encoding="utf-8")
     return finish(figures, args)
 

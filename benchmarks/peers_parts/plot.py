@@ -50,7 +50,7 @@ def _panel(name: str, curve: Curve, top: int, longest: float, steps: int) -> lis
     word = f"{curve.steps[-1][0]:.0f} s" if curve.ended else "did not end"
     return [
         f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT - RIGHT}" height="{PANEL}" fill="none" stroke="{PALE}"/>',
-        f'<text x="16" y="{top + PANEL // 2 + 4}" fill="{INK}">{escape(name.replace("_", " "))}</text>',
+        f'<text x="16" y="{top + PANEL // 2 + 4}" fill="{INK}">{escape(name)}</text>',
         *(
             f'<line x1="{_x(at, longest)}" x2="{_x(at, longest)}" y1="{top}" y2="{bottom}" stroke="{FAULT}" '
             'stroke-dasharray="3 3"/>'
