@@ -122,13 +122,13 @@ ROWS: dict[str, dict[Any, Any]] = {
     "sizes": _SIZES, "members": _MEMBER, "joining": _MEMBER, "seats": {0: "index", 2: "incarnation"},
     "reports": {3: "times"}, "history": {0: "round"},
 }  # fmt: skip
-WISH = {0: {key: f"member.{name}" for key, name in _MEMBER.items()}, 1: "after", 2: _SIZES}
+JOIN = {0: {key: f"member.{name}" for key, name in _MEMBER.items()}, 1: "after", 2: _SIZES}
 
 
 def field(path: tuple[Any, ...]) -> str:
     """How a refusal names the place."""
-    if path[0] == "wish":
-        named = WISH[path[1]]
+    if path[0] == "join":
+        named = JOIN[path[1]]
         return f"presence.{named if isinstance(named, str) else named[path[2]]}"
     if path[0] in ROWS:
         return f"{path[0]}.{ROWS[path[0]][path[1 if path[0] == 'sizes' else 2]]}"
@@ -153,7 +153,7 @@ def test_number_beyond_64_bits_is_refused_by_its_field_wherever_a_number_stands(
         if type(value) in (int, float):
             tried.add(path)
             # The version says of which form the others are.
-            name = "presence" if path == ("version",) and "wish" in body else field(path)
+            name = "presence" if path == ("version",) and "join" in body else field(path)
             with pytest.raises(error, match=f"^{re.escape(name)}: ."):
                 read(json.dumps(changed(body, path, number)).encode())
     assert len(tried) == places_of_numbers

@@ -203,7 +203,7 @@ def test_command_names_the_difference_and_the_remedy(tmp_path: Path) -> None:
     ended = subprocess.run([*command, old, new], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (
         1,
-        f"{new} does not take what {old} takes:\n  v1alpha1.spec.suspend was removed\n"
+        f"release.crd: {new} does not take what {old} takes:\n  v1alpha1.spec.suspend was removed\n"
         "Keep what clients and stored jobs use, or serve another version of the kind beside this one\n",
     )
     assert subprocess.run([*command, old, old], check=False).returncode == 0

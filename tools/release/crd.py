@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from packaging.version import Version
 
+from release import commands
 from release.errors import ReleaseError
 
 CURRENT = "manifests/crd.yaml"
@@ -179,12 +180,7 @@ def main() -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     arguments = parser.parse_args()
-    try:
-        check(arguments.old, arguments.new)
-    except ReleaseError as e:
-        print(e, file=sys.stderr)
-        return 1
-    return 0
+    return commands.ended(parser.prog, lambda: check(arguments.old, arguments.new))
 
 
 if __name__ == "__main__":

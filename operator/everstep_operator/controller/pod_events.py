@@ -1,7 +1,7 @@
 """Reads why the kubelet does not start a pod: a volume that does not mount stands in the pod's events alone.
 
-Bounds: one list a minute for each job, of one pod's warnings, and few at a time. Whatever goes wrong here costs only
-the reason: the status then names the command that shows it.
+Bounds: one list a minute for each job, of one page of one pod's warnings, and few at a time. Whatever goes wrong here
+costs only the reason: the status then names the command that shows it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PodEvents:
             async with self._slots:
                 selector = f"regarding.uid={pod.uid},type=Warning"
                 listed = await within(
-                    self._clock, SECONDS, self._client.list(EVENTS, namespace, field_selector=selector)
+                    self._clock, SECONDS, self._client.list(EVENTS, namespace, field_selector=selector, pages=1)
                 )
         except (KubeError, TimeoutError) as error:
             log.warning("events of a pod not read", extra={"pod": f"{namespace}/{pod.name}", "error": str(error)})

@@ -42,10 +42,12 @@ class _Document(msgspec.Struct):
     in_process: bool
     restarts: int
     history: Annotated[list[tuple[int, str, str, bool]], msgspec.Meta(max_length=MAX_HISTORY)]
+    id: str
+    floor: int
+    stopping: Annotated[list[str], msgspec.Meta(max_length=MAX_STOPPING)]
+    ruled: bool
     broken: str | None = None
     boundary: int | None = None
-    stopping: Annotated[list[str], msgspec.Meta(max_length=MAX_STOPPING)] = []
-    ruled: bool = False
     closed: str | None = None
 
 

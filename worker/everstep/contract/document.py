@@ -211,9 +211,8 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
     broken, boundary, closed = body.get("broken"), body.get("boundary"), body.get("closed")
     document = Document(
         sizes=_read_sizes(body.get("sizes"), "sizes", "sizes"),
-        # A release that does not know these fields writes none.
-        id=text(body.get("id", ""), "id", MAX_AGENT),
-        floor=number(body.get("floor", 0), "floor"),
+        id=text(body.get("id"), "id", MAX_AGENT),
+        floor=number(body.get("floor"), "floor"),
         round=number(body.get("round"), "round"),
         members=(yield from each(body.get("members"), "members", MAX_MEMBERS, read_member)),
         gone=(yield from each(body.get("gone"), "gone", MAX_MEMBERS, _loss)),
@@ -223,10 +222,9 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
         broken=None if broken is None else text(broken, "broken", MAX_REASON),
         boundary=None if boundary is None else number(boundary, "boundary"),
         done=(yield from each(body.get("done"), "done", MAX_MEMBERS, agent_name)),
-        # A release that does not know this field writes none.
-        stopping=(yield from each(body.get("stopping", []), "stopping", MAX_STOPPING, agent_name)),
+        stopping=(yield from each(body.get("stopping"), "stopping", MAX_STOPPING, agent_name)),
         in_process=flag(body.get("in_process"), "in_process"),
-        ruled=flag(body.get("ruled", False), "ruled"),
+        ruled=flag(body.get("ruled"), "ruled"),
         restarts=number(body.get("restarts"), "restarts"),
         history=(yield from each(body.get("history"), "history", MAX_HISTORY, _setback)),
         closed=None if closed is None else text(closed, "closed", MAX_REASON),
@@ -240,7 +238,7 @@ def decoding(data: bytes) -> Generator[None, None, Document]:
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
     """The value of an agent's presence: the member, and that it asks for a round newer than `after`. `patient`:
-    survivors wait for replacements, and decide for how long. Encoded, it is called `wish`, as older releases read it.
+    survivors wait for replacements, and decide for how long.
     """
 
     member: Member
@@ -250,14 +248,14 @@ class JoinRequest:
 
     def encode(self) -> bytes:
         body = [member_row(self.member), self.after, _sizes_row(self.sizes)]
-        patient = {"patient": True} if self.patient else {}
-        return json.dumps({"version": VERSION, "wish": body, **patient}, separators=(",", ":")).encode()
+        request = {"version": VERSION, "join": body, "patient": self.patient}
+        return json.dumps(request, separators=(",", ":")).encode()
 
 
 def decode_join_request(data: bytes) -> JoinRequest:
     """Read a presence's value. Raises DocumentInvalid."""
     body = parse_object(data, 64 * 1024)
-    join_request = body.get("wish")
+    join_request = body.get("join")
     if body.get("version") != VERSION or not isinstance(join_request, list) or len(join_request) != 3:
         raise DocumentInvalid(f"presence: {short(body)} is not a join request of version {VERSION}")
     sizes = _read_sizes(join_request[2], "presence.sizes", "presence")
@@ -265,7 +263,7 @@ def decode_join_request(data: bytes) -> JoinRequest:
         member=read_member(join_request[0], "presence.member"),
         after=number(join_request[1], "presence.after"),
         sizes=sizes,
-        patient=flag(body.get("patient", False), "presence.patient"),
+        patient=flag(body.get("patient"), "presence.patient"),
     )
 
 
