@@ -598,24 +598,24 @@ async def test_object_that_an_earlier_job_left_is_named_with_its_kind_and_the_re
     async with stage.operating():
         await stage.client.create(JOBS, "default", job)
 
-        async def told() -> bool:
+        async def is_named() -> bool:
             await stage.run_pods()
             conditions = (await stage.client.get(JOBS, "default", "digits")).status.get("conditions", ())
-            stalled = [c["message"] for c in conditions if c["type"] == "Stalled" and c["status"] == "True"]
+            told = [c["message"] for c in conditions if c["type"] == "NeedsAttention" and c["status"] == "True"]
             notes = [e.note for e in (await stage.client.list(EVENTS, "default")).items if e.reason == "NameTaken"]
             remedy = f"kubectl delete {resource.kind.lower()} {name} -n default"
             return all(
                 any(f"{resource.kind} {name} has a name" in text and remedy in text for text in texts)
-                for texts in (stalled, notes)
+                for texts in (told, notes)
             )
 
-        await stage.until("status and event name it", told)
+        await stage.until("status and event name it", is_named)
         await stage.client.delete(resource, "default", name, grace_seconds=0)
 
         async def begun() -> bool:
             await stage.run_pods()
             conditions = (await stage.client.get(JOBS, "default", "digits")).status.get("conditions", ())
-            stalled = any(c["type"] == "Stalled" and c["status"] == "True" for c in conditions)
-            return not stalled and len(await stage.pods()) == job["spec"]["replicas"]
+            waits = any(c["type"] == "NeedsAttention" and c["status"] == "True" for c in conditions)
+            return not waits and len(await stage.pods()) == job["spec"]["replicas"]
 
         await stage.until("the job goes on once it is deleted", begun)

@@ -15,6 +15,7 @@ class ConditionType(StrEnum):
     READY = "Ready"
     RECONCILING = "Reconciling"
     STALLED = "Stalled"
+    NEEDS_ATTENTION = "NeedsAttention"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"
     FAILED = "Failed"

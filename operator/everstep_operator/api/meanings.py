@@ -11,7 +11,10 @@ from everstep_operator.api.events import EventReason
 CONDITIONS: dict[ConditionType, str] = {
     ConditionType.READY: "The workers train, all or enough of them, or the training is done.",
     ConditionType.RECONCILING: "The operator, or the workers, still change something.",
-    ConditionType.STALLED: "Something waits for a person: the message says what. Or the job has failed.",
+    ConditionType.STALLED: "The job stands still: it waits for a person, or has failed. The message says for what, or "
+    "why.",
+    ConditionType.NEEDS_ATTENTION: "Something waits for a person, also while the job trains: the message says what. "
+    "There is none of this type before the first time.",
     ConditionType.SUSPENDED: "`spec.suspend` is true, and the operator has seen it.",
     ConditionType.COMPLETE: "The training is done.",
     ConditionType.FAILED: "The job ended without success.",

@@ -300,6 +300,7 @@ class Reconciler:
             )
         wanted = status.model_copy(
             update={"conditions": tuple(made[t] for t in sorted(made)), "observed_generation": obj.metadata.generation}
+            (ConditionType.NEEDS_ATTENTION, ConditionStatus.TRUE),
         )
         version = await self._recorder.write_status(obj, wanted)
         if version is not None:

@@ -80,9 +80,11 @@ async def test_policy_that_is_refused_is_told_and_keeps_no_job_from_running(plac
 
         async def told() -> bool:
             conditions = {c["type"]: c for c in (await place.status())["conditions"]}
-            stalled = conditions["Stalled"]
+            needs = conditions.get("NeedsAttention", {"status": "False"})
             words = "the API server refuses to create NetworkPolicy digits-workers: "
-            return stalled["status"] == "True" and words in stalled["message"] and "quota" in stalled["message"]
+            return needs["status"] == "True" and words in needs["message"] and "quota" in needs["message"]
 
         await eventually("the status says that the job has no policy, and why", told)
         assert await place.reason() == "Running"
+        stalled = next(c for c in (await place.status())["conditions"] if c["type"] == "Stalled")
+        assert stalled["status"] == "False", "by kstatus it would have failed"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from everstep_local.plan.simulation.edits import EDITS
+from everstep_operator.api.conditions import ConditionType
 
 if TYPE_CHECKING:
     from everstep_local.plan.simulation.cluster import World
@@ -50,10 +51,12 @@ def replicas(world: World) -> str:
     return f"replicas {world.status.replicas}, {len(world.pods)} pods"
 
 
-def stalled(world: World) -> str:
-    """What the condition Stalled says."""
-    stalled = next((c for c in world.status.conditions if c.type == "Stalled"), None)
-    return "" if stalled is None else f"stalled {stalled.status}: {stalled.message}"
+def attention(world: World) -> str:
+    """What waits for a person, and whether the job stands still by it."""
+    needs, stalled = map(world.status.condition, (ConditionType.NEEDS_ATTENTION, ConditionType.STALLED))
+    if needs is None or stalled is None:
+        return "nothing has needed attention"
+    return f"needs attention {needs.status}, stalled {stalled.status}: {needs.message}"
 
 
 def started(world: World) -> str:
@@ -76,7 +79,7 @@ COMMANDS: dict[str, Callable[..., str | None]] = {
     "damaged": damaged,
     "edited": edited,
     "replicas": replicas,
-    "stalled": stalled,
+    "attention": attention,
     "started": started,
     "pods": pods,
 }

@@ -51,16 +51,16 @@ def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
     waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM and facts.job.spec.elastic is not None
     if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
         events.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
-    stalled = observed.condition(ConditionType.STALLED)
-    begins = _holds(observed, ConditionType.STALLED) and not _holds(before, ConditionType.STALLED)
+    attention = observed.condition(ConditionType.NEEDS_ATTENTION)
+    begins = _holds(observed, ConditionType.NEEDS_ATTENTION) and not _holds(before, ConditionType.NEEDS_ATTENTION)
     if begins and ready_condition.starved(facts):
-        events.append(Event(EventReason.INSUFFICIENT_CAPACITY, stalled.message if stalled is not None else ""))
+        events.append(Event(EventReason.INSUFFICIENT_CAPACITY, attention.message if attention is not None else ""))
     elif begins and facts.snapshot.name_collisions:
         events.append(Event(EventReason.NAME_TAKEN, facts.snapshot.name_collisions[0]))
-    elif begins and stalled is not None and facts.snapshot.object_refused and facts.snapshot.create_refused is None:
-        events.append(Event(EventReason.CREATE_REFUSED, stalled.message))
-    elif begins and stalled is not None:
-        events.append(Event(EventReason.WORKER_WAITS, stalled.message))
+    elif begins and attention is not None and facts.snapshot.object_refused and facts.snapshot.create_refused is None:
+        events.append(Event(EventReason.CREATE_REFUSED, attention.message))
+    elif begins and attention is not None:
+        events.append(Event(EventReason.WORKER_WAITS, attention.message))
     return tuple(events)
 
 

@@ -1,8 +1,8 @@
 """Builds the status, which people and programs read, from what was observed.
 
 Conditions follow kstatus. The reason of Ready is the STATUS column. Reconciling is true while the operator works
-towards the spec, and Stalled while it cannot. A condition's transition time changes only with its status, so nothing is
-written when nothing happened.
+towards the spec, and Stalled while it cannot and the job does not train. A condition's transition time changes only
+with its status, so nothing is written when nothing happened.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verdict:
 
     reason: ReadyReason
     message: str
-    stalled: str | None = None  # why the operator cannot go on by itself
+    obstacle: str | None = None  # what the operator cannot overcome by itself
     quorum: Quorum | None = None  # None: the job is over
     failed: FailedReason | None = None  # why the job ended, if without success
 
@@ -185,13 +185,7 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
     conditions: dict[ConditionType, tuple[bool, str, str]] = {
         ConditionType.READY: (running or reason is ReadyReason.COMPLETE, reason, message),
         ConditionType.RECONCILING: (not reconciled, reason, message),
-        ConditionType.STALLED: (
-            verdict.stalled is not None or reason is ReadyReason.FAILED,
-            "Stalled" if verdict.stalled else reason,
-            (verdict.stalled or (message if reason is ReadyReason.FAILED else "nothing waits for a person"))[
-                :MAX_MESSAGE
-            ],
-        ),
+        ConditionType.STALLED: _stalled(verdict),
         ConditionType.QUORUM_REACHED: _quorum(verdict, world, ready),
     }
     for type_, its_reason, otherwise in _OF_ONE_REASON:
@@ -199,6 +193,10 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
         conditions[type_] = (holds, reason, message if holds else otherwise)
     if verdict.failed is not None:
         conditions[ConditionType.FAILED] = (True, verdict.failed, message)
+    if verdict.obstacle is not None:
+        conditions[ConditionType.NEEDS_ATTENTION] = (True, "WaitsForPerson", verdict.obstacle[:MAX_MESSAGE])
+    elif snapshot.job.status.condition(ConditionType.NEEDS_ATTENTION) is not None:
+        conditions[ConditionType.NEEDS_ATTENTION] = (False, reason, "nothing waits for a person")
     seen = snapshot.progress
     if seen.checkpoint_error is not None:
         why = _UNUSABLE.get(seen.checkpoint_error.partition(":")[0], "CommitFailed")
@@ -213,6 +211,17 @@ def _conditions(snapshot: Snapshot, verdict: Verdict, world: World, ready: int) 
         for type_, (status, why, text) in conditions.items()
     }
     return tuple(c for _, c in sorted({**old, **made}.items()))
+
+
+def _stalled(verdict: Verdict) -> tuple[bool, str, str]:
+    """By kstatus a job that is Stalled has failed, so one that trains is not, whatever waits beside it."""
+    if verdict.reason is ReadyReason.FAILED:
+        return True, verdict.reason, verdict.message[:MAX_MESSAGE]
+    if verdict.obstacle is None:
+        return False, verdict.reason, "nothing waits for a person"
+    if verdict.quorum is not None and verdict.quorum.reached:
+        return False, verdict.reason, f"the job trains; {ConditionType.NEEDS_ATTENTION} says what waits for a person"
+    return True, "Stalled", verdict.obstacle[:MAX_MESSAGE]
 
 
 def _quorum(verdict: Verdict, world: World, ready: int) -> tuple[bool, str, str]:

@@ -45,11 +45,11 @@ def verdict(facts: Facts) -> Verdict:
         message = f"spec.suspend is true: {ending}" + (f"; {stays}" if stays is not None else "")
         return Verdict(ReadyReason.SUSPENDED, message, stays, _quorum(facts, "the job is suspended"))
     why = blocked(facts)
-    stalled = why if why is not None and _has_waited_long(facts) else _overstayed(facts) or waits.not_ending(facts)
-    return _with_quorum(facts, why, stalled) if facts.world.has_quorum else _without_quorum(facts, why, stalled)
+    obstacle = why if why is not None and _has_waited_long(facts) else _overstayed(facts) or waits.not_ending(facts)
+    return _with_quorum(facts, why, obstacle) if facts.world.has_quorum else _without_quorum(facts, why, obstacle)
 
 
-def _with_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict:
     """The verdict if enough workers are in the world."""
     size, wanted = facts.world.size, facts.roster.wanted
     quorum = _quorum(facts, f"{number_of_workers(size)} train{'s' if size == 1 else ''}, of {wanted} wanted")
@@ -64,23 +64,23 @@ def _with_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
     training = max(0, size - len(facts.succeeded & facts.world.members))
     if size >= wanted:
         # A Service or a disruption budget cannot be made, or a node holds a pod that was replaced.
-        beside = stalled if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
+        beside = obstacle if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
         stays = beside or waits.not_ending(facts)
         return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _BY_EDIT and why is None
     reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
-    return Verdict(reason, message, stalled, quorum)
+    return Verdict(reason, message, obstacle, quorum)
 
 
-def _without_quorum(facts: Facts, why: str | None, stalled: str | None) -> Verdict:
+def _without_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict:
     """The verdict if the world has not formed yet, or has lost workers."""
     reason = _reason_without_quorum(facts)
     recovers = reason in _CHANGES
     waits = ", waiting for all workers" if facts.roster.replaces_all and recovers else ""
     counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}{_joining(facts)}"
     message = f"{counted}{waits}{_because(facts, why)}"
-    return Verdict(reason, message, stalled, _quorum(facts, message))
+    return Verdict(reason, message, obstacle, _quorum(facts, message))
 
 
 def _reason_without_quorum(facts: Facts) -> ReadyReason:
@@ -165,7 +165,7 @@ def of_change(now: Verdict, reason: ReadyReason, message: str) -> Verdict:
     """The verdict on a roster that is being published. A loss of quorum takes precedence."""
     if reason is ReadyReason.RECOVERING and now.reason is ReadyReason.WAITING_FOR_QUORUM:
         return replace(now, message=message)
-    return replace(now, reason=reason, message=message, stalled=None)
+    return replace(now, reason=reason, message=message, obstacle=None)
 
 
 def starved(facts: Facts) -> list[int]:

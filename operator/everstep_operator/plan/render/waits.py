@@ -106,8 +106,8 @@ def refused_earlier(facts: Facts) -> str | None:
     itself, or no worker waits for that."""
     if facts.snapshot.create_obstacle is not None or refused_since(facts) is None:
         return None
-    stalled = facts.job.status.condition(ConditionType.STALLED)
-    return stalled.message if stalled is not None and stalled.status is ConditionStatus.TRUE else None
+    before = facts.job.status.condition(ConditionType.NEEDS_ATTENTION)
+    return before.message if before is not None and before.status is ConditionStatus.TRUE else None
 
 
 def refused(what: str) -> str:
