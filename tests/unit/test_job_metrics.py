@@ -67,6 +67,8 @@ async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
         stepped = stage.clock.now().timestamp()
         await stage.until("it trains", lambda: ours(operator).get(f"everstep_job_workers {DIGITS}") == 4)
         seen = ours(operator)
+        recoveries = [name for name in seen if name.startswith("everstep_job_recoveries_total ")]
+        assert [seen[name] for name in recoveries] == [0] * len(Cause), "the first recovery is an increase"
         assert seen[f"everstep_job_step {DIGITS}"] == 10
         assert stepped - 1 <= seen[f"everstep_job_last_step_timestamp_seconds {DIGITS}"] <= stepped
         assert START.timestamp() <= seen[f"everstep_job_start_timestamp_seconds {DIGITS}"] <= stepped
@@ -256,6 +258,26 @@ async def test_seconds_under_c10d_and_without_suspended_time() -> None:
 
 async def exists(stage: Stage, pod: str) -> bool:
     return pod in await stage.pods()
+
+
+@pytest.mark.parametrize(("end", "outcome"), [("complete", "Complete"), ("overdue", "DeadlineExceeded")])
+async def test_end_of_a_job_is_counted_once_and_stays_when_the_job_is_gone(end: str, outcome: str) -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        await stage.client.create(JOBS, "default", JOB)
+        await stage.until("the job runs", stage.run_pods)
+        counter = f"everstep_jobs_ended_total {outcome}"
+        assert samples(operator.metrics)[counter] == 0
+        if end == "overdue":
+            await stage.client.merge_patch(JOBS, "default", "digits", {"spec": {"activeDeadlineSeconds": 1}})
+        else:
+            for name in await stage.pods():
+                await stage.end(name, 0)
+        await stage.until("it has ended", lambda: samples(operator.metrics)[counter] == 1)
+        await stage.client.delete(JOBS, "default", "digits", propagation="Background")
+        await stage.clock.advance(30)
+        ended = {n: v for n, v in samples(operator.metrics).items() if n.startswith("everstep_jobs_ended_total")}
+        assert {name: value for name, value in ended.items() if value} == {counter: 1}
 
 
 @pytest.mark.parametrize("end", ["complete", "deleted", "not leading", "replaced"])

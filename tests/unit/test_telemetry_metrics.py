@@ -7,6 +7,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from everstep_operator.api.conditions import Cause, FailedReason, Rung
 from everstep_operator.telemetry.job_metrics import ClusterFigures, JobFigures
 from everstep_operator.telemetry.metrics import STATUSES, Format, Metrics, ReportResult
 
@@ -48,6 +49,18 @@ def test_everything_that_happened_is_rendered() -> None:
     assert got["everstep_process_peak_memory_bytes", "host"] == 2**30
     assert got["everstep_process_peak_memory_bytes", "device"] == 5
     assert got["everstep_informer_relists_total", "pods"] == 1
+
+
+def test_what_has_not_happened_is_zero_so_that_the_first_time_is_an_increase() -> None:
+    m = Metrics(process=False)
+    ends = {key[1]: value for key, value in samples(m).items() if key[0] == "everstep_jobs_ended_total"}
+    assert ends == dict.fromkeys(("Complete", *FailedReason), 0)
+    recoveries = [value for key, value in samples(m).items() if key[0] == "everstep_recoveries_total"]
+    assert recoveries == [0] * (len(Cause) * len(Rung))
+    for outcome in ("Complete", "NoProgress", "no reason of ours"):
+        m.ended(outcome)
+    counted = [samples(m)["everstep_jobs_ended_total", word] for word in ("Complete", "NoProgress", "other")]
+    assert counted == [1, 1, 1]
 
 
 def test_status_without_jobs_falls_back_to_zero() -> None:

@@ -73,7 +73,8 @@ def of_job(
         last_commit=_seconds(committed_at),
         goodput=min(1.0, productive / active) if productive > 0 and active > 0 else None,
         seconds={str(state): value for state, value in reports.seconds.seconds(now).items()},
-        recoveries=dict(recoveries),
+        # Each cause from the beginning: the first recovery then is an increase.
+        recoveries={**dict.fromkeys(map(str, Cause), 0), **recoveries},
         recovery_seconds={} if last is None else _stages(last),
         recovery_lost_steps=None if last is None else last.lost_steps,
     )

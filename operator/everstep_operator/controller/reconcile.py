@@ -229,6 +229,10 @@ class Reconciler:
         newest = new.recoveries[0]
         if not recovery_record.is_open(new.recoveries):
             seconds = None if newest.rung == Rung.REGROW else recovery_record.total_ms(newest) / 1000
+        if is_finished(new) and not is_finished(old):
+            failed = new.condition(ConditionType.FAILED)
+            has_failed = failed is not None and failed.status is ConditionStatus.TRUE
+            self._metrics.ended(failed.reason if failed is not None and has_failed else ConditionType.COMPLETE)
             self._metrics.recovered(newest.cause, newest.rung, seconds)
 
     def _remember(self, obj: Unstructured) -> _JobMemory:

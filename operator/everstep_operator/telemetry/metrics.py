@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Plat
 from prometheus_client import exposition as plain
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from everstep_operator.api.conditions import Cause, ReadyReason, Rung
+from everstep_operator.api.conditions import Cause, ConditionType, FailedReason, ReadyReason, Rung
 from everstep_operator.telemetry import job_metrics
 from everstep_operator.telemetry.job_metrics import ClusterFigures
 
@@ -26,6 +26,7 @@ OTHER = "other"
 STATUSES = tuple(ReadyReason)
 CAUSES = tuple(Cause)
 RUNGS = tuple(Rung)
+OUTCOMES = (ConditionType.COMPLETE, *FailedReason)  # of a job
 VERBS = ("get", "list", "create", "patch", "replace", "delete", "review")
 LANES = ("change", "create", "event")
 RESOURCES = (
@@ -136,6 +137,12 @@ class Metrics:
         self._jobs = self._add(
             Gauge, "everstep_jobs", "Jobs by the reason of their Ready condition.", {"status": STATUSES}
         )
+        self._ended = self._add(
+            Counter,
+            "everstep_jobs_ended",
+            "Jobs that ended while this replica led: Complete, or why they failed.",
+            {"outcome": OUTCOMES},
+        )
         self._recoveries = self._add(
             Counter,
             "everstep_recoveries",
@@ -170,8 +177,14 @@ class Metrics:
             "everstep_leaderless_seconds",
             "For how long this replica has seen no replica lead; 0 while one does.",
         )
-        for status in STATUSES:  # a status without jobs is 0, not absent
+        # What has not happened yet is 0, not absent: the first time then is an increase.
+        for status in STATUSES:
             self._jobs.labels(status).set(0)
+        for outcome in OUTCOMES:
+            self._ended.labels(outcome)
+        for cause in CAUSES:
+            for rung in RUNGS:
+                self._recoveries.labels(cause, rung)
         for result in ReportResult:
             self._reports.labels(result.value)
 
@@ -214,6 +227,10 @@ class Metrics:
             counts[key] = counts.get(key, 0) + count
         for status, count in counts.items():
             self._jobs.labels(status).set(count)
+
+    def ended(self, outcome: str) -> None:
+        """A job has ended: Complete, or the reason of its condition Failed."""
+        self._ended.labels(_known_or_other(outcome, OUTCOMES)).inc()
 
     def recovered(self, cause: str, rung: str, seconds: float | None) -> None:
         """All members took their next step `seconds` after the fault was observed. None: training had resumed before,
