@@ -22,7 +22,7 @@ endif
 DEMO ?= .everstep/demo
 DEMO_STEPS ?= 700
 # The distributions, from this checkout. uv and pip both take the one here for what another one of them needs.
-OURS := -e './worker[worker,s3,gcs,azure]' -e './operator[kubeconfig]' -e ./local -e ./horovod -e ./sources
+OURS := -e './worker[worker,s3,gcs,azure]' -e './operator[kubeconfig,otel]' -e ./local -e ./horovod -e ./sources
 # Where a file *.pth names folders in which every process of the environment finds modules: those that tests share.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -59,7 +59,7 @@ LOCK := UV_CUSTOM_COMPILE_COMMAND='make lock' $(BIN)/uv pip compile -q --upgrade
   --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package everstep --no-emit-package everstep-operator
 
 lock: setup  ## renew requirements/: exact versions and hashes of what the images, local mode and a release install
-	$(LOCK) worker/pyproject.toml operator/pyproject.toml -o requirements/operator.txt
+	$(LOCK) worker/pyproject.toml operator/pyproject.toml --extra otel -o requirements/operator.txt
 	$(LOCK) worker/pyproject.toml --extra worker --extra s3 --overrides <(echo "torch; python_version < '3'") \
 	  -o requirements/worker.txt
 	$(LOCK) worker/pyproject.toml operator/pyproject.toml local/pyproject.toml --extra kubeconfig -o requirements/local.txt

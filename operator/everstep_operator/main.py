@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from everstep.contract import labels, variables
 from everstep.contract.messages import Report
@@ -19,6 +20,7 @@ from everstep_operator.arguments import Invocation, read
 from everstep_operator.controller.apply import Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
 from everstep_operator.controller.event_handlers import EventHandlers
+from everstep_operator.controller.incidents import Incidents
 from everstep_operator.controller.pod_events import PodEvents
 from everstep_operator.controller.reconcile import Reconciler
 from everstep_operator.controller.record import Recorder
@@ -47,11 +49,15 @@ from everstep_operator.runtime.leader_probe import LeaderProbe
 from everstep_operator.runtime.leaderless import Leaderless
 from everstep_operator.runtime.queue import WorkQueue
 from everstep_operator.runtime.write_limit import WriteLimit, WriteSlots
-from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError
+from everstep_operator.settings import VARIABLES, OperatorSettings, SettingsError, names_collector
 from everstep_operator.telemetry.job_metrics import ClusterFigures
 from everstep_operator.telemetry.logs import setup
 from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.telemetry.recovery_trace import RecoveryTrace
 from everstep_operator.worker_pods import Key
+
+if TYPE_CHECKING:
+    from everstep_operator.telemetry.otlp import Traces
 
 log = logging.getLogger("everstep.operator")
 
@@ -73,12 +79,13 @@ class Operator:
         clock: Clock,
         *,
         on_report: Callable[[PodIdentity, Report], None] = lambda _identity, _report: None,
+        on_recovery: Callable[[RecoveryTrace], None] = lambda _trace: None,
         synced: Callable[[], None] = freeze_startup_objects,
         alone: bool = False,
     ) -> None:
-        """`on_report` is called with every accepted report. `synced` is called once, when the caches are full. It
-        changes the garbage collection of the whole process, so the operator must be alone in it. `alone`: this API
-        server can have no other operator; see `LeaderElector`."""
+        """`on_report` is called with every accepted report, `on_recovery` with each recovery that is over. `synced` is
+        called once, when the caches are full. It changes the garbage collection of the whole process, so the operator
+        must be alone in it. `alone`: this API server can have no other operator; see `LeaderElector`."""
         self._clock, self.metrics, self._settings, self._synced = clock, metrics, settings, synced
         rng = random.SystemRandom().random
         self.caches = Caches.of(
@@ -139,6 +146,7 @@ class Operator:
             ),
             metrics=metrics,
             pod_events=PodEvents(clients.watches, clock),
+            incidents=Incidents(on_recovery),
             round_view=lambda job: view_of(self.rounds, job, is_new=self._is_new(job)),
             answers=lambda job, pod_uid: answers(self.rounds, job, pod_uid),
             forget=self.rounds.forget,
@@ -255,10 +263,11 @@ class Operator:
             await self._clock.sleep(METRICS_INTERVAL)
 
 
-async def _serve(invocation: Invocation) -> None:
+async def _serve(invocation: Invocation, traces: Traces | None) -> None:
     settings, clock, metrics = invocation.settings, SystemClock(), Metrics()
     async with connected(invocation.cluster.source, WRITES.total, metrics.api_request) as clients:
-        task = asyncio.create_task(Operator(clients, settings, metrics, clock).run())
+        send = (lambda _trace: None) if traces is None else traces.send
+        task = asyncio.create_task(Operator(clients, settings, metrics, clock, on_recovery=send).run())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
@@ -275,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `everstep-operator`."""
     try:
         invocation = read(sys.argv[1:] if argv is None else argv, os.environ)
+        traces = _traces(invocation.settings.pod_name)
     except (SettingsError, CredentialsError) as e:
         print(f"everstep-operator: {e}", file=sys.stderr)  # noqa: T201  # logging is not set up yet
         return 2
@@ -282,8 +292,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     for unknown in variables.unknown(os.environ, [v.name for v in VARIABLES]):
         log.warning("%s", unknown)
     _allow_files()
-    asyncio.run(_serve(invocation))
+    asyncio.run(_serve(invocation, traces))
+    if traces is not None:
+        traces.close()
     return 0
+
+
+def _traces(instance: str) -> Traces | None:
+    """None where no collector is named. Raises SettingsError where the exporter is not installed."""
+    if (variable := names_collector(os.environ)) is None:
+        return None
+    try:
+        from everstep_operator.telemetry.otlp import Traces  # noqa: PLC0415  # most operators send none
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"{variable}: the package {error.name} sends traces, and is not installed: "
+            "pip install 'everstep-operator[otel]', or unset the variable"
+        ) from error
+    return Traces(instance)
 
 
 def _allow_files() -> None:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep.contract import redact
 from everstep.contract.addresses import host_and_port
 from everstep_operator.errors import TerminalError
 
@@ -59,6 +60,31 @@ VARIABLES = (
     Variable("EVERSTEP_WORKERS", "jobs that are worked on at a time, 1 to 1024", "32"),
     Variable("EVERSTEP_LOG_LEVEL", "lowest level that is logged", "INFO", LEVELS),
 )
+
+
+# Those of OpenTelemetry by which its exporter finds the collector; the first that is set counts.
+OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+OTLP_HTTP = "http/protobuf"
+
+
+def names_collector(environ: Mapping[str, str]) -> str | None:
+    """The variable that names a collector of traces; None: no traces are sent. Raises SettingsError for a collector
+    that the exporter could not reach."""
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    name = next((name for name in OTLP_ENDPOINTS if environ.get(name)), None)
+    if name is None:
+        return None
+    if not environ[name].startswith(("http://", "https://")):
+        raise SettingsError(f"{name}: {redact.text(environ[name])!r} is no URL such as http://collector:4318")
+    protocol = next((protocol for protocol in OTLP_PROTOCOLS if environ.get(protocol)), None)
+    if protocol is not None and environ[protocol] != OTLP_HTTP:
+        raise SettingsError(
+            f"{protocol}: {environ[protocol]!r}: traces are sent by {OTLP_HTTP} alone, which collectors take at port "
+            "4318"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class JobProgress:
         self._straggler: str | None = None
         self._rehearsed: str | None = None
         self._first_step_at: datetime | None = None
+        self._new_step_at: datetime | None = None
         self._peak: ReportedPeak | None = None
 
     def published(self, round_: int, now: datetime) -> None:
@@ -188,6 +189,7 @@ class JobProgress:
             # Steps that are repeated after a loss are not productive: only new ones count.
             self._productive += (report.step - before) * (report.step_seconds or 0.0)
             self._step, self._stepped_at = report.step, now
+            self._new_step_at = self._new_step_at or now
         self._last = report
         self._step_seconds = report.step_seconds or self._step_seconds
 
@@ -212,6 +214,21 @@ class JobProgress:
         if report.committed_at is not None:
             self._committed_at = datetime.fromtimestamp(min(report.committed_at, 4e9), UTC)
         return healed
+
+    @property
+    def round(self) -> int:
+        """The round of the newest reports."""
+        return self._round
+
+    @property
+    def lost_at(self) -> datetime | None:
+        """When this operator noticed the last loss; None if it has noticed none."""
+        return self._lost_at
+
+    @property
+    def new_step_at(self) -> datetime | None:
+        """When the first step was reported in this round that had not been taken before."""
+        return self._new_step_at
 
     @property
     def peak_memory(self) -> ReportedPeak | None:

@@ -21,6 +21,7 @@ from everstep_operator.api.status import Condition, Status
 from everstep_operator.controller import figures, observe
 from everstep_operator.controller.apply import Applied, Applier
 from everstep_operator.controller.caches import BY_OWNER, Caches
+from everstep_operator.controller.incidents import Incidents
 from everstep_operator.controller.pod_events import AGAIN, PodEvents, PodReason
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.controller.record import Recorder
@@ -76,6 +77,7 @@ class Reconciler:
         settings: Settings,
         metrics: Metrics,
         pod_events: PodEvents,
+        incidents: Incidents,
         round_view: Callable[[Unstructured], RoundView | None],
         answers: Callable[[Unstructured, str], bool] = lambda _, __: False,
         forget: Callable[[str], None] = lambda _: None,
@@ -92,6 +94,7 @@ class Reconciler:
         self._settings = settings
         self._metrics = metrics
         self._pod_events = pod_events
+        self._incidents = incidents
         self._round_view = round_view
         self._answers = answers
         self._forget = forget
@@ -102,6 +105,7 @@ class Reconciler:
     def forget_all(self) -> None:
         """A new term of leadership begins: another replica may have decided since."""
         self._memory.clear()
+        self._incidents.forget_all()
         self._node_losses.clear()
         self._expectations.expire(self._clock.monotonic())
 
@@ -113,7 +117,7 @@ class Reconciler:
         if obj is None:
             self._expectations.forget(key)
             if (memory := self._memory.pop(key, None)) is not None:
-                self._forget(memory.uid)
+                self._is_gone(memory.uid)
             return Result("the job is gone", gone=True)
         memory = self._remember(obj)
         version = obj.metadata.resource_version
@@ -159,6 +163,7 @@ class Reconciler:
             held_back = self._wrote_just_now(memory)
             written = not held_back and await self._write(obj, memory, job, decided)
         memory.status = decided.status
+        self._incidents.follow(job, decided.status, memory.progress, self._clock.now())
         # Events come after the pods, because only people read events. They are written even if some pods were refused.
         events = decided.events if written else ()
         before = memory.applied
@@ -224,15 +229,15 @@ class Reconciler:
         return informs and new.model_copy(update={**quiet, "goodput": old.goodput}) == old
 
     def _count(self, old: Status, new: Status) -> None:
+        if is_finished(new) and not is_finished(old):
+            failed = new.condition(ConditionType.FAILED)
+            has_failed = failed is not None and failed.status is ConditionStatus.TRUE
+            self._metrics.ended(failed.reason if failed is not None and has_failed else ConditionType.COMPLETE)
         if not new.recoveries or new.recoveries == old.recoveries:
             return
         newest = new.recoveries[0]
         if not recovery_record.is_open(new.recoveries):
             seconds = None if newest.rung == Rung.REGROW else recovery_record.total_ms(newest) / 1000
-        if is_finished(new) and not is_finished(old):
-            failed = new.condition(ConditionType.FAILED)
-            has_failed = failed is not None and failed.status is ConditionStatus.TRUE
-            self._metrics.ended(failed.reason if failed is not None and has_failed else ConditionType.COMPLETE)
             self._metrics.recovered(newest.cause, newest.rung, seconds)
 
     def _remember(self, obj: Unstructured) -> _JobMemory:
@@ -240,12 +245,16 @@ class Reconciler:
         memory = self._memory.get(key)
         if memory is None or memory.uid != uid:
             if memory is not None:
-                self._forget(memory.uid)
+                self._is_gone(memory.uid)
             status = parse_status(obj.status)
             recoveries = figures.recoveries_by_cause(status.recoveries)
             memory = _JobMemory(uid, JobProgress(status, self._clock.now()), recoveries)
             self._memory[key] = memory
         return memory
+
+    def _is_gone(self, uid: str) -> None:
+        self._incidents.gone(uid, self._clock.now())
+        self._forget(uid)
 
     def _snapshot(self, obj: Unstructured, job: JobView, memory: _JobMemory) -> Snapshot:
         pods = tuple(_with_reason(pod, memory.pod_reason) for pod in self._pods_of(job))
@@ -291,6 +300,7 @@ class Reconciler:
         for type_, value in (
             (ConditionType.READY, ConditionStatus.FALSE),
             (ConditionType.STALLED, ConditionStatus.TRUE),
+            (ConditionType.NEEDS_ATTENTION, ConditionStatus.TRUE),
         ):
             old = made.get(type_)
             reason = ReadyReason.PENDING if type_ is ConditionType.READY else "InvalidSpec"
@@ -304,7 +314,6 @@ class Reconciler:
             )
         wanted = status.model_copy(
             update={"conditions": tuple(made[t] for t in sorted(made)), "observed_generation": obj.metadata.generation}
-            (ConditionType.NEEDS_ATTENTION, ConditionStatus.TRUE),
         )
         version = await self._recorder.write_status(obj, wanted)
         if version is not None:

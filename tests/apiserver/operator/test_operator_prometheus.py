@@ -23,7 +23,7 @@ STUCK = 5  # seconds without a step, in place of the page's 900
 THRESHOLDS = {
     "jobStuckSeconds": STUCK,
     "checkpointSeconds": 5,
-    "jobRecoveriesPerHour": FAILURES - 1,  # the first one is no increase
+    "jobRecoveriesPerHour": FAILURES,
     "jobWaitSeconds": 0,
     "nodeLossesPerDay": FAILURES,
 }
@@ -155,6 +155,38 @@ def test_node_that_lost_the_workers_is_named(fleet: Fleet, prometheus: Prometheu
         lambda losses: losses.get(fleet.bad, 0) >= FAILURES,
     )
     assert fleet.good not in losses
+
+
+def test_jobs_that_ended_are_counted_by_how_they_ended(fleet: Fleet, prometheus: Prometheus) -> None:
+    until(
+        fleet,
+        "the job that is done and the one whose time was over",
+        lambda: {
+            one.labels["outcome"]: one.value for one in prometheus.query(question("How did the jobs of the last day"))
+        },
+        lambda ended: ended == {"Complete": 1, "DeadlineExceeded": 1},
+    )
+
+
+def test_first_recovery_of_a_job_is_an_increase(fleet: Fleet, prometheus: Prometheus) -> None:
+    ours = f'namespace="{fleet.namespace}",cause="Signaled"'
+    until(
+        fleet,
+        "each loss",
+        lambda: by_name(fleet, prometheus.query(f"round(increase(everstep_job_recoveries_total{{{ours}}}[1h]))")),
+        lambda recoveries: recoveries.get("fails") == FAILURES and recoveries.get("trains") == 0,
+    )
+
+
+def test_traces_at_the_collector_are_the_recoveries_of_the_status(fleet: Fleet) -> None:
+    recoveries = until(fleet, "each loss has a trace", fleet.collector.recoveries, lambda all_: len(all_) == FAILURES)
+    fields = {"detect": "detectMs", "form": "rendezvousMs", "restore": "restoreMs", "first-step": "firstStepMs"}
+    root, children = recoveries[-1]
+    assert {name: span.milliseconds for name, span in children.items()} == {
+        name: fleet.last_recovery[field] for name, field in fields.items() if field in fleet.last_recovery
+    }
+    assert root.attributes["k8s.node.name"] == fleet.bad
+    assert (root.end - root.start) / 1e9 == pytest.approx(fleet.failure_took, abs=1.5)
 
 
 def test_share_that_was_not_productive_is_all_of_a_job_that_waits(fleet: Fleet, prometheus: Prometheus) -> None:

@@ -27,6 +27,7 @@ from support.apiserver.operators import Place
 from support.apiserver.replica import Replica
 from support.apiserver.waiting import eventually, make_namespace
 from support.conformity.bodies import BINDINGS
+from support.telemetry.collector import Collector
 from testcluster.controlplane import ControlPlane
 
 PREPARED = 120.0  # seconds until each job is in its trouble
@@ -59,6 +60,7 @@ class Fleet:
     - `waits`: its pods never run
     - `fails`: has lost its second worker `FAILURES` times on the node `bad`, and steps again
     - `suspended`: wants no workers
+    - `ends`: trains, and is complete; `overdue`: may run for a second, and has failed
     """
 
     def __init__(self, plane: ControlPlane, folder: Path, seen: Callable[[str], bool]) -> None:
@@ -66,7 +68,10 @@ class Fleet:
         self._plane, self._seen = plane, seen
         self.namespace = f"fleet-{uuid.uuid4().hex[:12]}"
         self.good, self.bad = f"{self.namespace}-good", f"{self.namespace}-bad"
-        self.replica = Replica(plane, self.namespace, "fleet", folder)
+        self.collector = Collector()
+        self.collector.start()
+        traced = {"OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        self.replica = Replica(plane, self.namespace, "fleet", folder, environ=traced)
         self.unsaved_since = 0.0  # seconds since 1970
         self.failure_took = 0.0  # seconds from the last failure until a step of all workers
         self.last_recovery: dict[str, Any] = {}  # of `fails`, as its status has it
@@ -93,10 +98,12 @@ class Fleet:
         self._stop.set()
         self._thread.join(STOPPED)
         self.replica.end()
+        self.collector.stop()
 
     def check(self) -> None:
         """Fail if a job could not go on."""
-        assert self._error is None, self._error
+        if self._error is not None:
+            raise AssertionError("a job could not go on") from self._error
 
     def _live(self) -> None:
         try:
@@ -127,7 +134,7 @@ class Fleet:
 
     async def _remove(self) -> None:
         """No kubelet confirms the end of pods that have a node, so they are deleted by force."""
-        jobs = ("trains", "stuck", "unsaved", "waits", "fails", "suspended")
+        jobs = ("trains", "stuck", "unsaved", "waits", "fails", "suspended", "ends", "overdue")
         flags = ("-n", self.namespace, "--ignore-not-found", "--wait=false")
         await asyncio.to_thread(self._plane.kubectl, "delete", "tjob", *jobs, *flags)
         await asyncio.to_thread(self._plane.kubectl, "delete", "pods", "--all", "--force", "--grace-period=0", *flags)
@@ -171,12 +178,21 @@ class Fleet:
         jobs["trains"].commits = True
         fails = jobs.pop("fails")
         self._training |= jobs
+        await self._until_seen("everstep_jobs_ended_total")
+        await self._end_jobs()
         await self._until_seen(f'everstep_node_losses_total{{node="{self.bad}"}}')
         for incarnation in range(1, FAILURES + 1):
             fails = await self._fail(fails, incarnation)
             losses = f'everstep_job_recoveries_total{{namespace="{self.namespace}",name="fails"}}'
             await self._until_seen(f"{losses} == {incarnation}")
         self._training[fails.name] = fails
+
+    async def _end_jobs(self) -> None:
+        await self._place.create_job("overdue", activeDeadlineSeconds=1)
+        await self._place.create_job("ends")
+        await self._begin("ends", 0, None)
+        for index in range(WORKERS):
+            await self._place.end(f"ends-w{index}-0", 0)
 
     async def _until_seen(self, query: str) -> None:
         async def seen() -> bool:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ class Replica:
         lease_seconds: int = LEASE_SECONDS,
         *,
         in_pod: bool = False,
+        environ: Mapping[str, str] = {},
     ) -> None:
-        """`in_pod`: with a service account's files in place of the kubeconfig; its modules are printed at its end."""
+        """`in_pod`: with a service account's files in place of the kubeconfig; its modules are printed at its end.
+        `environ`: more variables."""
         self.port, self.probe_port = free_ports(2)
         self.name, self.log, self.printed = name, folder / f"{name}.log", folder / f"{name}.out"
         environ = {
-            **os.environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
+            **os.environ, **environ, "EVERSTEP_NAMESPACE": namespace, "EVERSTEP_POD_NAME": name,
             "EVERSTEP_PORT": str(self.port), "EVERSTEP_PROBE_PORT": str(self.probe_port),
             "EVERSTEP_LEASE_SECONDS": str(lease_seconds),
         }  # fmt: skip

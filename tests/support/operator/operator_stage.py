@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import aiohttp
@@ -22,11 +23,12 @@ from everstep_operator.kube.client import KubeClient
 from everstep_operator.kube.clients import Clients
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import PODS
-from everstep_operator.kube.wire import Pod, Unstructured
+from everstep_operator.kube.wire import Pod, Unstructured, rfc3339
 from everstep_operator.main import JOBS, Operator
 from everstep_operator.rounds.documents import JobRef
 from everstep_operator.settings import OperatorSettings
 from everstep_operator.telemetry.metrics import Metrics
+from everstep_operator.telemetry.recovery_trace import RecoveryTrace
 from support.clocks.manual import ManualClock
 
 LIMIT = 30.0  # seconds of the test's own time that any wait may take
@@ -65,6 +67,7 @@ class Stage:
         self._operators: KubeClient = self.cluster.client(faults=faults)
         self.synced: list[bool] = []  # whether the newest operator's caches were full when it said so
         self.operator: Operator | None = None
+        self.on_recovery: Callable[[RecoveryTrace], None] = lambda _: None
 
     def _synced(self) -> None:
         assert self.operator is not None
@@ -73,8 +76,9 @@ class Stage:
     @asynccontextmanager
     async def operating(self, settings: OperatorSettings = SETTINGS) -> AsyncGenerator[Operator, None]:
         operator = self.operator = Operator(
-            Clients.sharing(self._operators), settings, Metrics(), self.clock, synced=self._synced
-        )
+            Clients.sharing(self._operators), settings, Metrics(), self.clock, on_recovery=self.on_recovery,
+            synced=self._synced,
+        )  # fmt: skip
         task = asyncio.create_task(operator.run())
         try:
             yield operator
@@ -115,8 +119,11 @@ class Stage:
                 await self.client.patch_status(PODS, "default", name, {"phase": "Running", "conditions": ready})
         return await self.reason() == "Running"
 
-    async def end(self, name: str, code: int) -> None:
-        ended = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "message": ""}
+    async def end(self, name: str, code: int, seconds_ago: float | None = None) -> None:
+        """The worker's container has ended. None: its node does not say when."""
+        ended: dict[str, Any] = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "message": ""}
+        if seconds_ago is not None:
+            ended["finishedAt"] = rfc3339(self.clock.now() - timedelta(seconds=seconds_ago))
         status = {
             "phase": "Succeeded" if code == 0 else "Failed",
             "conditions": [{"type": "Ready", "status": "False"}],
