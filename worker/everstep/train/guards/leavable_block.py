@@ -13,37 +13,25 @@ import inspect
 import types
 
 from everstep.train.guards.script_objects import is_script
-from everstep.train.guards.sources import definition, tree_of
+from everstep.train.guards.sources import frames_that_ask, loop_at
 
 SESSION = "everstep.train.session"
 
 
 def may_be_left(frame: types.FrameType | None) -> bool:
     """Whether the next step's block may be left, in the loop above `frame`. False if there is no text."""
-    while frame is not None:
-        if is_script(frame.f_code.co_filename):
-            found = _loop(frame)
-            if found is None:
+    for above in frames_that_ask(frame):
+        if is_script(above.f_code.co_filename):
+            _, loop = loop_at(above) or (None, None)
+            if not isinstance(loop, ast.For):
                 return False
-            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
-                return _is_last(found)
-            if not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in found.body):
+            if not above.f_code.co_flags & inspect.CO_GENERATOR:
+                return _is_last(loop)
+            if not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in loop.body):
                 return False
-        elif frame.f_code.co_name == "train" and frame.f_globals.get("__name__") == SESSION:
+        elif above.f_code.co_name == "train" and above.f_globals.get("__name__") == SESSION:
             return True  # no code of the script follows
-        frame = frame.f_back
     return False
-
-
-def _loop(frame: types.FrameType) -> ast.For | None:
-    """The loop that asks for a step in this frame."""
-    tree = tree_of(frame.f_code.co_filename)
-    around: ast.AST | None = tree
-    if tree is not None and frame.f_code.co_name != "<module>":
-        around = definition(tree, frame.f_code)
-    loops = [n for n in ast.walk(around) if isinstance(n, ast.For)] if around is not None else []
-    line = frame.f_lineno
-    return next((n for n in loops if n.iter.lineno <= line <= (n.iter.end_lineno or 0)), None)
 
 
 def _is_last(loop: ast.For) -> bool:

@@ -25,7 +25,17 @@ from everstep.torch_private.modules import buffers_of, parameters_of, unsaved_of
 from everstep.train.guards import script_rules
 from everstep.train.guards.carried_names import Carried, Reader
 from everstep.train.guards.script_objects import Name, is_script, value_of, variables, walk
-from everstep.train.guards.sources import code_of, definition, forget, loaded_files, own_names, tree_of
+from everstep.train.guards.sources import (
+    code_of,
+    definition,
+    end,
+    forget,
+    frames_that_ask,
+    loaded_files,
+    loop_at,
+    own_names,
+    tree_of,
+)
 from everstep.train.guards.untracked.covered import Covered
 
 log = logging.getLogger("everstep.train")
@@ -118,9 +128,10 @@ class ScriptCheck:
         found, unread = list[str](), False
         try:
             for place in _of_function(function) if function is not None else _of_frame(frame):
+                reader, file = self._note(place, data), Path(place.file).name
                 if self._changes:
-                    found += script_rules.texts(place.tree, place.loop, Path(place.file).name)
-                self._note(place, data)
+                    found += script_rules.of_generator(place.loop, file)
+                    found += script_rules.of_ranks(place.tree, place.loop, reader.early, file)
         except Exception:  # an unforeseen script trains as it would without this check
             log.warning(UNREAD, exc_info=True)
             unread = True
@@ -133,7 +144,7 @@ class ScriptCheck:
             raise LoopError(f"{UNREAD} (the cause is in the log), and the run is strict: prove the script with "
                             "`everstep rehearse`, and leave out strict=True and EVERSTEP_STRICT=1")  # fmt: skip
 
-    def _note(self, place: _Place, data: Collection[int]) -> None:
+    def _note(self, place: _Place, data: Collection[int]) -> Reader:
         covered = Covered(self._state)
         # A loader is tracked for its position, and not for the data that it reads.
         covered.objects -= set(data) - {id(target) for target in self._state.values()}
@@ -159,6 +170,7 @@ class ScriptCheck:
         elsewhere = _read_elsewhere(place)
         anew = {name for name in reader.bound if name in reader.always or name not in elsewhere}
         self._bound_anew = (self._bound_anew | anew) - {one.name for one in carried}
+        return reader
 
     def _check_names(self, frame: types.FrameType) -> None:
         """Raises `LoopError` for a name in `run.untracked` that is nothing of the script's."""
@@ -185,7 +197,7 @@ def _read_elsewhere(place: _Place) -> set[str]:
     for n in ast.walk(place.tree):
         if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if not (n.lineno <= place.loop.lineno and _end(place.loop) <= _end(n)):
+        if not (n.lineno <= place.loop.lineno and end(place.loop) <= end(n)):
             read = {one.id for one in ast.walk(n) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
             found |= read - own_names(n)
     return found
@@ -241,31 +253,14 @@ def _files(frame: types.FrameType | None) -> set[str]:
 
 
 def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
-    """The script's frame that asks for the step. If that is a generator function, also the frames that ask it for
-    one."""
-    while frame is not None:
-        if is_script(frame.f_code.co_filename):
-            if (place := _of_script(frame)) is not None:
-                yield place
-            if not frame.f_code.co_flags & inspect.CO_GENERATOR:
-                return
-        frame = frame.f_back
-
-
-def _of_script(frame: types.FrameType) -> _Place | None:
-    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
-    nodes = list(ast.walk(tree)) if tree is not None else []
-    loops: list[ast.For | ast.While] = [
-        n for n in nodes if isinstance(n, ast.For) and n.iter.lineno <= line <= _end(n.iter)
-    ]
-    loops += [n for n in nodes if isinstance(n, ast.While) and n.lineno <= line <= _end(n) and _takes(n, line)]
-    found = max(loops, key=lambda n: n.lineno, default=None)
-    if tree is None or found is None:
-        return None
-    values: dict[str, Any] = {"__name__": frame.f_globals.get("__name__")}
-    for name, value in variables(frame):
-        values.setdefault(name, value)
-    return _Place(frame.f_code.co_filename, tree, found, values)
+    """The loop that asks for the step. If that is in a generator function, also the loops that ask it for one."""
+    for above in frames_that_ask(frame):
+        found = loop_at(above) if is_script(above.f_code.co_filename) else None
+        if found is not None:
+            values: dict[str, Any] = {"__name__": above.f_globals.get("__name__")}
+            for name, value in variables(above):
+                values.setdefault(name, value)
+            yield _Place(above.f_code.co_filename, *found, values)
 
 
 def _of_function(function: Any) -> Iterator[_Place]:
@@ -278,13 +273,3 @@ def _of_function(function: Any) -> Iterator[_Place]:
         cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
         own |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
         yield _Place(code.co_filename, tree, found, {**inner.__globals__, **own}, function)
-
-
-def _end(node: ast.stmt | ast.expr) -> int:
-    return node.end_lineno or node.lineno
-
-
-def _takes(loop: ast.While, line: int) -> bool:
-    """Whether the loop takes its steps by `next` there."""
-    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= _end(n))
-    return any((script_rules.path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)

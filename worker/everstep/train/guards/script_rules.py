@@ -12,19 +12,16 @@ import ast
 import copy
 from collections.abc import Collection, Iterator, Mapping
 
+from everstep.train.guards.sources import end, path_of
+
 RANKS = frozenset({"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _CONVERSIONS = frozenset({"int", "str", "float", "bool", "min", "max", "abs"})
 _ABSENT = (None, "", "-1", -1)  # what scripts use as the rank if there is none
 _TALKS = frozenset({"print", "info", "debug", "warning", "log", "write", "set_postfix", "set_description"})
 
 
-def texts(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
-    """What is wrong with the loop over steps in `file`, or with a function that takes one step."""
-    yield from _of_generator(loop, file)
-    yield from _of_ranks(tree, loop, file)
-
-
-def _of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
+def of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
+    """What is wrong with a loop over steps in `file` that yields from within a step."""
     if not isinstance(loop, ast.For):
         return
     steps = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
@@ -40,19 +37,15 @@ def _of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
             )
 
 
-def _of_ranks(tree: ast.Module, loop: ast.stmt, file: str) -> Iterator[str]:
-    """Ranks in variables: one text, with each variable and all lines of the loop that use it."""
-    names = read_ranks(tree, (loop.lineno, _end(loop)))
+def of_ranks(tree: ast.Module, loop: ast.stmt, early: Collection[tuple[str, ast.AST]], file: str) -> Iterator[str]:
+    """Ranks in variables: one text, with each variable and all lines by which a step uses it. `early`: what a step of
+    the loop in `file` may read that was bound before it (`carried_names`)."""
+    names = read_ranks(tree, (loop.lineno, end(loop)))
+    quiet = {id(part) for n in ast.walk(tree) if _only_talks(n) for part in ast.walk(n)} if names else set()
     uses: dict[str, set[int]] = {}
-    for body in _reached(tree, loop) if names else ():
-        quiet = {id(part) for n in ast.walk(body) if _only_talks(n) for part in ast.walk(n)}
-        own = _own_names(body, names)
-        for n in ast.walk(body):
-            if not isinstance(n, ast.Name | ast.Attribute) or not isinstance(n.ctx, ast.Load) or id(n) in quiet:
-                continue
-            path = path_of(n)
-            if path in names and path not in own and not _is_made_anew(loop, path, n.lineno):
-                uses.setdefault(path, set()).add(n.lineno)
+    for path, node in early:
+        if path in names and id(node) not in quiet:
+            uses.setdefault(path, set()).add(node.lineno)  # type: ignore[attr-defined]  # an expression
     if not uses:
         return
     lines = "; ".join(f"{path}, of line {names[path].lineno}, in {_lines(used)}" for path, used in uses.items())
@@ -94,40 +87,6 @@ def _is_computed(value: ast.expr, names: Collection[str]) -> bool:
         case ast.Subscript() | ast.Call():
             return not holds(value, ())
     return True
-
-
-def _own_names(body: ast.stmt, names: Mapping[str, ast.expr]) -> set[str]:
-    """Variables of a function that has them as arguments, or gives them values that are no ranks read before."""
-    if not isinstance(body, ast.FunctionDef):
-        return set()
-    arguments = body.args
-    own = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    given = [(path_of(target) or "", value) for target, value in _bound(ast.Module([body], []))]
-    shared = {name for n in ast.walk(body) if isinstance(n, ast.Global | ast.Nonlocal) for name in n.names}
-    made = {path for path, value in given if path.isidentifier()} - shared
-    return own | (made - {path for path, value in given if holds(value, names)})
-
-
-def _is_made_anew(loop: ast.stmt, path: str, line: int) -> bool:
-    """Whether the loop gives the variable a new value in every step before this line reads it."""
-    blocks = [loop]
-    for block in blocks:
-        blocks.extend(n for n in getattr(block, "body", ()) if isinstance(n, ast.With))
-    given = [n for block in blocks for n in getattr(block, "body", ()) if isinstance(n, ast.Assign)]
-    made = (n for n in given if any(path_of(target) == path for target in n.targets) and not holds(n.value, {path}))
-    return line <= _end(loop) and any(n.lineno < line for n in made)
-
-
-def _reached(tree: ast.Module, loop: ast.stmt) -> list[ast.stmt]:
-    """The loop, and the functions and methods of the same file that it calls."""
-    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-    found: list[ast.stmt] = [loop]
-    for body in found:
-        calls = (path_of(n.func) or "" for n in ast.walk(body) if isinstance(n, ast.Call))
-        for name in sorted({path.removeprefix("self.") for path in calls}):
-            if (function := functions.get(name)) is not None and function not in found:
-                found.append(function)
-    return found
 
 
 def _only_talks(n: ast.AST) -> bool:
@@ -214,21 +173,3 @@ def _asks_whether_any(op: ast.cmpop, right: ast.expr) -> bool:
         case ast.GtE() | ast.Lt():
             return bool(limit == 0)
     return False
-
-
-def path_of(e: ast.AST) -> str | None:
-    """ "a.b['c']", if it is written so."""
-    match e:
-        case ast.Name():
-            return e.id
-        case ast.Attribute():
-            owner = path_of(e.value)
-            return None if owner is None else f"{owner}.{e.attr}"
-        case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
-            owner = path_of(e.value)
-            return None if owner is None else f"{owner}[{key!r}]"
-    return None
-
-
-def _end(node: ast.stmt) -> int:
-    return node.end_lineno or node.lineno

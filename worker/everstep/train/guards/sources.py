@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
-import hashlib
 import inspect
 import linecache
 import sys
 import types
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from everstep.train.guards.script_objects import is_script
@@ -49,20 +47,6 @@ def loaded_files() -> set[str]:
     return {file for file in files if file and is_script(file, named=True)}
 
 
-def program() -> str | None:
-    """A digest of the script's arguments, of the files that they name, and of all files of the script that this process
-    has loaded. None if the script is no file (a prompt, a notebook)."""
-    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
-        return None
-    found = hashlib.sha256(repr(sys.argv).encode())
-    named = [part for argument in sys.argv[1:] for part in (argument, argument.rpartition("=")[2])]
-    for path in (*sorted(loaded_files()), *named):
-        with contextlib.suppress(OSError, ValueError):
-            if Path(path).is_file() and Path(path).stat().st_size <= LARGEST:
-                found.update(path.encode() + b"\0" + Path(path).read_bytes())
-    return found.hexdigest()
-
-
 def code_of(function: Any) -> types.CodeType | None:
     """The code of a function of the script, without its decorators."""
     function = inspect.unwrap(function) if callable(function) else None
@@ -87,6 +71,51 @@ def _definitions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
         if isinstance(n, ast.FunctionDef):
             found.setdefault(n.name, []).append(n)
     return found
+
+
+def frames_that_ask(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """The frames from `frame` upwards, to that of the script's function in whose loop it asks for a step."""
+    while frame is not None:
+        yield frame
+        if is_script(frame.f_code.co_filename) and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return
+        frame = frame.f_back
+
+
+def loop_at(frame: types.FrameType) -> tuple[ast.Module, ast.For | ast.While] | None:
+    """The innermost loop that takes its next element where the frame is, `while` loops by `next`, with its file."""
+    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
+    loops: list[ast.For | ast.While] = [
+        n for n in (ast.walk(tree) if tree is not None else ())
+        if (isinstance(n, ast.For) and n.iter.lineno <= line <= end(n.iter))
+        or (isinstance(n, ast.While) and n.lineno <= line <= end(n) and _takes(n, line))
+    ]  # fmt: skip
+    innermost = max(loops, key=lambda n: n.lineno, default=None)
+    return None if tree is None or innermost is None else (tree, innermost)
+
+
+def _takes(loop: ast.While, line: int) -> bool:
+    calls = (n for n in ast.walk(loop) if isinstance(n, ast.Call) and n.lineno <= line <= end(n))
+    return any((path_of(n.func) or "").rpartition(".")[2] in ("next", "__next__") for n in calls)
+
+
+def path_of(e: ast.AST) -> str | None:
+    """ "a.b['c']", if it is written so."""
+    match e:
+        case ast.Name():
+            return e.id
+        case ast.Attribute():
+            owner = path_of(e.value)
+            return None if owner is None else f"{owner}.{e.attr}"
+        case ast.Subscript(slice=ast.Constant(value=str() | int() as key)):
+            owner = path_of(e.value)
+            return None if owner is None else f"{owner}[{key!r}]"
+    return None
+
+
+def end(node: ast.stmt | ast.expr) -> int:
+    """The last line of its text."""
+    return node.end_lineno or node.lineno
 
 
 def own_names(function: Function) -> set[str]:

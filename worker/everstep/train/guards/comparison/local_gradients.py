@@ -28,7 +28,7 @@ COLUMNS = 16
 # bits on the same kind of machine. The second is for an accelerator, whose sums by atomic additions do not.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 CLOSE_ON_DEVICE = 2e-2
-SMALL = 1e-3  # of the norm of all gradients: a smaller gradient may be rounding alone (a bias before a BatchNorm)
+SMALL = 1e-3  # of the norm of all gradients: see `smallest`
 
 
 class LocalGradients:
@@ -91,7 +91,7 @@ class LocalGradients:
             if self._closed:
                 return
             try:
-                sums = _sums(gradient.detach())
+                sums = sums_of(gradient.detach())
             except Exception:  # an unforeseen error must not stop the script's step
                 log.warning("gradients of %s cannot be summed up", self.names[i], exc_info=True)
                 self._closed = True
@@ -108,20 +108,28 @@ class LocalGradients:
         if mine.shape != theirs.shape:
             return "the tracked parameters"
         a, b = mine.numpy(), theirs.numpy()
-        of_all = float(np.sqrt(np.nansum(np.where(np.isfinite(b[:, 1]), b[:, 1], 0.0) ** 2)))
+        small = smallest(b[:, 1])
         for i, name in enumerate(self.names):
-            parameter = self._parameters[i]
-            close = closeness(parameter, alike=alike)
-            size = max(abs(a[i, 1]), abs(b[i, 1]), SMALL * of_all)
             if a[i, 0] != b[i, 0]:
-                if size > SMALL * of_all or not of_all:
+                if not small or max(abs(a[i, 1]), abs(b[i, 1])) > small:
                     return name
-            elif not np.all(np.isfinite(a[i])) or not np.all(np.isfinite(b[i])):
-                if not np.array_equal(np.isfinite(a[i]), np.isfinite(b[i])):
-                    return name
-            elif np.any(np.abs(a[i, 1:] - b[i, 1:]) > close * size):
+            elif are_apart(a[i, 1:], b[i, 1:], closeness(self._parameters[i], alike=alike), small):
                 return name
         return None
+
+
+def smallest(norms: Any) -> float:
+    """The norm below which a gradient may be rounding alone (a bias before a BatchNorm), by those of all."""
+    norms = np.asarray(norms, dtype=np.float64)
+    return SMALL * float(np.sqrt(np.sum(np.where(np.isfinite(norms), norms, 0.0) ** 2)))
+
+
+def are_apart(mine: Any, theirs: Any, close: float, small: float) -> bool:
+    """Whether these are the norm and the sums of different gradients. `close`: see `closeness`; `small`: `smallest`."""
+    finite = np.isfinite(mine), np.isfinite(theirs)
+    if not (finite[0].all() and finite[1].all()):
+        return not np.array_equal(*finite)
+    return bool(np.any(np.abs(mine - theirs) > close * max(abs(mine[0]), abs(theirs[0]), small)))
 
 
 def closeness(parameter: torch.Tensor, *, alike: bool) -> float:
@@ -130,7 +138,7 @@ def closeness(parameter: torch.Tensor, *, alike: bool) -> float:
     return CLOSE.get(parameter.dtype, CLOSE_ON_DEVICE) if exact else CLOSE_ON_DEVICE
 
 
-def flat(gradient: torch.Tensor) -> torch.Tensor:
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
     """The tensor's real numbers, in one dimension."""
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce().values()
@@ -166,9 +174,9 @@ def is_own(name: str) -> bool:
     return name == "barrier" or (asked is not None and not asked.own)
 
 
-def _sums(gradient: torch.Tensor) -> torch.Tensor:
+def sums_of(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient's norm, its sums by columns, and the sum of the remaining elements."""
-    values = flat(gradient)
+    values = _flat(gradient)
     whole = values.numel() // COLUMNS * COLUMNS
     norm = torch.linalg.vector_norm(values, dtype=torch.float64).reshape(1)
     columns = values[:whole].view(-1, COLUMNS).sum(0, dtype=torch.float64)

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from everstep.train.guards.comparison.local_gradients import CLOSE_ON_DEVICE, SMALL, LocalGradients, closeness, flat
+from everstep.train.guards.comparison.local_gradients import (
+    CLOSE_ON_DEVICE,
+    LocalGradients,
+    are_apart,
+    closeness,
+    smallest,
+    sums_of,
+)
 
 MOST_GROUPS = 1000  # groups of an optimizer whose settings are described
 CLOSE_SETTING = 1e-6  # as a part of the setting: a rate may be computed from a loss
@@ -28,87 +36,62 @@ class OptimizerUpdates:
     def __init__(self, state: Mapping[str, Any], computed: LocalGradients) -> None:
         self._keys = {id(o): key for key, o in state.items() if isinstance(o, torch.optim.Optimizer)}
         self._names = computed.name_of
-        self._settings: dict[str, list[dict[str, Any]]] = {}
-        self._gradients: dict[str, tuple[float, float]] | None = None
+        self._settings: dict[str, float] = {}
+        self._gradients: dict[str, list[float]] = {}  # the norm of each, and its sum
         self._parameters: dict[str, torch.Tensor] = {}
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer before it steps. Only its first step counts."""
-        key = self._keys.get(id(optimizer))
-        if key is None or key in self._settings:
+        key = self._keys.pop(id(optimizer), None)
+        if key is None:
             return
-        groups = optimizer.param_groups
-        self._settings[key] = [_settings(group) for group in groups[:MOST_GROUPS]]
-        if self._gradients is None:
-            every = (p for group in groups for p in group["params"])
+        if not self._settings:
+            every = (p for group in optimizer.param_groups for p in group["params"])
             self._parameters = {self._names[id(p)]: p for p in every if p.grad is not None and id(p) in self._names}
-            self._gradients = {name: _sums(p.grad) for name, p in self._parameters.items()}
+            for name, p in self._parameters.items():
+                norm, *columns = sums_of(p.grad.detach()).tolist()  # type: ignore[union-attr]  # just looked at
+                self._gradients[name] = [norm, sum(columns)]
+        self._settings[f"len({key}.param_groups)"] = len(optimizer.param_groups)
+        for i, group in enumerate(optimizer.param_groups[:MOST_GROUPS]):
+            for setting, value in group.items():
+                if setting != "params":
+                    self._settings |= dict(_numbers(f"{key}.param_groups[{i}][{setting!r}]", value))
 
-    def told(self) -> dict[str, Any]:
+    def noted(self) -> dict[str, Any]:
         """The argument for `difference` in another process, as JSON values."""
         return {"settings": self._settings, "gradients": self._gradients}
 
-    def difference(self, told: Any, *, alike: bool) -> str | None:
-        """A text that says how this process's optimizers differ from what was `told`. `alike`: a machine of the same
-        kind told it. Values of another form are ignored."""
+    def difference(self, noted: Any, *, alike: bool) -> str | None:
+        """A text that says how this process's optimizers differ from those that were `noted`. `alike`: on a machine of
+        the same kind. Values of another form are ignored."""
         try:
-            return self._setting(told["settings"], alike) or self._gradient(told["gradients"] or {}, alike)
+            return self._setting(noted["settings"], alike) or self._gradient(noted["gradients"], alike)
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
-    def _setting(self, told: Mapping[str, list[dict[str, Any]]], alike: bool) -> str | None:
-        for key, mine in self._settings.items():
-            theirs = told.get(key, mine)
-            if len(theirs) != len(mine):
-                return f"{key} has {len(mine)} groups of parameters, and had {len(theirs)}"
-            for i, (now, then) in enumerate(zip(mine, theirs, strict=True)):
-                for name in now.keys() & then.keys():
-                    if not _same(now[name], then[name], CLOSE_SETTING if alike else CLOSE_ON_DEVICE):
-                        where = f"{key}.param_groups[{i}]['{name}']"
-                        return f"{where} is {_shown(now[name])}, and was {_shown(then[name])}"
+    def _setting(self, noted: Mapping[str, float], alike: bool) -> str | None:
+        for name, now in self._settings.items():
+            then = noted.get(name, now)
+            both_unknown = math.isnan(now) and math.isnan(then)
+            if not (both_unknown or math.isclose(now, then, rel_tol=CLOSE_SETTING if alike else CLOSE_ON_DEVICE)):
+                return f"{name} is {now:.6g}, and was {then:.6g}"
         return None
 
-    def _gradient(self, told: Mapping[str, list[float]], alike: bool) -> str | None:
-        if not self._gradients or not told:
-            return None
-        of_all = math.sqrt(sum(norm**2 for norm, _ in told.values() if math.isfinite(norm)))
-        for name, mine in self._gradients.items():
-            norm, total = told.get(name, (0.0, 0.0))
-            close = closeness(self._parameters[name], alike=alike)
-            size = max(mine[0], norm, SMALL * of_all)
-            for now, then in ((mine[0], norm), (mine[1], total)):
-                if not (abs(now - then) <= close * size or (not math.isfinite(now) and not math.isfinite(then))):
-                    return f"the optimizer is given other gradients of {name}, though the same were computed"
+    def _gradient(self, noted: Mapping[str, list[float]], alike: bool) -> str | None:
+        small = smallest([norm for norm, _ in noted.values()])
+        for name, mine in self._gradients.items() if noted else ():
+            theirs, close = noted.get(name, (0.0, 0.0)), closeness(self._parameters[name], alike=alike)
+            if are_apart(np.array(mine), np.array(theirs), close, small):
+                return f"the optimizer is given other gradients of {name}, though the same were computed"
         return None
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings that are numbers, or pairs of numbers such as betas."""
-    found = {name: _number(value) for name, value in group.items() if name != "params"}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _number(value: Any) -> Any:
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """A setting that is a number, or the elements of one such as betas."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value.detach())
-    if isinstance(value, list | tuple) and value and all(isinstance(v, numbers.Real) for v in value):
-        return [float(v) for v in value]
-    return float(value) if isinstance(value, numbers.Real) else None
-
-
-def _same(now: Any, then: Any, close: float) -> bool:
-    if isinstance(now, list) and isinstance(then, list):
-        return len(now) == len(then) and all(_same(a, b, close) for a, b in zip(now, then, strict=True))
-    return now == then or (math.isnan(now) and math.isnan(then)) or math.isclose(now, then, rel_tol=close)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _sums(gradient: Any) -> tuple[float, float]:
-    """The gradient's norm and its sum."""
-    values = flat(gradient.detach())
-    norm, total = torch.linalg.vector_norm(values, dtype=torch.float64), values.sum(dtype=torch.float64)
-    found = torch.stack((norm, total)).tolist()
-    return found[0], found[1]
+        yield name, float(value.detach())
+    elif isinstance(value, numbers.Real):
+        yield name, float(value)
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            yield from _numbers(f"{name}[{i}]", part)

@@ -94,6 +94,18 @@ def program_of_process(stamped: Program | None = None) -> Program:
     )
 
 
+def program() -> str | None:
+    """A digest of the text of this program and of its arguments. None if the script is no file (a prompt, a notebook),
+    or cannot be read."""
+    if getattr(sys.modules.get(MAIN), "__file__", None) is None:
+        return None
+    try:
+        own = program_of_process()
+    except OSError:
+        return None
+    return hashlib.sha256(repr((sorted(own.modules.items()), own.arguments)).encode()).hexdigest()
+
+
 def _file_of(module: str) -> str | None:
     """The file from which a module would be loaded. Nothing is imported for that."""
     path: Collection[str] | None = None

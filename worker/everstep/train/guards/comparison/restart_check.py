@@ -35,9 +35,9 @@ from everstep.recovery.errors import LoopError
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.guards.comparison.local_gradients import LocalGradients, pack, unpack
 from everstep.train.guards.comparison.optimizer_updates import OptimizerUpdates
+from everstep.train.guards.comparison.rehearsed import program
 from everstep.train.guards.plain_values import Values, differences, listed, remedy, untracked_values
 from everstep.train.guards.script_objects import Name
-from everstep.train.guards.sources import program
 
 log = logging.getLogger("everstep.train")
 
@@ -129,7 +129,7 @@ class RestartCheck:
             "kernels": kernels(),
             "names": self._gradients.names if self._gradients is not None else [],
             "values": self._values,
-            "updates": self._updates.told() if self._updates is not None else None,
+            "updates": self._updates.noted() if self._updates is not None else None,
         }
 
     def _compare(self, sums: torch.Tensor) -> None:
