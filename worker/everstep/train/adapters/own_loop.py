@@ -4,8 +4,8 @@ A `for` loop cannot go back in its body, so nothing is raised there. If a peer i
 accelerator.backward, DDP's forward pass, or the body of `with accelerator.accumulate(model)`), the error is kept, and
 the body runs to its end with `sync_gradients` False. Prepared optimizers and schedules then do nothing, as in a batch
 that only accumulates. When the loop asks for its next batch, the step counts as lost, and its first batch is given
-again. Changes that the body makes in a lost step without checking `sync_gradients` are put back (registered objects) or
-refused (parameters; sums over batches, found in the script's text).
+again. Changes that the body makes in a lost step without checking `sync_gradients` are put back (what is tracked) or
+refused (parameters). What is not tracked, such as a sum in a plain variable, has the lost batch twice.
 
 Invariants: no optimizer moves in a lost step. A collective whose error could not be kept in this way is refused before
 it begins. After the run's end all classes and objects of torch and Accelerate do as they did before it.
@@ -31,11 +31,15 @@ from everstep.torch_private import accelerate as prepared
 from everstep.torch_private.patches import Replacements, around
 from everstep.torch_private.reducers import replace_pre_forward
 from everstep.torch_private.tensors import versions
-from everstep.train.adapters.counted import BY_HAND, check_counters
 from everstep.train.session import Run
 
 # Accelerate's own collectives that a body may call.
 _COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+_BY_HAND = (
+    "gradients that the loop adds up by itself (`if step % k == 0:`) are lost with a lost process. Say Accelerator("
+    "gradient_accumulation_steps=k), and for each batch, without dividing the loss, `with accelerator.accumulate(model"
+    "):` around accelerator.backward(loss), optimizer.step(), optimizer.zero_grad()"
+)
 
 
 class OwnLoop:
@@ -53,7 +57,6 @@ class OwnLoop:
         self._accumulates = False  # whether `with accelerator.accumulate(…)` is entered
         self._entered = self._weighted = self._stepped = 0
         self._left = False  # whether the script has left its loop early
-        self._read = False  # its text
         self._replaced = Replacements()
         self._replaced.put("backward", around(self._weighting), accelerator)
         self._replaced.put("accumulate", around(self._accumulating), accelerator)
@@ -79,9 +82,6 @@ class OwnLoop:
 
     def batches(self) -> Iterator[Any]:
         """The batches for the script's loop: the rest of the epoch. Steps in which a peer was lost come again."""
-        if not self._read:
-            self._read = True
-            check_counters(sys._getframe(1), self._micros)
         self._left = True
         for step in self._session.steps():
             with step as given:
@@ -124,7 +124,7 @@ class OwnLoop:
                 "model): write `with accelerator.accumulate(model):` around its work"
             )
         if last and not self._stepped:
-            raise LoopError(f"a step's batches were taken and no prepared optimizer's step() was called: {BY_HAND}")
+            raise LoopError(f"a step's batches were taken and no prepared optimizer's step() was called: {_BY_HAND}")
 
     def _note_state(self) -> None:
         """Note the state that the rest of the body may change although the step is lost: registered objects and
