@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,13 +34,13 @@ from everstep.checkpoint.state.sharding import local_of
 from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import children_of
 from everstep.torch_private.tensors import version
+from everstep.train.guards.contents import Contents
 from everstep.train.guards.script_objects import Generator, Held, variables, walk
 from everstep.train.guards.untracked.covered import Covered, keyword
 
 NAMED = 8  # names in one text
 BYTES = 2**12  # of a parameter, by which it is seen to move
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-_live: weakref.WeakSet[UntrackedStateCheck] = weakref.WeakSet()  # of this process, whose threads may be several runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +67,31 @@ class UntrackedStateCheck:
         self._state = state
         self._untracked = untracked
         self._covered = Covered({})
-        self._thread = threading.get_ident()
         self._steps = 0
         self.in_step = False
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of good ones
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # at the beginning
-        self._early: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # untracked optimizers that are older than the loop
-        # Of each untracked optimizer, the first step in which it stepped.
+        # Of each untracked optimizer, the first step in which it stepped; 0: it is older than the loop.
         self._untracked_since: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # untracked modules, perhaps without a name
         self._behind: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()  # step 2: its state
-        self._parameters: dict[str, _Seen] = {}  # as they were first seen
-        self._generators: dict[str, tuple[Any, int]] = {}  # with their states when the step began
+        self._parameters: dict[str, tuple[weakref.ref[torch.Tensor], object]] = {}  # each with its first `_mark`
+        self._generators: dict[str, tuple[Any, str]] = {}  # with digests of their states when the step began
         self._drawn = set[str]()
         self._hook: Any = None
 
     def start(self) -> None:
         """Check when the script has built its objects. Raises `LoopError` for what is wrong already."""
-        self._thread = threading.get_ident()
         self._covered = Covered(self._state)
-        found = list[Finding]()
+        findings = list[Finding]()
         for name, optimizer in self._covered.optimizers.items():
-            found += self._judge_parameters(optimizer, name)
+            findings += self._judge_parameters(optimizer, name)
             self._groups[optimizer] = len(optimizer.param_groups)
-        _refuse([*found, *self._find()])
-        _live.add(self)
+        _refuse([*findings, *self._find()])
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Stop, because no more steps are taken."""
-        _live.discard(self)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -114,37 +108,36 @@ class UntrackedStateCheck:
         """Begin a step."""
         self._steps += 1
         self.in_step = True
-        if self._hook is None or not self._is_watched():
+        if not self._is_watched():
             return
         self._covered = Covered(self._state)
         free = self._free()
         self._look(free)
         # The global generators are saved, and have their own rules.
         methods: Any = (random.random, np.random.rand)
-        common = [torch.default_generator, *torch.cuda.default_generators, *(one.__self__ for one in methods)]
-        known = {id(one) for one in common}
+        common = [torch.default_generator, *torch.cuda.default_generators, *(method.__self__ for method in methods)]
+        known = {id(generator) for generator in common}
         drawn = (h for h in free if isinstance(h.value, Generator) and id(h.value) not in known)
-        self._generators = {h.name: (h.value, _state_of(h.value)) for h in drawn}
+        self._generators = {h.name: (h.value, Contents().digest(h.value)) for h in drawn}
 
     def over(self) -> None:
         """End a step's block, whether it ended well or not."""
         self.in_step = False
-        self._drawn = {name for name, (generator, at) in self._generators.items() if _state_of(generator) != at}
+        self._drawn = {name for name, (one, before) in self._generators.items() if Contents().digest(one) != before}
         self._generators = {}
 
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
         """Check after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits;
         collective. Raises `LoopError` on all ranks if one of them holds untracked state that changes."""
-        if self._hook is None or not self._is_watched():
+        if not self._is_watched():
             return
-        found = self._judge()
+        findings = self._judge()
         self._drawn = set()
         if self._steps == 2:
-            self._behind.update((one, _state_names(one)) for one in self._covered.optimizers.values())
-        text = "; ".join(map(str, found[:NAMED]))
-        number = xxhash.xxh3_64_intdigest(text.encode()) >> 1 if found else 0
-        agreed = world_size == 1 or same(number)
-        _refuse(found)
+            self._behind.update((optimizer, _state_names(optimizer)) for optimizer in self._covered.optimizers.values())
+        text = "; ".join(map(str, findings[:NAMED]))
+        agreed = world_size == 1 or same(xxhash.xxh3_64_intdigest(text.encode()) >> 1 if findings else 0)
+        _refuse(findings)
         if not agreed:
             raise LoopError(
                 "another rank holds something that training moves and that is not tracked: the LoopError in that "
@@ -152,22 +145,22 @@ class UntrackedStateCheck:
             )
 
     def _is_watched(self) -> bool:
-        return self._steps & (self._steps - 1) == 0
+        return self._hook is not None and self._steps & (self._steps - 1) == 0
 
     def _judge(self) -> list[Finding]:
         self._covered = Covered(self._state)
         free = self._free()
-        held = {h.name: h for h in free}
-        found: dict[str, Finding] = {}
+        by_name = {h.name: h for h in free}
+        findings: dict[str, Finding] = {}
         for name in self._look(free):
-            subject = subject_of(name, held)
+            subject = subject_of(name, by_name)
             what = f"holds parameters that move ({name})"
-            found.setdefault(subject, Finding(subject, what, track(subject, self._state)))
+            findings.setdefault(subject, Finding(subject, what, track(subject, self._state)))
         for name in self._drawn:
             line = f"{track(name, self._state)}, and each step sets it"
             line += " (or draw from run.shared_rng, which is the same on all ranks)"
-            found.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
-        return [found[name] for name in sorted(found) if not self.is_untracked(name)]
+            findings.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
+        return [findings[name] for name in sorted(findings) if not self.is_untracked(name)]
 
     def _look(self, free: Iterable[Held]) -> list[str]:
         """The names of the parameters that have moved since they were first seen."""
@@ -175,31 +168,27 @@ class UntrackedStateCheck:
         for held in free:
             if not _is_parameter(held.value):
                 continue
-            first, now = self._parameters.get(held.name), _Seen.of(held.value)
-            if first is None or first.held() is not held.value:
-                self._parameters[held.name] = now
-            elif first.mark != now.mark:
+            first, mark = self._parameters.get(held.name), _mark(held.value)
+            if first is None or first[0]() is not held.value:
+                self._parameters[held.name] = weakref.ref(held.value), mark
+            elif first[1] != mark:
                 moved.append(held.name)
         return sorted(moved)
 
     def _free(self) -> list[Held]:
         """The script's objects that nothing tracked holds, and modules older than the loop that it holds in hidden
         ways, each under a name of its own."""
-        found = list(walk(variables(sys._getframe(1))))
-        seen = {id(h.value) for h in found}
-        hidden = [m for m in self._modules if id(m) not in seen]
+        named = _named()
+        hidden = [m for m in self._modules if id(m) not in named]
         inner = {id(c) for m in hidden for c in children_of(m).values()}
         more = walk((type(m).__name__, m) for m in hidden if id(m) not in inner)
         names: dict[str, Held] = {}
-        for h in (*found, *(h for h in more if id(h.value) not in seen)):
+        for h in (*named.values(), *(h for h in more if id(h.value) not in named)):
             names.setdefault(h.name, h)
         return [h for h in names.values() if self._is_free(h)]
 
     def _is_free(self, held: Held) -> bool:
-        """Whether nothing tracked holds it, in this run or in another run of this process."""
-        return not (
-            any(c._holds(held.value) for c in {*_live, self}) or self.is_untracked(held.name, type(held.value).__name__)
-        )
+        return not self._holds(held.value) and not self.is_untracked(held.name, type(held.value).__name__)
 
     def _holds(self, value: Any) -> bool:
         return id(value) in self._covered.objects or (isinstance(value, torch.Tensor) and self._covered.holds(value))
@@ -207,7 +196,7 @@ class UntrackedStateCheck:
     def is_untracked(self, *names: str) -> bool:
         """Whether the script has said that it may be lost: by its name, its owner's name, or its class's."""
         return any(
-            name == said or name.startswith((f"{said}.", f"{said}[")) for name in names for said in self._untracked
+            name == known or name.startswith((f"{known}.", f"{known}[")) for name in names for known in self._untracked
         )
 
     # Checks before the first step.
@@ -215,19 +204,19 @@ class UntrackedStateCheck:
     def _find(self) -> list[Finding]:
         """Find objects that training is going to change, whether they have changed yet or not."""
         findings = list[Finding]()
-        named = {id(h.value): h for h in walk(variables(sys._getframe(1)))}
+        named = _named()
         kinds = (Optimizer, LRScheduler, torch.nn.Module, torch.amp.GradScaler)
-        found = [h.value for h in named.values() if isinstance(h.value, kinds)]
+        objects = [h.value for h in named.values() if isinstance(h.value, kinds)]
         listed = gc.get_objects()
         wanted = {kind for kind in set(map(type, listed)) if issubclass(kind, kinds)}
-        found += [o for o in listed if type(o) in wanted and id(o) not in named]
+        objects += [o for o in listed if type(o) in wanted and id(o) not in named]
         del listed
-        for o in found:
+        for o in objects:
             name = named[id(o)].name if id(o) in named else type(o).__name__
             if not self._is_free(Held(name, o)):
                 continue
             if isinstance(o, Optimizer):
-                self._early.add(o)
+                self._untracked_since[o] = 0
                 continue
             if isinstance(o, torch.nn.Module):
                 self._modules.add(o)
@@ -246,12 +235,9 @@ class UntrackedStateCheck:
         average = isinstance(value, torch.optim.swa_utils.AveragedModel)
         if not average and not any(kind.__name__ in _WRAPPERS for kind in type(value).__mro__):
             return None
-        if not named or not any((average or p.requires_grad) and self._is_lost(p) for p in value.parameters()):
+        if not named or not any((average or p.requires_grad) and not self._holds(p) for p in value.parameters()):
             return None
         return "an average of weights" if average else f"a module in {type(value).__name__}"
-
-    def _is_lost(self, tensor: torch.Tensor) -> bool:
-        return not any(c._holds(tensor) for c in {*_live, self})
 
     # Checks when an optimizer steps.
 
@@ -266,7 +252,7 @@ class UntrackedStateCheck:
             if tracked is not None:
                 _refuse(self._judge_parameters(optimizer, tracked))
                 self._check_groups(optimizer, tracked)
-            elif threading.get_ident() == self._thread or not any(optimizer in c._sizes for c in _live):
+            else:
                 self._check_untracked(optimizer)
 
     def _check_offloaded(self, optimizer: Optimizer, behind: set[str]) -> None:
@@ -285,10 +271,10 @@ class UntrackedStateCheck:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if self._covered.holds(parameter) or self.is_untracked(name):
                 continue
-            held = {h.name: h for h in walk(variables(sys._getframe(1)))}
-            found = next((n for n, h in held.items() if h.value is parameter), None)
-            subject = subject_of(found, held) if found is not None else "the_module"
-            what = f"({found or f'of shape {list(parameter.shape)}'}) is trained by the {kind} {name}"
+            by_name = {h.name: h for h in _named().values()}
+            own = next((n for n, h in by_name.items() if h.value is parameter), None)
+            subject = subject_of(own, by_name) if own is not None else "the_module"
+            what = f"({own or f'of shape {list(parameter.shape)}'}) is trained by the {kind} {name}"
             return [Finding(subject, what, track(subject, self._state))]
         self._sizes[optimizer] = _size(optimizer)
         return []
@@ -309,24 +295,23 @@ class UntrackedStateCheck:
     def _check_untracked(self, optimizer: Optimizer) -> None:
         """Check an untracked optimizer. One that was made in this step, of parameters made in this step, leaves nothing
         behind."""
-        named = {id(h.value): h.name for h in walk(variables(sys._getframe(1))) if isinstance(h.value, Optimizer)}
-        name = named.get(id(optimizer), type(optimizer).__name__)
-        if self.is_untracked(name, type(optimizer).__name__):
+        names = {id(h.value): h.name for h in _named().values() if isinstance(h.value, Optimizer)}
+        name, kind = names.get(id(optimizer), type(optimizer).__name__), type(optimizer).__name__
+        if self.is_untracked(name, kind):
             self._sizes[optimizer] = _size(optimizer)
             return
         moves = any(self._covered.holds(p) for group in optimizer.param_groups for p in group["params"])
-        older = optimizer in self._early or self._untracked_since.setdefault(optimizer, self._steps) != self._steps
-        if moves or older:
-            what = f"is an optimizer ({type(optimizer).__name__}) that steps"
-            found = [Finding(name, what, track(name, self._state))]
-            found += self._judge_parameters(optimizer, name, "optimizer")
-            # Each of the others would be refused in its own first step, in a later start of the script.
-            tracked = self._covered.optimizers.values()
-            for other in (o for o in self._early if o is not optimizer and id(o) in named):
-                other_name, kind = named[id(other)], type(other).__name__
-                if not self.is_untracked(other_name, kind) and not any(other is o for o in tracked):
-                    found.append(Finding(other_name, f"is an optimizer ({kind}) too", track(other_name, self._state)))
-            _refuse([found[0], *sorted(found[1:], key=lambda one: one.name)])
+        if not moves and self._untracked_since.setdefault(optimizer, self._steps) == self._steps:
+            return
+        first = Finding(name, f"is an optimizer ({kind}) that steps", track(name, self._state))
+        more = self._judge_parameters(optimizer, name, "optimizer")
+        # Each of the others would be refused in its own first step, in a later start of the script.
+        early = (o for o, step in self._untracked_since.items() if not step and o is not optimizer and id(o) in names)
+        for other in early:
+            other_name, kind = names[id(other)], type(other).__name__
+            if not self.is_untracked(other_name, kind) and not self._holds(other):
+                more.append(Finding(other_name, f"is an optimizer ({kind}) too", track(other_name, self._state)))
+        _refuse([first, *sorted(more, key=lambda finding: finding.name)])
 
 
 def _refuse(found: list[Finding]) -> None:
@@ -344,36 +329,22 @@ def _size(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A parameter as it was at one look. It is not kept alive. `mark`: its shape, how often torch has counted a change
-    of it, and a digest of its first bytes, because `.data` changes without being counted."""
+def _named() -> dict[int, Held]:
+    """The script's objects, by identity."""
+    return {id(held.value): held for held in walk(variables(sys._getframe(1)))}
 
-    held: weakref.ref[torch.Tensor]
-    mark: tuple[tuple[int, ...], int, int]
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Seen:
-        digest = xxhash.xxh3_64_intdigest(first_bytes(local_of(tensor.detach()), BYTES))
-        return cls(weakref.ref(tensor), (tuple(tensor.shape), version(tensor), digest))
+def _mark(tensor: torch.Tensor) -> object:
+    """What is another one when the parameter has moved: its shape, how often torch has counted a change of it, and a
+    digest of its first bytes, because `.data` changes without being counted."""
+    digest = xxhash.xxh3_64_intdigest(first_bytes(local_of(tensor.detach()), BYTES))
+    return tuple(tensor.shape), version(tensor), digest
 
 
 def _is_parameter(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or is_lazy(value) or not layouts.is_dense(value):
         return False
     return isinstance(value, torch.nn.Parameter) or (value.is_leaf and value.requires_grad)
-
-
-def _state_of(generator: Generator) -> int:
-    """A digest of the generator's state."""
-    if isinstance(generator, torch.Generator):
-        data: Any = generator.get_state().numpy()
-        return xxhash.xxh3_64_intdigest(data)
-    if isinstance(generator, np.random.Generator):
-        return hash(repr(generator.bit_generator.state))
-    if isinstance(generator, random.SystemRandom):
-        return 0  # it has no state
-    return hash(repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate()))
 
 
 def track(name: str, taken: Collection[str] = ()) -> str:
