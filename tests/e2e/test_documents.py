@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from support import ROOT
-from support.e2e.driver import BUCKET, SYSTEM
-from support.e2e.install import install
+from support.e2e.driver import BUCKET
+from support.e2e.install import install, uninstall
 from support.scenarios import document
 from support.scenarios.document import CLUSTER
 from testcluster.handle import Cluster
@@ -33,7 +33,7 @@ def test_cluster_commands_of_a_document_end_well_as_they_stand_there(page: str, 
     cluster = installed
     commands = document.of(ROOT / page, CLUSTER)
     assert any("helm install" in command for command in commands)
-    cluster.helm("--namespace", SYSTEM, "uninstall", "everstep", "--wait", "--timeout", "120s", timeout=180)
+    uninstall(cluster)
     _forget(cluster)
     try:
         done = subprocess.run(

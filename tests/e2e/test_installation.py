@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from support.e2e.driver import SYSTEM, Job
-from support.e2e.install import install
+from support.e2e.install import install, uninstall
 from support.scenarios.player import wait_for
 
 PAUSE = 0.05
@@ -28,32 +28,24 @@ def test_chart_uninstalled_and_installed_under_a_running_job_ends_no_worker_and_
     job = new_job()
     job.apply(workers=2, steps=int((away + REST) / PAUSE), pause=PAUSE, every=200, script=script, launcher=launcher)
     job.until_step(20)
-    before = containers(job)
+    before = job.containers()
     assert len(before) == 2
     try:
-        job.cluster.helm("--namespace", SYSTEM, "uninstall", "everstep", "--wait", "--timeout", "120s", timeout=180)
+        uninstall(job.cluster)
         assert job.cluster.kubectl("-n", SYSTEM, "get", "service", "everstep").returncode != 0
         reached = job.newest_step()
         # Steps tell the time: training goes on for so long, at its own pace, and nobody answers.
         trained = f"{away:g} s of steps without an operator"
         wait_for(trained, lambda: job.newest_step() >= reached + away / PAUSE, 4 * away, poll=2)
-        assert containers(job) == before
+        assert job.containers() == before
     finally:
         install(job.cluster)
     reached = job.newest_step()
     job.wait("the new operator says newer steps", lambda: job.reached("progress.step") > reached)
-    assert containers(job) == before
+    assert job.containers() == before
     job.expect_restarts("total", 0)
     # The round store that came is not only read: a process that is lost now is back.
     job.lose_processes(1)
     job.until_complete(seconds=360)
     job.expect_undisturbed()
     job.expect_restarts("userCode", 0)
-
-
-def containers(job: Job) -> dict[str, tuple[str, int]]:
-    """Of each pod that is not being deleted its uid, and how often its container was started again."""
-    return {
-        pod["metadata"]["name"]: (pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
-        for pod in job.newest_pods().values()
-    }

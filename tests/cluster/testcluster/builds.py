@@ -40,6 +40,7 @@ OF_FIXTURE = {
     "helm": ("helm",),
     "prometheus_programs": ("prometheus",),
     "monitoring_kinds": ("monitoring kinds",),
+    "monitoring_kinds_on_nodes": ("monitoring kinds",),
 }
 
 

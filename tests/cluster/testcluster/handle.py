@@ -6,6 +6,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from testcluster import controlplane, kindcluster, load, programs, project
 from testcluster.proc import ClusterError, CommandError, run
@@ -86,12 +87,22 @@ class Cluster:
             self.load(tag)
         return tags
 
+    def calls_of(self, account: str) -> list[dict[str, Any]]:
+        """What `account` (`system:serviceaccount:NAMESPACE:NAME`) called of the API server, by the audit log."""
+        self._own("reading the audit log")
+        log = f"cat {kindcluster.AUDIT_LOG.removesuffix('.log')}*"
+        lines = run("docker", "exec", self._control_plane(), "sh", "-c", log).splitlines()
+        events: list[dict[str, Any]] = [json.loads(line) for line in lines if account in line]
+        return [event for event in events if event["user"]["username"] == account]
+
+    def _control_plane(self) -> str:
+        return next(name for name in self.nodes() if name.endswith("-control-plane"))
+
     @property
     def s3(self) -> Account:
         """The S3 server inside the cluster, as this machine reaches it; pods use `s3_in_cluster`."""
         self._own("reaching the S3 server by node port")
-        control_plane = next(name for name in self.nodes() if name.endswith("-control-plane"))
-        return Account(f"http://{kindcluster.node_address(control_plane)}:{kindcluster.S3_NODE_PORT}")
+        return Account(f"http://{kindcluster.node_address(self._control_plane())}:{kindcluster.S3_NODE_PORT}")
 
     @property
     def s3_in_cluster(self) -> Account:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 import urllib.request
@@ -31,7 +32,6 @@ MANIFESTS = cache.HERE / "manifests"
 
 # A silent node is NotReady after 12 s and its pods are deleted 10 s later; Kubernetes' own settings: 50 s, 300 s.
 FAST_PATCHES = """\
-kubeadmConfigPatches:
 - |
   kind: ClusterConfiguration
   apiServer:
@@ -47,6 +47,34 @@ kubeadmConfigPatches:
   nodeStatusUpdateFrequency: 3s
   nodeLeaseDurationSeconds: 12
 """
+AUDIT_LOG = "/var/log/kubernetes/audit.log"
+AUDIT_PATCH = f"""\
+- |
+  kind: ClusterConfiguration
+  apiServer:
+    extraArgs:
+      audit-policy-file: /etc/kubernetes/audit/audit.yaml
+      audit-log-path: {AUDIT_LOG}
+      audit-log-maxsize: "64"
+      audit-log-maxbackup: "1"
+    extraVolumes:
+    - name: audit-policy
+      hostPath: /kind/audit
+      mountPath: /etc/kubernetes/audit
+      readOnly: true
+    - name: audit-log
+      hostPath: {Path(AUDIT_LOG).parent}
+      mountPath: {Path(AUDIT_LOG).parent}
+      pathType: DirectoryOrCreate
+"""
+# Where a test says at which address the nodes reach a registry.
+REGISTRIES = "/etc/containerd/certs.d"
+REGISTRY_PATCH = f"""\
+containerdConfigPatches:
+- |-
+  [plugins."io.containerd.grpc.v1.cri".registry]
+    config_path = "{REGISTRIES}"
+"""
 
 
 def kubeconfig() -> Path:
@@ -55,12 +83,24 @@ def kubeconfig() -> Path:
 
 
 def _config(image: NodeImage, fast: bool, workers: int) -> str:
-    mounts = f"[{{hostPath: {image.layers}, containerPath: /kind/layers, readOnly: true}}]" if image.layers else "[]"
-    roles = ["control-plane", *["worker"] * workers]
-    nodes = "".join(f"- role: {role}\n  extraMounts: {mounts}\n" for role in roles)
+    layers = [f"{{hostPath: {image.layers}, containerPath: /kind/layers, readOnly: true}}"] if image.layers else []
+    audit = f"{{hostPath: {_audit_folder()}, containerPath: /kind/audit, readOnly: true}}"
+    roles = {"control-plane": [*layers, audit], **{f"worker {number}": layers for number in range(workers)}}
+    nodes = "".join(f"- role: {r.split()[0]}\n  extraMounts: [{', '.join(m)}]\n" for r, m in roles.items())
     head = "kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\n"
     head += "networking: {podSubnet: 10.244.0.0/16, serviceSubnet: 10.96.0.0/16}\n"
-    return head + (FAST_PATCHES if fast else "") + "nodes:\n" + nodes
+    head += "kubeadmConfigPatches:\n" + AUDIT_PATCH + (FAST_PATCHES if fast else "")
+    if image.layers:  # kind's own image has it
+        head += REGISTRY_PATCH
+    return head + "nodes:\n" + nodes
+
+
+def _audit_folder() -> Path:
+    """Where the policy of the audit log is, for as long as a cluster runs."""
+    folder = cache.root() / "audit"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(MANIFESTS / "audit.yaml", folder)
+    return folder
 
 
 def compile_all() -> None:

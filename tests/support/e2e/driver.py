@@ -122,6 +122,13 @@ class Job(Player):
         alive = [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
         return {int(p["metadata"]["labels"]["everstep.dev/worker-index"]): p for p in sorted(alive, key=newness)}
 
+    def containers(self) -> dict[str, tuple[str, int]]:
+        """Of each pod that is not being deleted its uid, and how often its container was started again."""
+        return {
+            pod["metadata"]["name"]: (pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"])
+            for pod in self.newest_pods().values()
+        }
+
     def pods(self, selector: str = "") -> list[dict[str, Any]]:
         labels = ",".join(filter(None, [f"everstep.dev/job={self.name}", selector]))
         items: list[dict[str, Any]] = json.loads(self.kubectl("get", "pods", "-l", labels, "-o", "json"))["items"]
