@@ -67,15 +67,14 @@ def test_page_shows_a_killed_pod_and_its_recovery_to_those_who_may_get_the_job(
         code, document = read(f"{url}/", reader)
         assert (code, job.name in words(document)) == (200, True)
 
-        def recovered() -> Element | None:
+        def recovered() -> list[Element]:
             code, document = read(f"{url}{path}", reader)
             assert code == 200
             rows = table(document, "recoveries")
             workers = [row[0] for row in table(document, "workers")]  # two of one, until the killed pod is gone
-            return document if rows and rows[0][1] == "PodDeleted" and workers == ["0", "1", "2"] else None
+            return [document] if rows and rows[0][1] == "PodDeleted" and workers == ["0", "1", "2"] else []
 
-        document = wait_for("the page shows the recovery", recovered, 30)
-        assert document is not None
+        (document,) = wait_for("the page shows the recovery", recovered, 30)
         drawn = words(next(e for e in document.iter("section") if e.get("aria-labelledby") == "timeline"))
         assert "✗" in drawn, "its pod died"
         assert "█" in drawn, "workers train"

@@ -79,7 +79,9 @@ LANES = {
         (*SERVERS, "prometheus", "s3rver"),
     ),
     "long-nodes": Lane(("cluster", "e2e"), ("-m", "long and kind and not alone"), 2, BY_TEST, WHOLE_LIMIT, NODES),
-    "long-alone": Lane(("cluster", "e2e"), ("-m", "long and kind and alone"), 1, (), WHOLE_LIMIT, NODES),
+    "long-alone": Lane(
+        ("cluster", "e2e"), ("-m", "long and kind and alone"), 1, (), WHOLE_LIMIT, (*NODES, "monitoring kinds")
+    ),
 }  # fmt: skip
 
 

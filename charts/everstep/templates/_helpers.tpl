@@ -80,3 +80,21 @@ Honor
 {{- if and $nodes (lt (int $free) 2) -}}Honor{{- else -}}Ignore{{- end -}}
 {{- end -}}
 {{- end }}
+
+{{- /*
+One operator acts on all jobs of a cluster, and replicas of two releases in two namespaces would hold two Leases: each
+would act on every job. Helm shows the cluster to `helm install` and `helm upgrade` only.
+*/ -}}
+{{- define "everstep.refuseSecond" -}}
+{{- range (lookup "rbac.authorization.k8s.io/v1" "ClusterRoleBinding" "" "").items | default list -}}
+{{- $labels := .metadata.labels | default dict -}}
+{{- $release := get $labels "app.kubernetes.io/instance" -}}
+{{- if and (eq (get $labels "app.kubernetes.io/name") $.Chart.Name) (eq (get $labels "app.kubernetes.io/component") "operator") -}}
+{{- range .subjects -}}
+{{- if not (and (eq $release $.Release.Name) (eq .namespace $.Release.Namespace)) -}}
+{{- fail (printf "this cluster has an operator already, release %s in namespace %s, and two would both act on each job: upgrade that one, or uninstall it first (helm uninstall %s -n %s; its CRD and jobs stay)" $release .namespace $release .namespace) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
