@@ -66,6 +66,11 @@ def number_of_workers(count: int) -> str:
     return f"{count} worker{'' if count == 1 else 's'}"
 
 
+def resizing(before: int, wanted: int) -> str:
+    """`resizing from 3 to 4 workers`."""
+    return f"resizing from {before} to {number_of_workers(wanted)}"
+
+
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:
     """The host name of worker 0 in exactly this round. No other round or job ever has this name."""
     return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"

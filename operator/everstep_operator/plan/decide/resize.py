@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.object_names import number_of_workers
+from everstep_operator.object_names import resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.state import roster
@@ -14,7 +14,7 @@ from everstep_operator.plan.state.facts import Facts
 def when_the_size_changes(facts: Facts) -> Publish | None:
     if facts.wanted == facts.roster.wanted:
         return None
-    message = f"resizing from {facts.roster.wanted} to {number_of_workers(facts.wanted)}"
+    message = resizing(facts.roster.wanted, facts.wanted)
     event = Event(EventReason.WORLD_RESIZED, message)
     return Publish(_revised(facts), message, ReadyReason.RESIZING, event)
 

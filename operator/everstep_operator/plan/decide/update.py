@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.object_names import list_of_workers, number_of_workers
+from everstep_operator.object_names import list_of_workers, resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.state import roster
@@ -34,7 +34,7 @@ def _update(facts: Facts, replaced: frozenset[int]) -> Publish:
     workers = "the world" if facts.roster.replaces_all else list_of_workers(replaced)
     message = f"the spec has changed: replacing {workers}"
     if facts.wanted != facts.roster.wanted:
-        message += f", and resizing from {facts.roster.wanted} to {number_of_workers(facts.wanted)}"
+        message += f", and {resizing(facts.roster.wanted, facts.wanted)}"
     made = roster.successor(facts.snapshot, facts.roster, facts.wanted, replaced)
     # Failures of the old program do not count for the new one.
     restarts = facts.job.status.restarts.model_copy(update={"start_failures": 0, "mismatch": None})

@@ -35,7 +35,7 @@ def render_plan(facts: Facts, decision: Decision) -> Plan:
         case Failed():
             return finished_job.fail(facts.snapshot, decision)
         case Publish():
-            return _publish(state.with_roster(facts, decision.roster), decision)
+            return _publish(state.with_roster(facts, decision.roster), decision, facts.roster.wanted)
         case Wait(after, message):
             observed = _status(facts)
             status_events = job_events.of_status(facts.snapshot, observed)
@@ -46,11 +46,11 @@ def render_plan(facts: Facts, decision: Decision) -> Plan:
             assert_never(other)
 
 
-def _publish(facts: Facts, change: Publish) -> Plan:
+def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
     """Publish the roster, and carry it out in the same pass. Pods that it keeps stay untouched."""
     made = _status(facts, change)
     convergence = converge.converge(facts, made.restarts)
-    own_events = () if change.event is None else (change.event,)
+    own_events = (*filter(None, (change.event,)), *job_events.of_size(change, wanted_before))
     published = f"round {facts.roster.next_incarnation}" if facts.roster.replaces_all else f"workers {facts.roster}"
     return Plan(
         made,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
-from everstep_operator.object_names import number_of_workers
+from everstep_operator.object_names import number_of_workers, resizing
+from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
 from everstep_operator.plan.render import ready_condition, recovery_record
 from everstep_operator.plan.snapshot import Snapshot
@@ -15,6 +16,15 @@ from everstep_operator.plan.state.facts import Facts
 def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
     """The events of a pass: everything that is new."""
     return (*_of_capacity(facts, observed), *of_status(facts.snapshot, observed))
+
+
+def of_size(change: Publish, wanted_before: int) -> tuple[Event, ...]:
+    """The event of another number of workers that is published with a change which has an event of its own."""
+    wanted = change.roster.wanted
+    told = change.event is not None and change.event.reason is EventReason.WORLD_RESIZED
+    if told or wanted == wanted_before or 0 in (wanted, wanted_before):
+        return ()
+    return (Event(EventReason.WORLD_RESIZED, resizing(wanted_before, wanted)),)
 
 
 def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
