@@ -6,6 +6,7 @@ address that workers get. Each has a line. The exit code is 1 if one of them doe
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -98,11 +99,14 @@ async def _in_pod(source: InCluster) -> bool:
 
 
 def main() -> int:
-    source = find_source(os.environ, None, None)
-    if not isinstance(source, InCluster):
-        sys.stdout.write("FAILED this runs in a pod of the chart: `helm test RELEASE -n NAMESPACE --logs`\n")
-        return 2
+    argparse.ArgumentParser(
+        prog="python -m everstep_operator.installation_check", description=(__doc__ or "").partition("\n\n")[2]
+    ).parse_args()
     try:
+        source = find_source(os.environ, None, None)
+        if not isinstance(source, InCluster):
+            sys.stdout.write("FAILED this runs in a pod of the chart: `helm test RELEASE -n NAMESPACE --logs`\n")
+            return 2
         return 0 if asyncio.run(_in_pod(source)) else 1
     except CredentialsError as e:
         sys.stdout.write(f"FAILED {e}\n")

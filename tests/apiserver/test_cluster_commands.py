@@ -22,6 +22,7 @@ from everstep.contract import labels
 from everstep.jobs.cluster import connect
 from everstep.jobs.source import JobError, Unreachable, Where
 from everstep.jobs.view import View
+from support import ROOT
 from support.apiserver.jobs import Jobs
 from support.commands import Call, caller
 from testcluster.daemon import free_ports
@@ -463,3 +464,20 @@ def test_doctor_says_what_a_cluster_lacks(jobs: Jobs, tmp_path: Path) -> None:
     lacking = "create trainingjobs, get trainingjobs, list trainingjobs, patch trainingjobs, patch trainingjobs/scale"
     assert seen["your rights"][0] is False
     assert seen["your rights"][1].startswith(f"you may not {lacking}")
+
+    # The role of docs/how-to-multi-tenant.md, without what this person's team leaves out.
+    page = (ROOT / "docs/how-to-multi-tenant.md").read_text()
+    role = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    role["rules"] = [rule for rule in role["rules"] if not {"configmaps", "pods/exec"} & {*rule["resources"]}]
+    role["metadata"]["namespace"] = jobs.namespace
+    done = jobs.kubectl("create", "-f", "-", input=json.dumps(role))
+    assert done.returncode == 0, done.stderr
+    who = f"--serviceaccount={jobs.namespace}:default"
+    done = jobs.kubectl("create", "rolebinding", "user", "--role=everstep-user", who)
+    assert done.returncode == 0, done.stderr
+    _, seen = look(tmp_path / "weak")
+    assert seen["your rights"] == (
+        False,
+        f"you may not create configmaps in namespace {jobs.namespace}; without create pods/exec the cluster refuses "
+        "everstep stacks and profile",
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from everstep.cli import stacks
+from everstep.cli.agents import NoAgent
 from everstep.cli.jobs import commands
+from everstep.contract import agent_requests, env
 from everstep.jobs.source import JobError
 from everstep.jobs.view import View, WorkerRow
 from everstep_local.run import control
@@ -37,15 +41,15 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Run:
     """What answers for a live run: it notes what it was told to kill."""
 
-    def __init__(self, job: str, *workers: int, out: Path | None = None) -> None:
+    def __init__(self, job: str, *workers: int, out: Path | None = None, uid: str = "") -> None:
         rows = tuple(WorkerRow(n, f"{job}-w{n}-0", "node-1", "training", n, 1, 0, 1) for n in workers)
         self.view = replace(View.unknown(job), workers=rows)
-        self.out = out
+        self.out, self.uid = out, uid
         self.killed: list[str] = []
 
     def handlers(self) -> dict[str, control.Handler]:
         async def status(_: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-            yield {"view": self.view.to_json(), "out": str(self.out) if self.out else None}
+            yield {"view": self.view.to_json(), "out": str(self.out) if self.out else None, "uid": self.uid}
 
         async def kill(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
             self.killed.append(request["pod"])
@@ -104,6 +108,59 @@ async def test_pod_of_the_second_run_is_found_when_the_first_has_ended() -> None
         assert (await call("kill", "digits-w1-0")).output == "kill digits-w1-0 (local run digits-2)\n"
     finally:
         await server.__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def agent(job: str, uid: str, step: int) -> AsyncIterator[None]:
+    """What answers for an agent with one process."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = json.loads(await reader.readline())
+        if request.get("job") in (None, job, uid):
+            known = {"rank": 0, "pid": 7, "pod": f"{job}-w0-0"}
+            for answer in ({"job": job, "answers": [known]}, {**known, "step": step, "stacks": "File x"}):
+                writer.write(json.dumps(answer).encode() + b"\n")
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, agent_requests.new_address((job, uid))):
+        yield
+
+
+async def steps(*arguments: str) -> list[int]:
+    """At which steps the ranks are that `everstep stacks` shows."""
+    done = await asyncio.to_thread(CliRunner().invoke, stacks.app, [*arguments, "-o", "json"])
+    if done.exception is not None:
+        raise done.exception
+    return [answer["step"] for answer in json.loads(done.output)]
+
+
+async def test_stacks_are_those_of_the_run_that_is_meant_though_another_is_of_the_same_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, uids = f"digits-{secrets.token_hex(4)}", [secrets.token_hex(8) for _ in range(2)]
+    first = control.ControlServer(job, Run(job, 0, uid=uids[0]).handlers())
+    async with first, agent(job, uids[0], 10):
+        assert await steps(job) == [10]
+        second = control.ControlServer(job, Run(job, 0, uid=uids[1]).handlers())
+        async with second, agent(job, uids[1], 20):
+            assert await steps(job) == [10]
+            assert await steps(f"{job}-2") == [20]
+            with pytest.raises(NoAgent, match=rf"^several jobs run on this machine: .*{job}, {job}-2.* Name the one"):
+                await steps()
+            # In a pod of the second one, beside which the first is seen, as with hostNetwork.
+            monkeypatch.setenv(env.JOB_NAME, job)
+            monkeypatch.setenv(env.JOB_UID, uids[1])
+            assert await steps(job) == await steps() == [20]
+            monkeypatch.delenv(env.JOB_UID)
+
+
+async def test_jobs_of_one_name_that_are_no_local_runs_are_not_mixed() -> None:
+    job = f"digits-{secrets.token_hex(4)}"
+    async with agent(job, "one", 10):
+        assert await steps(job) == [10]
+        async with agent(job, "two", 20):
+            with pytest.raises(NoAgent, match=rf"^several jobs run on this machine: {job}, {job}\. Name"):
+                await steps(job)
 
 
 @pytest.mark.parametrize("name", ["w1", "7", "x-w1-2"])

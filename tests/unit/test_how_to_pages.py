@@ -11,7 +11,7 @@ import pytest
 import yaml
 from lupa.lua51 import LuaRuntime  # Argo CD runs scripts in Lua 5.1
 
-from everstep.cli.jobs.cluster_check import RIGHTS
+from everstep.cli.jobs.cluster_check import OPTIONAL, RIGHTS
 from everstep_local.plan.simulation import agents as elastic_world
 from everstep_local.plan.simulation import cluster as plan_world
 from everstep_operator.api.conditions import ReadyReason
@@ -119,5 +119,6 @@ def test_role_for_people_allows_all_that_the_commands_do() -> None:
         for group in rule["apiGroups"]
         for resource in rule["resources"]
     }
-    needed = [(verb, group, f"{resource}/{sub}" if sub else resource) for verb, group, resource, sub in RIGHTS]
+    rights = (*RIGHTS, *OPTIONAL)
+    needed = [(verb, group, f"{resource}/{sub}" if sub else resource) for verb, group, resource, sub in rights]
     assert not [one for one in needed if one not in allowed and ("*", *one[1:]) not in allowed]

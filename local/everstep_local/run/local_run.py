@@ -118,6 +118,11 @@ class LocalRun:
         return self._ended.is_set()
 
     @property
+    def uid(self) -> str:
+        """The job's; empty before it was seen."""
+        return self._last.metadata.uid
+
+    @property
     def seconds(self) -> float:
         """Since the run began."""
         return time.monotonic() - self._began

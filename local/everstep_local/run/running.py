@@ -289,7 +289,7 @@ class Handlers:
     async def status(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         view = self._local.view()
         out = str(self._local.options.out.resolve())
-        yield {"view": (view or View.unknown(self._local.job.name)).to_json(), "out": out}
+        yield {"view": (view or View.unknown(self._local.job.name)).to_json(), "out": out, "uid": self._local.uid}
 
     async def events(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
         view = self._local.view()

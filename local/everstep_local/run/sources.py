@@ -148,6 +148,9 @@ class LiveRun:
     def title(self) -> str:
         return f"local run {self.name}"
 
+    def uid(self) -> str:
+        return str(self._ask("status").get("uid") or "")
+
     def jobs(self) -> list[View]:
         return [self.summary(self.name)]
 
@@ -239,6 +242,9 @@ class EndedRun:
     @property
     def title(self) -> str:
         return f"ended, in {self.folder}"
+
+    def uid(self) -> str:
+        return ""
 
     def jobs(self) -> list[View]:
         return [self.summary(self.name)]

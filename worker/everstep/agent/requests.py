@@ -34,7 +34,8 @@ class Requests:
     ) -> None:
         self._running, self._watcher, self._control_socket = running, watcher, control_socket
         self._environ = environ
-        self._names = {run, environ.get(env.JOB_NAME, run)}
+        self._job = environ.get(env.JOB_NAME, run)
+        self._names = {run, self._job, environ.get(env.JOB_UID, run)}
         self._server: asyncio.Server | None = None
         self._profiles: dict[tuple[str, int], asyncio.Future[Answer]] = {}  # by id and pid
         self._next = 0
@@ -72,7 +73,7 @@ class Requests:
             if request.get("job") is None or request["job"] in self._names:
                 processes = list(self._running.items())
                 if request.get("names"):
-                    known = {"answers": [self._known(pid, process) for pid, process in processes]}
+                    known = {"job": self._job, "answers": [self._known(pid, process) for pid, process in processes]}
                     writer.write(json.dumps(known).encode() + b"\n")
                     await writer.drain()
                 for answer in asyncio.as_completed([self._answer(request, pid, process) for pid, process in processes]):

@@ -7,27 +7,38 @@ that does not answer is named, and the others' answers are shown.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
-from everstep.contract import agent_requests, labels
+from everstep.cli.printing import say
+from everstep.contract import agent_requests, env, labels
+from everstep.jobs.source import JobError, Run, local_alive
 
 Answer = dict[str, Any]
 AT_ONCE = 64  # agents that are asked at the same time
 KUBECTL_SECONDS = 60.0  # for a list of pods, and for what `kubectl exec` itself takes
+NAME_SECONDS = 5.0  # for an agent to name its job
 
-Job = Annotated[str | None, typer.Argument(help="The job's name; without it every job on this machine.")]
-Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", help="Ask a job on a cluster, in this namespace, through kubectl.")
-]
-Context = Annotated[str | None, typer.Option("--context", help="The context of kubectl.")]
-Output = Annotated[str, typer.Option("--output", "-o", help="text, or jsonl: one JSON object a rank.")]
+Job = Annotated[str | None, typer.Argument(help="The job's name; without it the only job on this machine.")]
+
+
+class Format(StrEnum):
+    """`-o` of what agents answer."""
+
+    TEXT = "text"
+    JSON = "json"
+    JSONL = "jsonl"
+
+
+Output = Annotated[Format, typer.Option("--output", "-o", help="jsonl: one JSON object a rank; json: a list of them.")]
 
 
 class NoAgent(Exception):
@@ -41,12 +52,13 @@ class Where:
     job: str | None
     namespace: str | None = None
     context: str | None = None
+    kubeconfig: str | None = None
 
 
 def ask(where: Where, verb: str, seconds: float, command: list[str], **arguments: Any) -> list[Answer]:
     """The answers, by rank; an agent that does not answer gives one with `error`. `command`: this request as the
     program's arguments, for the container of a pod. Raises `NoAgent`."""
-    if where.namespace is not None or where.context is not None:
+    if (where.namespace, where.context, where.kubeconfig) != (None, None, None):
         answers = _ask_pods(where, seconds, command)
     else:
         answers = _ask_here(where.job, verb, seconds, arguments)
@@ -54,12 +66,12 @@ def ask(where: Where, verb: str, seconds: float, command: list[str], **arguments
 
 
 def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, Any]) -> list[Answer]:
-    question = {"verb": verb, "job": job, "seconds": seconds, "names": True, **arguments}
-    request = json.dumps(question).encode() + b"\n"
     try:
-        addresses = agent_requests.addresses(job)
+        name = _meant(job)
+        addresses = agent_requests.addresses(name)
     except OSError as e:
         raise NoAgent(f"the agents of this machine cannot be found: {e}") from e
+    request = _line({"verb": verb, "job": name, "seconds": seconds, "names": True, **arguments})
     with ThreadPoolExecutor(AT_ONCE) as pool:
         given = pool.map(lambda address: list(_from(address, request, seconds)), addresses)
         collected = [answer for answers in given for answer in answers]
@@ -71,6 +83,48 @@ def _ask_here(job: str | None, verb: str, seconds: float, arguments: dict[str, A
             "it begins to train, by everstep.start or an adapter"
         )
     return collected
+
+
+def _line(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode() + b"\n"
+
+
+def _meant(job: str | None) -> str | None:
+    """By which name the agents of the job know it: those of two local runs of one job share its name. None: there is
+    one job at most. Raises `NoAgent` if several are meant, and OSError."""
+    if env.JOB_UID in os.environ and job in (None, os.environ.get(env.JOB_NAME)):
+        return os.environ[env.JOB_UID]  # in a pod, beside which others of its node may be seen
+    run = next((run for run in local_alive() if run.name == job), None)
+    if run is not None and (uid := _uid(run)):
+        return uid
+    addresses = {agent_requests.marks(address): address for address in agent_requests.addresses(job)}
+    if len(addresses) < 2:
+        return job
+    runs = {agent_requests.mark(_uid(run)): run.name for run in local_alive()}
+    known = (next((runs[mark] for mark in marks & runs.keys()), None) for marks in addresses)
+    names = sorted(name or _name_at(address) for name, address in zip(known, addresses.values(), strict=True))
+    raise NoAgent(f"several jobs run on this machine: {', '.join(names)}. Name the one that is meant")
+
+
+def _uid(run: Run) -> str:
+    """Of a run that does not answer, as one that is stopped, nothing is known."""
+    try:
+        return run.uid()
+    except JobError:
+        return ""
+
+
+def _name_at(address: str) -> str:
+    """The job of the agent there, as it says."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(NAME_SECONDS)
+            connection.connect(address)
+            connection.sendall(_line({"verb": "", "names": True}))
+            with connection.makefile("rb") as lines:
+                return str(json.loads(lines.readline(agent_requests.MAX_ANSWER))["job"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "one that does not answer"
 
 
 def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
@@ -108,6 +162,7 @@ def _from(address: str, request: bytes, seconds: float) -> Iterator[Answer]:
 def _ask_pods(where: Where, seconds: float, command: list[str]) -> list[Answer]:
     kubectl = ["kubectl", *(["--context", where.context] if where.context else [])]
     kubectl += ["--namespace", where.namespace] if where.namespace else []
+    kubectl += ["--kubeconfig", where.kubeconfig] if where.kubeconfig else []
     if where.job is None:
         raise NoAgent("give the job's name: a namespace may have many")
     selector = ["-l", f"{labels.JOB}={where.job}", "--field-selector=status.phase=Running"]
@@ -142,11 +197,12 @@ def _run(argv: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(argv, 124, "", f"no answer within {seconds:.0f} s")
 
 
-def where_of(job: str | None, namespace: str | None, context: str | None, output: str) -> Where:
-    """Checks what all these commands share."""
-    if output not in ("text", "jsonl"):
-        raise NoAgent(f"--output {output}: give text or jsonl")
-    return Where(job, namespace, context)
+def put_json(answers: list[Answer], output: Format) -> None:
+    if output is Format.JSON:
+        say(json.dumps(answers, indent=2))
+    else:
+        for answer in answers:
+            say(json.dumps(answer))
 
 
 def head(answer: Answer) -> str:

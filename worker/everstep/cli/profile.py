@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from typing import Annotated
@@ -11,12 +10,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.agents import Answer, Context, Job, Namespace, NoAgent, Output, ask, head, where_of
-from everstep.cli.printing import SafeConsole, say
+from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, Where, ask, head, put_json
+from everstep.cli.jobs.commands import Context, Kubeconfig, Namespace
+from everstep.cli.printing import SafeConsole
 from everstep.contract.agent_requests import MAX_STEPS, PROFILE
+from everstep.jobs.source import JobError
 
 app = typer.Typer(add_completion=False)
-EXPECTED = (NoAgent,)
+EXPECTED = (NoAgent, JobError)
 
 
 @app.command()
@@ -29,19 +30,19 @@ def profile(
     ] = None,
     namespace: Namespace = None,
     context: Context = None,
-    output: Output = "text",
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
 ) -> None:
     """Profile the next steps of a running job with torch.profiler: a Chrome trace of each rank, and a summary.
 
     The traces are in the job's checkpoint URL, below profiles/. Open them in https://ui.perfetto.dev.
     """
-    where = where_of(job, namespace, context, output)
+    where = Where(job, namespace, context, kubeconfig)
     name = id_ or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     command = ["profile", *([job] if job else []), "--steps", str(steps), "--seconds", str(seconds), "--id", name]
     answers = ask(where, PROFILE, seconds, command, steps=steps, id=name)
-    if output == "jsonl":
-        for answer in answers:
-            say(json.dumps(answer))
+    if output is not Format.TEXT:
+        put_json(answers, output)
     else:
         _show(answers)
     if any("error" in answer for answer in answers):

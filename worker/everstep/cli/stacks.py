@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
-from everstep.cli.agents import Answer, Context, Job, Namespace, NoAgent, Output, ask, head, where_of
+from everstep.cli.agents import Answer, Format, Job, NoAgent, Output, Where, ask, head, put_json
+from everstep.cli.jobs.commands import Context, Kubeconfig, Namespace
 from everstep.cli.printing import say
 from everstep.contract.agent_requests import STACKS
+from everstep.jobs.source import JobError
 
 SECONDS = 20.0  # for an agent to ask its processes
 
 app = typer.Typer(add_completion=False)
-EXPECTED = (NoAgent,)
+EXPECTED = (NoAgent, JobError)
 
 
 @app.command()
-def stacks(job: Job = None, namespace: Namespace = None, context: Context = None, output: Output = "text") -> None:
+def stacks(
+    job: Job = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+    output: Output = Format.TEXT,
+) -> None:
     """Where each rank of a job is: its step, the collective in which it waits, and the stacks of its threads.
 
     Nothing is stopped. A process that does not answer, because it holds the interpreter's lock, is read by a signal.
     """
-    where = where_of(job, namespace, context, output)
+    where = Where(job, namespace, context, kubeconfig)
     answers = ask(where, STACKS, SECONDS, ["stacks", *([job] if job else [])])
-    if output == "jsonl":
-        for answer in answers:
-            say(json.dumps(answer))
+    if output is not Format.TEXT:
+        put_json(answers, output)
     else:
         for answer in answers:
             say(f"{head(answer)}: {state_of(answer)}")

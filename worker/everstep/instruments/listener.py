@@ -35,7 +35,8 @@ class Listener:
     def __init__(self, live: LiveProfile, step: Callable[[], int | None], environ: Mapping[str, str]) -> None:
         self.live, self.step = live, step
         self._environ = environ
-        self._jobs = {environ[name] for name in (env.JOB_NAME, RUN_ID) if name in environ}
+        self._job = environ.get(env.JOB_NAME, environ.get(RUN_ID, ""))  # torchrun's name changes with the round
+        self._jobs = {self._job, environ.get(env.JOB_UID, self._job)}
         self._turns = threading.Semaphore(AT_ONCE)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(agent_requests.new_address(self._jobs))
@@ -68,7 +69,7 @@ class Listener:
                     if request.get("job") is not None and request["job"] not in self._jobs:
                         return
                     if request.get("names"):
-                        lines.write(json.dumps({"answers": [self._known()]}).encode() + b"\n")
+                        lines.write(json.dumps({"job": self._job, "answers": [self._known()]}).encode() + b"\n")
                         lines.flush()
                     answer = self._known() | self._answer(request)
                     lines.write(json.dumps(answer).encode() + b"\n")

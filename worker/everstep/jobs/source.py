@@ -111,6 +111,10 @@ class Run(Source, Protocol):
         """By which the commands know it. It is known without asking the run."""
         ...
 
+    def uid(self) -> str:
+        """The UID of its job, by which the agents in its pods know it; empty if there are none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Where:

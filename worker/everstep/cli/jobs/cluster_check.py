@@ -29,7 +29,10 @@ RIGHTS = (
     ("delete", "", "pods", ""),
     ("get", "", "pods", "log"),
     ("list", "events.k8s.io", "events", ""),
+    ("create", "", "configmaps", ""),  # the programs that the Python client sends
 )
+# What a team may leave out on purpose, and which commands it costs.
+OPTIONAL = {("create", "", "pods", "exec"): "everstep stacks and profile"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +109,19 @@ def _leader(cluster: Cluster) -> tuple[bool | None, str]:
 
 
 def _rights(cluster: Cluster) -> tuple[bool, str]:
-    lacking = [
-        f"{verb} {'/'.join(filter(None, (resource, sub)))}"
-        for verb, group, resource, sub in RIGHTS
-        if not cluster.may(verb, group, resource, sub)
-    ]
+    lacking = [_words(right) for right in RIGHTS if not cluster.may(*right)]
     text = f"you may not {', '.join(lacking)}" if lacking else "all that the commands need"
-    return not lacking, f"{text} in namespace {cluster.namespace}"
+    costs = [
+        f"; without {_words(right)} the cluster refuses {commands}"
+        for right, commands in OPTIONAL.items()
+        if not cluster.may(*right)
+    ]
+    return not lacking, f"{text} in namespace {cluster.namespace}{''.join(costs)}"
+
+
+def _words(right: tuple[str, str, str, str]) -> str:
+    verb, _, resource, subresource = right
+    return f"{verb} {'/'.join(filter(None, (resource, subresource)))}"
 
 
 CHECKS: dict[str, Callable[[Cluster], tuple[bool | None, str]]] = {
