@@ -1,22 +1,19 @@
 """Weights that a callback keeps for itself, and changes in each step, are refused: no new process would have them."""
 
+# ruff: noqa: PLC0415  imported where used: collecting these tests must not cost every run of the suite ten seconds
+
 from __future__ import annotations
 
 import copy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from everstep.recovery.errors import LoopError
-from everstep.train.adapters.huggingface import EverstepCallback as TrainersCallback
-from everstep.train.adapters.lightning import EverstepCallback as LightningsCallback
 from everstep.train.adapters.script_state import CallbackWeights
 
 
@@ -107,22 +104,26 @@ def test_what_is_not_lost_or_not_changed_in_each_step_is_let_through(kind: str) 
     weights.check()
 
 
-class Regression(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def test_lightnings_own_average_of_weights_is_refused(tmp_path: Path) -> None:
-    trainer = pl.Trainer(
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from everstep.train.adapters.lightning import EverstepCallback
+
+    class Regression(LightningModule):  # type: ignore[misc]  # its types are not followed
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = Trainer(
         accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        default_root_dir=tmp_path, callbacks=[LightningsCallback(str(tmp_path / "commits")), EMAWeightAveraging()],
+        default_root_dir=tmp_path, callbacks=[EverstepCallback(str(tmp_path / "commits")), EMAWeightAveraging()],
     )  # fmt: skip
     with pytest.raises(LoopError, match=r"EMAWeightAveraging\._average_model holds weights"):
         trainer.fit(Regression(), DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4))
@@ -145,20 +146,23 @@ class Model(torch.nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
-class Ema(TrainerCallback):  # type: ignore[misc]  # the package has no types
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.average = AveragedModel(model)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.average.update_parameters(model)
-
-
 def test_average_of_a_trainers_callback_is_refused(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.train.adapters.huggingface import EverstepCallback
+
+    class Ema(TrainerCallback):  # type: ignore[misc]  # the package has no types
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.average = AveragedModel(model)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            self.average.update_parameters(model)
+
     arguments = TrainingArguments(
         str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, report_to="none", use_cpu=True,
         save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    callback = TrainersCallback(str(tmp_path / "commits"))
+    callback = EverstepCallback(str(tmp_path / "commits"))
     trainer = Trainer(model=Model(), args=arguments, train_dataset=Rows(), callbacks=[callback, Ema()])
     with pytest.raises(LoopError, match=r"Ema\.average holds weights"):
         callback.train(trainer)

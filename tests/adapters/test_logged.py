@@ -1,39 +1,42 @@
 """A commit has the numbers that a framework has logged in its step and behind it, and no older ones."""
 
+# ruff: noqa: PLC0415  imported where used: collecting these tests must not cost every run of the suite ten seconds
+
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep
 from everstep.checkpoint import Catalog
 from everstep.storage import MemoryStore
-from everstep.train.adapters.lightning import EverstepCallback
-
-
-class Module(LightningModule):
-    """Logs how many steps were made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log("before", float(self.trainer.global_step))
-        return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", float(self.trainer.global_step))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_number_of_a_validation_is_in_the_commit_of_its_step_and_in_no_later_one() -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from everstep.train.adapters.lightning import EverstepCallback
+
+    class Module(LightningModule):  # type: ignore[misc]  # its types are not followed
+        """Logs how many steps were made."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("before", float(self.trainer.global_step))
+            return self.layer(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validated", float(self.trainer.global_step))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
     store = MemoryStore()
     checkpointer = everstep.Checkpointer(store=store, every_steps=1, keep=50)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset as HubDataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -47,6 +46,8 @@ class Shards(IterableDataset[Any]):
 
 
 def hub(shuffled: bool = False) -> Any:
+    from datasets import Dataset as HubDataset  # noqa: PLC0415 - seconds
+
     found = HubDataset.from_dict({"id": list(range(N))}).to_iterable_dataset(num_shards=6)
     return found.shuffle(seed=4, buffer_size=50) if shuffled else found
 

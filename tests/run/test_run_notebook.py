@@ -9,9 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from everstep.client import TrainingClient
 from support import ROOT
@@ -39,6 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_cells_of_the_notebook_show_a_job_that_loses_a_worker_grows_and_completes(folder: Path) -> None:
+    import nbformat  # noqa: PLC0415 - seconds, with jsonschema
+    from nbclient import NotebookClient  # noqa: PLC0415 - the same
+
     notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "clear the outputs before you commit"
     NotebookClient(

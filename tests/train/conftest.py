@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from everstep.train.coordination import save_schedule
+from support import TESTS
 from support.train.training_run import Launched, Start, Started
 
 
@@ -31,3 +33,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a folder may take longer to answer than a run waits, which then compares nothing, and warns."""
     monkeypatch.setattr(save_schedule, "ASK_SECONDS", 60.0)
+
+
+@pytest.fixture
+def no_other_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only this file of tests is among the modules of this process: all others that it has collected would be taken for
+    modules of the script, and be read with it in each comparison."""
+    for name, module in list(sys.modules.items()):
+        if module is not request.module and Path(getattr(module, "__file__", None) or "/").is_relative_to(TESTS):
+            monkeypatch.delitem(sys.modules, name)

@@ -32,7 +32,7 @@ from everstep.train.guards import plain_values as plain_values_module
 from everstep.train.guards.contents import Beyond, Contents, digest_of
 from everstep.train.guards.plain_values import Roots, differences, plain_values, untracked_values
 
-pytestmark = pytest.mark.timeout(360)
+pytestmark = [pytest.mark.timeout(360), pytest.mark.usefixtures("no_other_tests")]
 
 
 class Registry(dict[str, float]):

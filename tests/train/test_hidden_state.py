@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
 import pytest
 import torch
 import xxhash
-from sklearn.preprocessing import StandardScaler
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parameter import Parameter
 
@@ -40,7 +38,7 @@ from everstep.train.guards.elsewhere import elsewhere
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_script
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("no_other_tests")]
 
 Read = dict[str, str]
 Row = tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]  # variables, tracked, a change, the name it has
@@ -344,6 +342,8 @@ def rows() -> Any:
 
 
 def fitted() -> Any:
+    from sklearn.preprocessing import StandardScaler  # noqa: PLC0415 - seconds
+
     return StandardScaler().partial_fit([[0.0]])
 
 
@@ -473,6 +473,8 @@ def test_global_that_a_local_hides_is_read_and_so_is_a_private_one() -> None:
 
 
 def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones_are_not() -> None:
+    import pandas as pd  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
+
     own = {
         "line": queue.SimpleQueue(), "other": queue.SimpleQueue(), "room": threading.Semaphore(2), "mine": Local(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),

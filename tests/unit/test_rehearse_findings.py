@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import DataLoaderShard
 
 from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
 from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
@@ -180,6 +179,8 @@ def test_what_a_library_counts_in_its_own_loader_is_no_value_of_the_scripts() ->
         iteration = 0
 
     data = torch.utils.data.TensorDataset(torch.ones(2))
+    from accelerate.data_loader import DataLoaderShard  # noqa: PLC0415 - seconds
+
     own, loader = Counts(data), DataLoaderShard(data)
     own.iteration, loader.seen = 1, 1  # type: ignore[attr-defined]
     names = kept_by_loaders({"own": own, "held": loader, "n": 3})

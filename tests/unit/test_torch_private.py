@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,10 +27,6 @@ WORKER = Path(__file__).parents[2] / "worker"
 SOURCES = WORKER / "everstep"
 ROOM = "torch_private/"
 OTHERS = [WORKER.parent / name for name in ("horovod", "sources")]
-FILES = {
-    str(path.relative_to(folder)): ast.parse(path.read_text())
-    for folder in (SOURCES, *OTHERS) for path in sorted(folder.rglob("*.py"))
-}  # fmt: skip
 
 # Files that still touch private names themselves. Empty is the goal; nothing is added here.
 REMAINING = (
@@ -70,19 +67,31 @@ def defined(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-OURS_ANYWHERE = {name for tree in FILES.values() for name in defined(tree) if is_private(name)}
-# Attributes that a class of ours sets of itself: its subclasses, in other files, read them.
-SET_BY_OURS = {
-    node.attr
-    for tree in FILES.values() for node in ast.walk(tree)
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value)
-}  # fmt: skip
+@cache
+def trees() -> dict[str, ast.Module]:
+    """By the name of its file."""
+    paths = [(folder, path) for folder in (SOURCES, *OTHERS) for path in sorted(folder.rglob("*.py"))]
+    return {str(path.relative_to(folder)): ast.parse(path.read_text()) for folder, path in paths}
+
+
+@cache
+def ours_anywhere() -> frozenset[str]:
+    return frozenset(name for tree in trees().values() for name in defined(tree) if is_private(name))
+
+
+@cache
+def set_by_ours() -> frozenset[str]:
+    """Attributes that a class of ours sets of itself: its subclasses, in other files, read them."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return frozenset(n.attr for n in nodes if isinstance(n.ctx, ast.Store) and is_own(n.value))
+
+
 IN_TABLE = {name for row in TABLE for name in row.names.split()}
 
 
 def touched(file: str, tree: ast.AST) -> Iterator[str]:
     """The private names of libraries that a file touches, each with its line."""
-    own = set(defined(tree))
+    own, everywhere, of_self = set(defined(tree)), ours_anywhere(), set_by_ours()
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=aliases):
@@ -95,11 +104,9 @@ def touched(file: str, tree: ast.AST) -> Iterator[str]:
                         yield f"{file}:{node.lineno}: import of {alias.name}"
             case ast.Attribute(value=receiver, attr=name) if is_private(name) and name not in OF_PYTHON:
                 if is_own(receiver):
-                    theirs = name not in OURS_ANYWHERE or (
-                        name in IN_TABLE and name not in own and name not in SET_BY_OURS
-                    )
+                    theirs = name not in everywhere or (name in IN_TABLE and name not in own and name not in of_self)
                 else:
-                    theirs = name not in OURS_ANYWHERE or name in IN_TABLE
+                    theirs = name not in everywhere or name in IN_TABLE
                 if theirs and not any(file.endswith(end) and name == one for end, one in OURS):
                     yield f"{file}:{node.lineno}: .{name}"
             case ast.Constant(value=str(name)) if name in IN_TABLE and is_private(name) and (file, name) not in SHOWN:
@@ -126,7 +133,7 @@ def holder_of(row: Names) -> Any:
 
 def outside(find: Callable[[str, ast.AST], Iterator[str]]) -> list[str]:
     """What it finds in the files that are not of the room, and not excused."""
-    files = [(file, tree) for file, tree in FILES.items() if not file.startswith((ROOM, *REMAINING))]
+    files = [(file, tree) for file, tree in trees().items() if not file.startswith((ROOM, *REMAINING))]
     return [line for file, tree in files for line in find(file, tree)]
 
 
@@ -137,7 +144,7 @@ def test_no_file_but_those_of_the_room_touches_a_private_name_of_a_library() -> 
 
 def test_each_file_that_is_excused_still_needs_it() -> None:
     for place in REMAINING:
-        files = [(file, tree) for file, tree in FILES.items() if file.startswith(place)]
+        files = [(file, tree) for file, tree in trees().items() if file.startswith(place)]
         assert any(any(touched(file, tree)) for file, tree in files), f"{place} touches none: take it out of REMAINING"
 
 
@@ -210,7 +217,7 @@ def test_a_file_that_touches_none_passes(source: str) -> None:
 
 
 def test_each_name_of_the_room_is_in_the_table_for_its_module_and_the_other_way_round() -> None:
-    for file, tree in FILES.items():
+    for file, tree in trees().items():
         if not file.startswith(ROOM):
             continue
         module = Path(file).stem
@@ -227,7 +234,7 @@ def test_each_name_of_the_room_is_in_the_table_for_its_module_and_the_other_way_
             lacking = {name for name in used if is_private(name)} - listed - own - parts - {"_rank", "_init_backend"}
             assert sorted(lacking) == [], f"{file}: add them to the table"
         assert sorted(listed - used) == [], f"{file}: take them out of the table"
-    modules = {Path(file).stem for file in FILES if file.startswith(ROOM)}
+    modules = {Path(file).stem for file in trees() if file.startswith(ROOM)}
     excused = {place.rstrip("/").replace("/", ".") for place in REMAINING}
     assert {row.module for row in TABLE} <= modules | excused
 
@@ -239,7 +246,7 @@ def test_each_row_says_what_for_since_when_and_what_instead() -> None:
 
 
 def test_each_function_of_the_room_says_what_it_is_for() -> None:
-    for file, tree in FILES.items():
+    for file, tree in trees().items():
         if file.startswith(ROOM):
             functions = [node for node in getattr(tree, "body", []) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
             assert [f.name for f in functions if not is_private(f.name) and ast.get_docstring(f) is None] == [], file

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
-
 from release.commands import CYCLONEDX, UV, run
 from release.errors import ReleaseError
 from release.versions import DISTRIBUTIONS
@@ -143,6 +140,9 @@ def _of_image(found: Document, name: str, version: str, dockerfile: str) -> Docu
 
 def _text(file: str, document: Document) -> str:
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    from cyclonedx.schema import SchemaVersion  # noqa: PLC0415 - two seconds, for grammars of other formats
+    from cyclonedx.validation.json import JsonStrictValidator  # noqa: PLC0415 - the same
+
     problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     if problem is not None:
         raise ReleaseError(f"{file} is not valid CycloneDX 1.6: {problem}")
