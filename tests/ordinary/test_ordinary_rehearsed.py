@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.ordinary.ordinary_rows import ROWS, Row
+from support.rehearse import rehearse
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -29,11 +27,7 @@ def test_row_that_a_loss_makes_wrong_unseen_is_found_by_a_rehearsal(row: Row, tm
         text = text.replace(short, long)
     (tmp_path / row.path.name).write_text(text)
     options = ["--strict", "--steps", "20" if ends else "12", "--kill", "rank,all"]
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options]
-    done = subprocess.run(
-        [*command, "--json", "report.json", row.path.name],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    found = json.loads((tmp_path / "report.json").read_text())["findings"]
-    assert any(re.search(row.differs, f"{one['names']} {one['text']}") for one in found), found
+    done = rehearse(tmp_path, *options, script=row.path.name, seconds=300)
+    assert done.code == 1, done.shown[-3000:] + done.errors[-2000:]
+    named = [f"{one['names']} {one['text']}" for one in done.findings]
+    assert any(re.search(row.differs, one) for one in named), named

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from support.adapters.adapter_run import HERE
 from support.adapters.unbroken_run import differing, play
 from support.ordinary.ordinary_play import SIZE
 from support.ordinary.pages import SMALLER, blocks, check_kills
+from support.rehearse import rehearse as play_rehearsal
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -42,12 +40,8 @@ FOUND = {
 def rehearse(folder: Path, script: str) -> list[str]:
     """What is certain of what is found: its text, and the names in it."""
     (folder / "train.py").write_text(script)
-    options = ("--ranks", "2", "--steps", "12", "--kill", "rank", "--limit", "100", "--json", "r.json")
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    report = json.loads((folder / "r.json").read_text()) if (folder / "r.json").exists() else None
-    assert report, done.stderr[-2000:]
-    return [f"{found['text']} {found['names']}" for found in report["findings"] if found["certain"]]
+    done = play_rehearsal(folder, "--ranks", "2", "--steps", "12", "--kill", "rank", "--limit", "100", seconds=300)
+    return [f"{found['text']} {found['names']}" for found in done.findings if found["certain"]]
 
 
 def test_every_section_of_the_page_is_run() -> None:

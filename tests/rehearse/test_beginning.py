@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.processes.warm_python import warm
 from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
@@ -47,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = tmp_path_factory.mktemp("trained") / "project"
     project.mkdir()
     (project / "train.py").write_text(text(100))
-    subprocess.run([sys.executable, "train.py"], cwd=project, check=True, capture_output=True, timeout=120)
+    warm().run("train.py", cwd=project, timeout=240).check_returncode()
     return project
 
 

@@ -56,9 +56,9 @@ RIGHT = SCRIPT.replace("COUNT", "state.batch").replace("warm += 1", "pass")
 
 
 def rehearse(folder: Path, script: str, *options: str, **environ: str) -> tuple[int, dict[str, Any]]:
-    """The exit code, and the report."""
+    """The exit code, and the report. `environ`: variables that interpreters read."""
     (folder / "train.py").write_text(script)
-    done = play(folder, *options, seconds=850, environ=environ)
+    done = play(folder, *options, seconds=850, environ=environ, cold=bool(environ))
     return done.code, done.report
 
 

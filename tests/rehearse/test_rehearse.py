@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -144,6 +143,7 @@ def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(
 
 
 def test_interrupted_rehearsal_shows_what_its_runs_have_found(folder: Path) -> None:
+    """With interpreters of its own, as users have it."""
     script = SCRIPT.format(
         before="torch.manual_seed(0)", tracked=OPTIMIZER, weight="1.0", behind="pass", commits=folder / "none"
     )
@@ -213,39 +213,23 @@ main()
 @pytest.mark.parametrize(("count", "right"), [("WARM", False), ("(step + 1)", True)])
 def test_loop_of_the_scripts_own_with_a_checkpointer_is_rehearsed_too(folder: Path, count: str, right: bool) -> None:
     (folder / "train.py").write_text(PLAIN.replace("COUNT", count))
-    command = [
-        sys.executable,
-        "-m",
-        "everstep.cli.main",
-        "rehearse",
-        "--json",
-        "r.json",
-        "--steps",
-        "20",
-        "--limit",
-        "60",
-        "train.py",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    report = json.loads((folder / "r.json").read_text())
-    certain = [f for f in report["findings"] if f["certain"]]
-    assert [run["steps"] for run in report["runs"]] == [20] * 6
+    done = play(folder, "--steps", "20", "--limit", "60", seconds=300)
+    certain = [f for f in done.findings if f["certain"]]
+    assert [run["steps"] for run in done.report["runs"]] == [20] * 6
     assert not (folder / "commits").exists()
     if right:
-        assert (certain, done.returncode) == ([], 0)
+        assert (certain, done.code) == ([], 0)
     else:
-        assert done.returncode == 1
+        assert done.code == 1
         assert {"WARM", "model"} <= set(certain[0]["names"])
 
 
 @pytest.mark.long
 def test_loop_of_the_scripts_own_that_had_saved_nothing_before_its_kill_is_a_warning(folder: Path) -> None:
     (folder / "train.py").write_text(PLAIN.replace("COUNT", "(step + 1)"))
-    own = ["--json", "r.json", "--ranks", "2", "--steps", "12", "--at", "1@2:backward"]
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    (found,) = json.loads((folder / "r.json").read_text())["findings"]
-    assert (found["kind"], done.returncode) == ("unsaved", 0)
+    done = play(folder, "--ranks", "2", "--steps", "12", "--at", "1@2:backward", seconds=300)
+    (found,) = done.findings
+    assert (found["kind"], done.code) == ("unsaved", 0)
     assert "nothing had been saved when rank 1 was killed" in found["text"]
 
 
@@ -303,29 +287,24 @@ def test_script_without_an_optimizer_and_without_backward_is_killed_too(
     folder: Path, loop: str, differentiate: str
 ) -> None:
     (folder / "train.py").write_text(BY_HAND.replace("DIFFERENTIATE", differentiate) + loop)
-    own = ["--json", "r.json", "--ranks", "2", "--steps", "12", "--at", "1@2:backward,0@4:optimizer,0+1@9:backward"]
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    report = json.loads((folder / "r.json").read_text())
-    assert (report["findings"], done.returncode) == ([], 0)
-    assert [(run["steps"], run["killed"]) for run in report["runs"]] == [(12, 0), (12, 0), (12, 4)]
+    at = "1@2:backward,0@4:optimizer,0+1@9:backward"
+    done = play(folder, "--ranks", "2", "--steps", "12", "--at", at, seconds=300)
+    assert (done.findings, done.code) == ([], 0)
+    assert [(run["steps"], run["killed"]) for run in done.report["runs"]] == [(12, 0), (12, 0), (12, 4)]
 
 
 @pytest.mark.long
 def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder: Path) -> None:
     shutil.copy(TESTS.parent / "examples" / "accelerate" / "train.py", folder)
-    own = ["--json", "r.json", "--kill", "rank,all", "--limit", "100"]
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *own, "train.py", "--cpu"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    report = json.loads((folder / "r.json").read_text())
-    assert [f for f in report["findings"] if f["certain"] or f["kind"] == "unsaved"] == []
-    assert [(run["steps"], run["killed"]) for run in report["runs"]] == [(40, 0), (40, 0), (40, 6), (40, 3)], (
+    done = play(folder, "--kill", "rank,all", "--limit", "100", seconds=300, arguments=["--cpu"])
+    assert [f for f in done.findings if f["certain"] or f["kind"] == "unsaved"] == []
+    assert [(run["steps"], run["killed"]) for run in done.report["runs"]] == [(40, 0), (40, 0), (40, 6), (40, 3)], (
         "the example evaluates, and a rank is killed in that, too"
     )
-    assert done.returncode == 0
+    assert done.code == 0
 
 
-@pytest.mark.long_but("options0---steps 5: at least 12", "options4---at 1@3: write RANK@STEP:POINT")
+@pytest.mark.long_but("options4---at 1@3: write RANK@STEP:POINT")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -339,7 +318,6 @@ def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder
 )
 def test_what_cannot_be_rehearsed_is_refused_before_anything_runs(folder: Path, options: list[str], says: str) -> None:
     (folder / "train.py").write_text("raise SystemExit('it ran')")
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options, "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert says in done.stderr
+    done = play(folder, *options, seconds=60, reports=False)
+    assert done.code == 2
+    assert says in done.errors

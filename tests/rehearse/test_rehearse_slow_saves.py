@@ -78,7 +78,7 @@ def test_kill_of_one_rank_waits_for_the_save_from_which_all_go_on(tmp_path: Path
     assert "taken" in certain["names"]
 
 
-@pytest.mark.long_but("own loop")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "loop",
     [

@@ -55,8 +55,9 @@ def refused(call: Callable[[], object], error: type[Exception], text: str) -> No
 def test_a_function_is_run_watched_changed_and_read_after_its_end(client: TrainingClient, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     job = client.train(
-        function=counts, args={"until": str(gate)}, name="counts", workers=1, elastic=(1, 2), env={"GREETING": "hello"}
-    )
+        function=counts, args={"until": str(gate)}, name="counts", workers=1, elastic=(1, 2),
+        env={"GREETING": "hello", "EVERSTEP_PRELOAD": ""},
+    )  # fmt: skip
     assert (job.name, job.ended) == ("counts", False)
     refused(lambda: client.train(function=fails, name="counts"), InvalidRequest, "a local run counts is alive")
     log = client.get_job_logs("counts", follow=True, timeout=SECONDS)

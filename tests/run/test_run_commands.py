@@ -14,7 +14,7 @@ from support.local.local_job import LocalJob
 from support.scenarios.player import wait_for
 from support.scenarios.reference import EXAMPLE
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 
 def test_live_run_is_watched_and_changed_and_its_end_is_read_from_its_folder(

@@ -105,9 +105,11 @@ WHOLLY_LONG = {
     "recipes/test_streaming.py": RECIPE,
     "recipes/test_tensor_parallel.py": RECIPE,
     "recovery/test_recovery_sources.py": "recovery/test_recovery_kills.py has the samples over kills",
+    "rehearse/test_held_values.py": "test_hidden_state.py has values of each kind",
     "rehearse/test_library_loops.py": "each is a rehearsal; test_store_loss.py has one",
     "rehearse/test_rehearse_in_ci.py": "each is a rehearsal; test_held_tensors.py has one, and unit/ the options",
     "run/test_page_browser.py": "it installs a browser; unit/test_page.py reads the page with a strict parser",
+    "run/test_run_commands.py": "test_run_client.py changes a live run, unit/test_cli_runs.py has the commands",
     "run/test_run_compared.py": "three whole local runs; recovery/test_recovery_bits.py has a lost process",
     "run/test_run_elastic.py": RANK,
     "run/test_run_fixed.py": RANK,
@@ -180,3 +182,20 @@ def test_tests_that_need_nodes_are_in_the_folders_of_their_lanes() -> None:
 
 def test_budgets_of_make_test_are_fifteen_minutes() -> None:
     assert sum(lane.budget for name, lane in LANES.items() if name not in NIGHTLY) <= 15 * 60
+
+
+# Libraries that take seconds to import. Each process of a lane collects all of its tests, also those of the night.
+SLOW = {
+    "accelerate", "cyclonedx", "datasets", "jsonschema", "lightning", "nbclient", "nbformat", "pandas", "peft", "scipy",
+    "sklearn", "torchmetrics", "transformers", "trl",
+}  # fmt: skip
+
+
+def test_no_file_of_tests_imports_a_slow_library_when_it_is_collected() -> None:
+    found = []
+    for path in (*TESTS.rglob("test_*.py"), *TESTS.rglob("conftest.py")):
+        for one in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in one.names] if isinstance(one, ast.Import) else []
+            names += [one.module or ""] if isinstance(one, ast.ImportFrom) else []
+            found += [f"{path.relative_to(TESTS)}: {name}" for name in names if name.partition(".")[0] in SLOW]
+    assert found == [], "import it in the function that needs it"

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from everstep.agent import main as agent
@@ -49,7 +49,8 @@ class Forked:
         return self.returncode
 
 
-def main() -> None:
+def main(run: Callable[[], None] = agent.main) -> None:
+    """`run`: what an agent does in this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -71,7 +72,7 @@ def main() -> None:
 
     asyncio.create_subprocess_exec = create_subprocess_exec  # type: ignore[assignment]  # of its many options, what agents use
     try:
-        agent.main()
+        run()
     except SystemExit as e:
         # An agent has imported no torch that Python would take apart at the end, for 0.4 s of a processor.
         logging.shutdown()

@@ -44,6 +44,9 @@ IMPORTED = (
     "everstep.cli.main", "everstep.cli.ckpt",
     "numpy", "safetensors.torch", "sklearn.datasets", "xxhash",
 )  # fmt: skip
+# What compares the variables of a script does not look into frames of files with such a name.
+UNSEEN = "<frozen tests>"
+BEGIN = f"import sys; exec(compile(open(sys.argv[1]).read(), {UNSEEN!r}, 'exec'), {{'__name__': '__main__'}})"
 
 
 # --- the tests' side
@@ -107,7 +110,7 @@ class Warm:
                 self._process = base.popen(*argv, stdout=theirs.fileno(), env=environ, start_new_session=True)
                 return
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), ",".join(modules)],
+                [sys.executable, "-c", BEGIN, __file__, str(theirs.fileno()), str(os.getpid()), ",".join(modules)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, env=environ,
             )  # fmt: skip
 
@@ -167,9 +170,8 @@ def _descriptor(file: IO[Any] | int | None, default: int) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    from everstep.agent.processes.forkserver import die_with, unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
+    from everstep.agent.processes.forkserver import unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
 
-    die_with(int(argv[2]))
     commands = socket.socket(fileno=os.dup(int(argv[1])))
     os.dup2(2, 1)  # what a module prints is no message
     gc.disable()
@@ -179,6 +181,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"{argv[3]}: who imports them {why}, and cannot be forked")
     gc.freeze()
     gc.enable()
+    fork_until_closed(commands, int(argv[2]))
+
+
+def fork_until_closed(commands: socket.socket, parent: int) -> None:
+    """Fork what `commands` say until they end, or the process `parent` does; a forked process ends in here."""
+    from everstep.agent.processes.forkserver import die_with  # noqa: PLC0415 - the tests' side has no use for it
+
+    die_with(parent)
     us = os.getpid()
     command = serve(commands)
     if command is not None:
@@ -279,8 +289,17 @@ def become(command: Mapping[str, Any]) -> None:
     else:
         text, name, sys.argv, sys.path[0] = Path(first).read_bytes(), first, [first, *rest], str(Path(first).parent)
         script.__dict__["__file__"] = first
-    exec(compile(text, name, "exec"), script.__dict__)
+        if Path(first).parts[-3:-1] == ("support", "processes"):
+            name = UNSEEN
+    exec(compile(text, name, "exec", dont_inherit=True), script.__dict__)
+
+
+def unseen(path: str) -> dict[str, Any]:
+    """What a module of ours defines, in frames that are not taken for a script's."""
+    names: dict[str, Any] = {"__name__": "tests", "__file__": path}
+    exec(compile(Path(path).read_bytes(), UNSEEN, "exec", dont_inherit=True), names)
+    return names
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    main(sys.argv[-4:])
