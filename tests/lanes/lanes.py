@@ -67,7 +67,7 @@ OF_SERVERS = (
 # Their budgets are fifteen minutes together. Fast ones first, so that a mistake shows within a minute; then those that
 # need few builds, beside which the others' builds run; then servers; then nodes.
 LANES = {
-    "unit": Lane(("unit",), ("-m", "not long"), 2, BY_FILE, 110),
+    "unit": Lane(("unit",), ("-m", "not long"), 3, BY_FILE, 110),
     "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 75, ("etcd",)),
     "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 65, ("etcd",)),
     "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 425, SERVERS),

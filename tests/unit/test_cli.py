@@ -205,7 +205,7 @@ async def test_run_that_stands_still_is_told_after_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(control, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(control, "STATUS_SECONDS", 0.1)
 
     async def never(_: object) -> object:
         await asyncio.Event().wait()

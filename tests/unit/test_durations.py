@@ -22,6 +22,14 @@ def pytest_configure(config):
 """
 
 
+GROUPED = """
+import os
+import pytest
+@pytest.mark.parametrize("n", range(5))
+def test_process(n): open(r"{folder}/" + os.environ["PYTEST_XDIST_WORKER"], "a").write(__file__ + "\\n")
+"""
+
+
 def order(folder: Path, known: dict[str, float], *arguments: str) -> list[str]:
     """The tests of `folder` in the order in which they ran."""
     (folder / "conftest.py").write_text(CONFTEST)
@@ -47,6 +55,17 @@ def test_files_run_from_the_longest_to_the_shortest_and_keep_the_order_of_their_
     assert spread == expected
 
 
+def test_files_of_a_group_are_played_by_one_process_and_begin_by_their_seconds_together(tmp_path: Path) -> None:
+    for name in ("adapters/test_a.py", "adapters/test_b.py", "other/test_c.py", "other/test_d.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(GROUPED.format(folder=tmp_path))
+    known = {"tests/adapters/test_a.py": 1.0, "tests/adapters/test_b.py": 2.5, "tests/other/test_c.py": 3.0}
+    first = order(tmp_path, known, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert len(first) == 20
+    played = [(tmp_path / name).read_text().splitlines() for name in ("gw0", "gw1")]
+    assert sorted(["adapters" in line for line in lines] for lines in played) == [[False] * 10, [True] * 10]
+
+
 def test_seconds_of_a_test_are_those_of_its_phases(tmp_path: Path) -> None:
     lines = [
         {"test": "t.py::t", "when": when, "outcome": "passed", "seconds": seconds, "cause": "", "why": ""}
@@ -59,8 +78,10 @@ def test_seconds_of_a_test_are_those_of_its_phases(tmp_path: Path) -> None:
 def test_what_is_kept_is_the_newest_of_each_test_that_is_there_and_not_short(tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
     old = {"t.py::nightly": 4.0, "t.py::slow": 9.0, "t.py::was_slow": 7.0, "gone.py::test": 3.0}
-    merged = durations.merge(old, {"t.py::slow": 2.04, "t.py::was_slow": 0.01, "t.py::quick": 0.02}, tmp_path)
-    assert merged == {"t.py::slow": 2.0, "t.py::nightly": 4.0}
+    (tmp_path / "short.py").touch()
+    measured = {"t.py::slow": 2.04, "t.py::was_slow": 0.01, "t.py::quick": 0.02, "short.py::quick": 0.02}
+    merged = durations.merge(old, measured, tmp_path)
+    assert merged == {"short.py": 0.1, "t.py::slow": 2.0, "t.py::nightly": 4.0}
     durations.write(merged, tmp_path / "durations.json")
     assert durations.read(tmp_path / "durations.json") == merged
 
