@@ -14,19 +14,12 @@ from support.e2e.driver import SYSTEM, Job
 pytestmark = pytest.mark.kind
 
 
-def test_helm_test_passes_on_a_cluster_that_enforces_network_policies(new_job: Callable[..., Job]) -> None:
-    shown = new_job().cluster.helm(
-        "--namespace", SYSTEM, "test", "everstep", "--logs", "--timeout", "120s", timeout=180
-    )
-    assert "Phase:          Succeeded" in shown
-    assert shown.count("ok    ") == 3
-
-
 def test_commands_of_a_person_follow_a_job_on_a_cluster_and_change_it(new_job: Callable[..., Job]) -> None:
     job = new_job()
-
     call = caller("-n", job.namespace, "--kubeconfig", str(job.cluster.kubeconfig))
-    job.submit(job.elastic(steps=100_000, pause=0.02))
+    manifest = job.elastic(steps=100_000, pause=0.02)
+    manifest["spec"]["replicas"] = 2
+    job.submit(manifest)
     job.until_step(20)
     shown = json.loads(call("status", job.name, "-o", "json"))
     assert {row["state"] for row in shown["workers"]} == {"training"}
@@ -43,3 +36,11 @@ def test_commands_of_a_person_follow_a_job_on_a_cluster_and_change_it(new_job: C
     call("delete", job.name)
     with pytest.raises(JobError, match=f"no job '{job.name}'"):
         call("status", job.name)
+
+
+def test_helm_test_passes_on_a_cluster_that_enforces_network_policies(new_job: Callable[..., Job]) -> None:
+    shown = new_job().cluster.helm(
+        "--namespace", SYSTEM, "test", "everstep", "--logs", "--timeout", "120s", timeout=180
+    )
+    assert "Phase:          Succeeded" in shown
+    assert shown.count("ok    ") == 3

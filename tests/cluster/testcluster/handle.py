@@ -117,5 +117,5 @@ def obtain() -> Cluster:
         if not path:
             raise ClusterError("EVERSTEP_TEST_CLUSTER=external needs KUBECONFIG to name the cluster's file")
         return Cluster(Path(path), external=True)
-    kindcluster.up()
+    kindcluster.up(once=os.environ.get("PYTEST_XDIST_TESTRUNUID", ""))
     return Cluster(kindcluster.kubeconfig(), external=False)

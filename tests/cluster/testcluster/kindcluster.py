@@ -243,9 +243,8 @@ def _answers() -> bool:
     )
 
 
-def _apply_s3(image: NodeImage) -> None:
-    if image.layers is None:  # kind's own image knows nothing of ours
-        load.load(images.s3(), nodes=list(containers()))
+def _apply_s3() -> None:
+    load.load(images.s3(), nodes=list(containers()))
     kubectl("apply", "-f", str(MANIFESTS / "s3.yaml"))
     kubectl("-n", "s3", "rollout", "status", "deployment/s3", f"--timeout={READY_LIMIT}s")
     # A bucket is a folder there; the example's job and the credentials beside it expect this one.
@@ -253,12 +252,19 @@ def _apply_s3(image: NodeImage) -> None:
     run("docker", "exec", control_plane, "mkdir", "-p", f"{S3_DATA}/{EXAMPLE_BUCKET}")
 
 
-def up(fast: bool = True, workers: int = WORKERS) -> None:
-    """A cluster with every node Ready: nothing to do, dead nodes started, or a new one, also where all were dead."""
-    image = build()
+def up(fast: bool = True, workers: int = WORKERS, once: str = "") -> None:
+    """A cluster with every node Ready: nothing to do, dead nodes started, or a new one, also where all were dead.
+
+    A node image is made for a new cluster alone. `once`: the name of a run of tests, for which one of its processes
+    does it.
+    """
+    docker.ensure()
+    done = cache.root() / f"up-{NAME}"
     with cache.lock(f"cluster-{NAME}"):
         began = time.monotonic()
         states = containers()
+        if once and states and done.exists() and done.read_text() == once:
+            return
         if states and not {"running", "paused"} & set(states.values()):
             # All of it died with its docker. What a whole control plane remembers then is not worth the wait for it.
             _delete()
@@ -270,16 +276,13 @@ def up(fast: bool = True, workers: int = WORKERS) -> None:
                 if time.monotonic() > deadline:
                     raise ClusterError(f"cluster {NAME} exists but does not answer: `cluster.py down`, then `up`.")
                 time.sleep(0.5)
-            how = "skipped, it runs"
-            if {run("docker", "inspect", "-f", "{{.Config.Image}}", name).strip() for name in containers()} != {
-                image.tag
-            }:
-                how += " (an older node image; `cluster.py down` and `up` renew it)"
+            how = "skipped, it runs (`cluster.py down` and `up` make one of the present node image)"
         else:
-            _create(image, fast, workers)
+            _create(build(), fast, workers)
             how = "created"
-        _apply_s3(image)
+        _apply_s3()
         wait_ready()
+        done.write_text(once)
         cache.say(time.monotonic() - began, f"cluster {NAME}", f"{how}, all Ready, KUBECONFIG={kubeconfig()}")
 
 
