@@ -70,7 +70,7 @@ LANES = {
     "unit": Lane(("unit",), ("-m", "not long"), 3, BY_FILE, 110),
     "ordinary": Lane(("ordinary", "rehearse"), ("-m", "not long"), 2, BY_TEST, 75, ("etcd",)),
     "recipes": Lane(("recipes",), ("-m", "not long"), 2, BY_TEST, 65, ("etcd",)),
-    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 3, BY_FILE, 425, SERVERS),
+    "servers": Lane(OF_SERVERS, ("-m", "not kind and not long"), 4, BY_FILE, 425, SERVERS),
     "nodes": Lane(("cluster", "e2e"), ("-m", "kind and not alone and not long"), 3, BY_TEST, 75, NODES),
     "alone": Lane(("cluster", "e2e"), ("-m", "alone and not long"), 1, (), 150, NODES),
     # `make nightly` alone has these.

@@ -142,6 +142,7 @@ def test_error_of_each_new_process_ends_the_run_and_names_what_nothing_tracks(
     assert report["runs"][-1]["steps"] < 12, "it ended at the second start"
 
 
+@pytest.mark.long
 def test_interrupted_rehearsal_shows_what_its_runs_have_found(folder: Path) -> None:
     """With interpreters of its own, as users have it."""
     script = SCRIPT.format(

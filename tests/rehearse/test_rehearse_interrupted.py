@@ -42,7 +42,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.long_but("calm-interrupted", "calm-terminated", "calm-killed")
+@pytest.mark.long_but("calm-interrupted", "calm-killed")
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["interrupted", "terminated", "killed"]
 )

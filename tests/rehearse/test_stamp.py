@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,8 @@ from everstep.contract.stamp import Program, Stamp
 from everstep.rehearse import stamp as stamps
 from everstep.train.guards.comparison.rehearsed import program_of_process
 from everstep.train.guards.contents import ELEMENTS
+from support.processes import warm_agent
+from support.processes.warm_python import warm
 from support.rehearse import rehearse as play
 
 pytestmark = pytest.mark.timeout(360)
@@ -123,9 +124,11 @@ def run_with_a_loss(folder: Path, *, at: int = 10) -> Run:
         **os.environ, "DIARY": str(diary), "PAUSE": "0.03", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         "EVERSTEP_CHECKPOINT_URL": str(folder.parent / "commits"),
     }  # fmt: skip
-    command = [sys.executable, "-m", "everstep.agent.main", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=3")
     with log.open("wb") as out:
-        agent = subprocess.Popen([*command, "train.py", STEPS], cwd=folder, env=environ, stdout=out, stderr=out)
+        agent = warm().popen(
+            warm_agent.__file__, *flags, "train.py", STEPS, cwd=folder, env=environ, stdout=out, stderr=out
+        )
     killed: set[int] = set()
     try:
         until = time.monotonic() + 120
@@ -243,7 +246,6 @@ def test_rehearsal_that_could_not_compare_a_value_leaves_no_stamp_and_says_which
 @pytest.mark.parametrize("options", [["--kill", "rank"], ["--at", "1@5:begin"]])
 def test_stamp_is_refused_where_the_rehearsal_does_not_prove_enough(tmp_path: Path, options: list[str]) -> None:
     folder = project(tmp_path / "project")
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", *options, "--stamp", "commits", "train.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert "--stamp: a stamp is left where --kill has rank and all, and --at is auto" in done.stderr
+    done = play(folder, *options, "--stamp", "commits", seconds=60, reports=False)
+    assert done.code == 2
+    assert "--stamp: a stamp is left where --kill has rank and all, and --at is auto" in done.errors

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -121,9 +119,5 @@ def test_script_whose_output_differs_in_times_alone_is_passed(tmp_path: Path) ->
 
 def test_page_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('it ran')")
-    command = [sys.executable, "-m", "everstep.cli.main", "rehearse", "--html", "no/r.html", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, re.sub(r"\s+", " ", done.stderr)) == (
-        2,
-        "everstep: --html no/r.html: there is no folder no ",
-    )
+    done = play(tmp_path, "--html", "no/r.html", seconds=60, reports=False)
+    assert (done.code, re.sub(r"\s+", " ", done.errors)) == (2, "everstep: --html no/r.html: there is no folder no ")

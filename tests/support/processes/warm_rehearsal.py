@@ -42,7 +42,7 @@ def main() -> None:
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]  # of its many options, what a rehearsal uses
     sys.argv = ["everstep", "rehearse", *sys.argv[1:]]
-    _run("everstep.cli.main")
+    unseen(warm_agent.__file__)["main"](lambda: _run("everstep.cli.main"))  # a fork server of its own is warm, too
 
 
 def _who_forks() -> tuple[Warm, int]:
