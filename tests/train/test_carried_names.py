@@ -73,6 +73,20 @@ def test_name_is_carried_if_a_step_may_read_what_an_earlier_one_has_bound(body: 
 
 
 @pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ("if run.micro == 0:\n    parts = []\nparts.append(step)\nprint(parts)", []),
+        ("if run.micro == 1:\n    parts = []\nparts.append(step)\nprint(parts)", ["parts"]),
+        ("if other.micro == 0:\n    parts = []\nparts.append(step)\nprint(parts)", ["parts"]),
+        ("if run.micro == 0:\n    parts = []\nelse:\n    last = 1\nprint(parts, last)", ["last"]),
+    ],
+)
+def test_what_the_first_batch_of_each_step_binds_is_not_carried(body: str, names: list[str]) -> None:
+    run = type("Prepared", (), {"__module__": "everstep.train.adapters.prepared"})()  # that imports accelerate
+    assert carried(body, "other = object()", {"run": run, "parts": []}) == names
+
+
+@pytest.mark.parametrize(
     ("loop", "names"),
     [
         ("for i, step in enumerate(steps):\n    with step as batch:\n        print(i)", ["i"]),
@@ -100,6 +114,9 @@ def test_index_beside_a_step_is_carried_by_what_counts_it(loop: str, names: list
         ("x = next(numbers)", ["numbers"]),
         ("mean.mul_(0.9)\nf(mean)", ["mean"]),
         ("losses += [1]", ["losses"]),
+        ("losses.clear()\nlosses.append(step)\nprint(losses[-1])", []),
+        ("losses.append(step)\nprint(losses[-1])\nlosses.clear()", ["losses"]),
+        ("if step:\n    losses.clear()\nlosses.append(step)\nprint(losses[-1])", ["losses"]),
     ],
 )
 def test_container_is_carried_if_its_methods_change_it_and_a_step_reads_it(body: str, names: list[str]) -> None:

@@ -262,10 +262,23 @@ class Reader:
 
     def _if(self, n: ast.If | ast.IfExp) -> None:
         """One arm of `if` and its `elif`s runs: a long chain of them is a deep tree."""
+        if isinstance(n, ast.If) and self._is_first_micro(n.test):
+            self._block(n.body)  # at the beginning of each step; what follows runs with its later batches
+            with self._perhaps():
+                self._block(n.orelse)
+            return
         tests, arms, last = [n.test], [n.body], n.orelse
         while isinstance(last, list) and len(last) == 1 and isinstance(further := last[0], ast.If):
             tests, arms, last = [*tests, further.test], [*arms, further.body], further.orelse
         self._branches(*(arm if isinstance(arm, list) else [arm] for arm in (*arms, last)), tests=tests)
+
+    def _is_first_micro(self, test: ast.AST) -> bool:
+        """`run.micro == 0`: the batch is the first of its step."""
+        match test:
+            case ast.Compare(ast.Attribute(attr="micro") as micro, [ast.Eq()], [ast.Constant(value=0)]):
+                owner = self._value(self._name(micro.value))
+                return type(owner).__module__.startswith("everstep.")
+        return False
 
     def _while(self, n: ast.While) -> None:
         self._visit(n.test)
@@ -393,6 +406,8 @@ class Reader:
         inside = inside or attribute in tables_of(owner)[0]
         if changes := is_changed_by(owner, attribute):
             self._bind(name[:-1], n, rebound=False)
+            if attribute == "clear" and self._done is not None:  # nothing of an earlier step is left in it
+                self._done.add(name[:-1])
         if isinstance(owner, types.ModuleType) and attribute.endswith("_") and n.args:  # by torch's convention
             self._bind(self._name(n.args[0]), n, rebound=False)
         if used or not changes:  # of the script's own objects only the attributes are read
