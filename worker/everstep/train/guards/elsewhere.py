@@ -29,6 +29,8 @@ _OF_THE_WORLD = (
     "NCCL_", "OMP_", "ACCELERATE_", "PL_", "PYTEST", "COLUMNS", "LINES", "PWD", "OLDPWD",
 )  # fmt: skip
 _AT_START = dict(os.environ)
+# By a module's name its id, and whether it is of the script's: libraries have thousands, and each step looks.
+_judged = dict[str, tuple[int, bool]]()
 _CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
 _NUMBERS = (bool, int, float, str)
 _OWNERS = (types.ModuleType, type, types.FunctionType)
@@ -77,13 +79,20 @@ def _others(frame: types.FrameType | None, beyond: list[str]) -> list[types.Modu
         known.add(id(sys.modules.get(frame.f_globals.get("__name__", ""))))
         frame = frame.f_back
     others = [
-        module for name, module in list(sys.modules.items())
-        if name.partition(".")[0] not in OURS and id(module) not in known
-        and os.path.isabs(file := getattr(module, "__file__", None) or "") and is_script(file)
-    ]  # fmt: skip
+        module for name, module in list(sys.modules.items()) if _is_of_user(name, module) and id(module) not in known
+    ]
     if len(others) > MOST_MODULES:
         beyond.append(f"the globals of more than {MOST_MODULES} modules")
     return others[:MOST_MODULES]
+
+
+def _is_of_user(name: str, module: types.ModuleType) -> bool:
+    judged = _judged.get(name)
+    if judged is None or judged[0] != id(module):
+        file = getattr(module, "__file__", None) or ""
+        of_user = name.partition(".")[0] not in OURS and os.path.isabs(file) and is_script(file)
+        judged = _judged[name] = id(module), of_user
+    return judged[1]
 
 
 def _of_modules(others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
