@@ -31,11 +31,11 @@ with everstep.start() as run:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Those whose command line names a file in the folder: the script, or its copy."""
+    """Those that run in the folder, or in a folder below it."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*/cwd"):
         try:
-            if os.fsencode(folder) in entry.read_bytes():
+            if os.readlink(entry).startswith(str(folder)):
                 found.append(int(entry.parent.name))
         except OSError:
             continue
@@ -66,7 +66,7 @@ def test_rehearsal_that_ends_leaves_nothing_behind(
             assert time.monotonic() < until, "the run has not begun"
             time.sleep(0.02)
         slow.touch()
-        while not [pid for pid in processes_of(tmp_path) if pid != rehearsal.pid] and rehearsal.poll() is None:
+        while not processes_of(temporary) and rehearsal.poll() is None:
             assert time.monotonic() < until, "the run has no process"
             time.sleep(0.02)
         assert rehearsal.poll() is None, rehearsal.communicate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,19 @@ import pytest
 import torch
 
 from everstep.rehearse.findings import Finding, Kind, find, left_out, unread
-from everstep.rehearse.plan import AUTO, LEAST_STEPS, PERIODS, Kill, PlanError, Scenario, calm, check, scenarios
-from everstep.rehearse.play import Played, _copied
+from everstep.rehearse.plan import (
+    AUTO,
+    EVALUATION,
+    LEAST_STEPS,
+    PERIODS,
+    Kill,
+    PlanError,
+    Scenario,
+    calm,
+    check,
+    scenarios,
+)
+from everstep.rehearse.play import Played, _copied, line_in
 from everstep.rehearse.record import BUFFERS, DIGEST, NUMBER, OWN, UNCONVERTED, Record, began_again, note_unconverted
 from everstep.rehearse.repeated_errors import RepeatedErrors
 from everstep.rehearse.tracked_values import digests
@@ -494,14 +507,50 @@ def test_kills_of_the_plan_lie_inside_the_run_one_behind_the_other() -> None:
     assert [kill.point for kill in RANK.kills] == list(AUTO)
 
 
-def test_script_that_evaluates_loses_its_last_rank_in_an_evaluation_too() -> None:
-    for evaluated, step in (((5, 10, 12), 12), ((3, 10, 12), 3), ((12,), 12), ((2, 10), 2), (range(1, 13), 7)):
-        (_, rank) = scenarios(3, 12, ("rank",), evaluated=evaluated)
-        assert [kill for kill in rank.kills if kill.point == "evaluate"] == [Kill((2,), step, "evaluate")]
-        assert sorted(kill.point for kill in rank.kills) == sorted((*AUTO, "evaluate"))
-    check(3, 12, (), (Kill.parse("2@12:evaluate"),))
+def test_script_that_evaluates_loses_its_last_rank_in_an_evaluation_and_at_the_end_of_another() -> None:
+    for evaluated, step, end in (
+        ((5, 10, 12), 12, None), ((3, 10, 12), 3, 12), ((12,), 12, None), ((2, 10), 2, None), (range(1, 13), 7, 3),
+    ):  # fmt: skip
+        for passes, point in ((5, "evaluate"), (2, "evaluate"), (1, "forward"), (0, "forward")):
+            (_, rank) = scenarios(3, 12, ("rank",), evaluated=dict.fromkeys(evaluated, passes))
+            found = {kill.point: kill for kill in rank.kills if kill.point in EVALUATION}
+            ends = {"evaluated": Kill((2,), end, "evaluated")} if end is not None else {}
+            assert found == {point: Kill((2,), step, point), **ends}
+            assert sorted(kill.point for kill in rank.kills) == sorted((*AUTO, *found))
+    check(3, 12, (), (Kill.parse("2@12:evaluate"), Kill.parse("2@12:evaluated")))
     with pytest.raises(PlanError, match="2@12:begin"):
         check(3, 12, (), (Kill.parse("2@12:begin"),))
+
+
+TRACEBACK = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/run/folder/train.py", line 31, in <module>
+[rank1]:     main()
+[rank1]:   File "/run/folder/parts/steps.py", line 7, in step
+[rank1]:     return len(hidden)
+[rank1]:            ^^^^^^^^^^^
+[rank1]:   File "/usr/lib/python3/site-packages/torch/a.py", line 9, in f
+[rank1]:     g()
+[rank1]: TypeError: object of type 'NoneType' has no len()
+08:00:00.1 everstep-run: exit code 1: rank 1: exit code 1: TypeError: object of type 'NoneType' has no len()
+"""
+REFUSAL = """
+everstep: refused: RuntimeError: a loss of its own
+  File "/run/folder/train.py", line 12, in work
+"""
+
+
+def test_error_and_refusal_are_found_with_the_line_of_the_script() -> None:
+    assert line_in(REFUSAL, Path("/run/folder")) == "train.py:12"
+    assert line_in(REFUSAL, Path("/run/another")) == ""
+    at = line_in(TRACEBACK, Path("/run/folder"))
+    assert at == "parts/steps.py:7 (return len(hidden))"
+    ended = replace(played(RANK), code=1, log=TRACEBACK, at=at)
+    assert "has no len(). It came from parts/steps.py:7 (return len(hidden))" in only([CALM, ended]).text
+    repeated = replace(ended, repeated="exit code 1: TypeError: no")
+    assert "no. It came from parts/steps.py:7 (return len(hidden)); the next start" in only([CALM, repeated]).text
+    refused = replace(ended, refused="parts/steps.py:7: gradients are lost")
+    assert "It came from" not in only([CALM, refused]).text
 
 
 def test_kill_is_read_as_it_is_written() -> None:
@@ -606,3 +655,16 @@ def test_error_of_two_starts_of_a_rank_is_known_at_the_second(
         with log.open("a") as file:
             file.write("no data\n" + ENDED.format(second=second, rank=rank, text=text))
     assert errors.look() == error
+
+
+def test_optimizer_that_the_script_has_loaded_is_a_warning_but_where_a_commit_is_the_beginning() -> None:
+    loaded = replace(CALM, loaded="opt, schedule")
+    found = only([loaded, played(AGAIN, 0)])
+    assert (found.kind, found.certain, found.names) == (Kind.LOADED, False, ("opt", "schedule"))
+    assert find([replace(loaded, begins=7), played(AGAIN, 0)]) == []
+
+
+def test_command_imports_no_torch() -> None:
+    """It takes seconds, and the processes of the runs import it themselves."""
+    code = "import sys, everstep.cli.rehearse; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0

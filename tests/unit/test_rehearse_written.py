@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everstep.rehearse import written
-from everstep.rehearse.written import Written, differing_files, differing_prints, read_files
+from everstep.rehearse.written import MOST_CHARACTERS, Written, differing_files, differing_prints, read_files
 
 CSV = ["step,loss", *(f"{i},0.{i}" for i in range(6))]
 ROWS = [json.dumps({"step": i, "loss": i / 2}) for i in range(6)]
@@ -78,6 +78,15 @@ def test_prints_are_compared_by_step_without_those_in_which_rank_0_was_killed() 
     assert differing_prints(calm, again, other, ()) == (
         1, "in step 1 rank 0 printed nothing, and 'step 1 rate 1.5' in the calm run"
     )  # fmt: skip
+
+
+def test_of_long_lines_the_part_that_differs_is_shown() -> None:
+    calm, here = ({0: [f"Epoch: [2][3/3] {'Time 0.159 ' * 9}Loss 2.4198 ({one}) Acc {'7 ' * 40}"]} for one in "18")
+    found = differing_prints(calm, calm, here, ())
+    assert found is not None
+    assert found[1].count("Loss 2.4198 (") == 2
+    assert "(8) Acc" in found[1].partition(", and ")[0]
+    assert max(map(len, found[1].split("'"))) <= MOST_CHARACTERS + 2
 
 
 def test_files_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

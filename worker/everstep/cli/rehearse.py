@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,7 +82,7 @@ def rehearse(
         command = [str(script.absolute()), *(arguments or [])]
         player = Player(folder, command, min(EVERY, steps // 2 - 1), limit, beginning)
         runs: list[Played] = []
-        with _shown_if_interrupted(script, runs, began):
+        with closing(player), _shown_if_interrupted(script, runs, began):
             _play(
                 player,
                 calm(ranks, steps),

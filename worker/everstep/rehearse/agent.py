@@ -1,5 +1,6 @@
-"""The agent of one run of a rehearsal: `agent.py PID ARGUMENTS`, as `everstep-run ARGUMENTS`. It ends with process PID,
-which has started it, and the processes of its workers end with it.
+"""The agent of one run of a rehearsal: `agent.py FOLDER ARGUMENTS`, as `everstep-run ARGUMENTS` in that folder. It is
+forked from a process that has imported torch (`agents`), and its own fork server is forked from it, so that no run
+imports torch anew.
 
 Where the size of the run changes while its processes live, a second agent in this process has the rank that joins or
 leaves. Both keep their rounds in a store of this process and fork from one fork server.
@@ -12,17 +13,19 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from everstep.agent.arguments import OUR_BACKENDS, Arguments
 from everstep.agent.loop import Agent
 from everstep.agent.main import main
+from everstep.agent.processes import forkserver
 from everstep.agent.processes.client import ForkServer
-from everstep.agent.processes.forkserver import die_with
 from everstep.agent.processes.output import Files
 from everstep.contract import env
 from everstep.contract.addresses import loopback
@@ -34,11 +37,50 @@ from everstep.membership.joining import JoinSettings
 from everstep.membership.proposals import Patience
 from everstep.membership.world_state import Round
 from everstep.rehearse.plan import SETTINGS
+from everstep.rehearse.process_end import end
 from everstep.rehearse.record import CHANGE_WANTED
 
 LOOK_SECONDS = 0.05
 LEASE_SECONDS = 60.0  # both agents end together, so nothing has to be found by the end of a lease
 JOIN_SECONDS = 120.0  # that a round may take; so long agents that begin together wait for each other
+
+
+class _Forked:
+    """What of `asyncio.subprocess.Process` a `ForkServer` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._code = pid, asyncio.ensure_future(asyncio.to_thread(os.waitpid, pid, 0))
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        return os.waitstatus_to_exitcode((await asyncio.shield(self._code))[1])
+
+
+class _ForkedServer(ForkServer):
+    """One that this process has forked before it began to wait for anything. If that dies, another is started as
+    everywhere."""
+
+    forked: tuple[int, socket.socket] | None = None  # its pid, and our end of its commands
+
+    @classmethod
+    def fork_it(cls) -> None:
+        """In the fork server's children, and in it, this does not return."""
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            forkserver.main(["", str(theirs.detach()), str(parent), ""])
+            end()
+        theirs.close()
+        cls.forked = pid, ours
+
+    async def _begin(self) -> tuple[Any, socket.socket]:
+        if self.forked is None:
+            return await super()._begin()
+        (pid, ours), _ForkedServer.forked = self.forked, None
+        return _Forked(pid), ours
 
 
 class _SharedForkServer(ForkServer):
@@ -126,13 +168,16 @@ async def _run(arguments: Arguments) -> int:
     """The exit code of a run in which one rank joins or leaves when its processes want that."""
     settings = json.loads(os.environ[SETTINGS])
     if settings["change"] is None:
-        return await Agent(arguments, os.environ).run()
+        agent = Agent(arguments, os.environ)
+        _use_forked(agent, arguments)
+        return await agent.run()
     ranks, size, wanted = int(arguments.processes), settings["change"]["size"], Path(settings["folder"], CHANGE_WANTED)
     joins, rounds = size > ranks, MemoryStore()
     alone = min(ranks, size)
     arguments = replace(arguments, nodes=(1, 2), local=False, backend=OUR_BACKENDS[0])
     first = _Part(replace(arguments, processes=str(alone)), rounds, 0, 0, ranks)
     second = _Part(replace(arguments, processes="1"), rounds, 1, alone, ranks)
+    _use_forked(first, arguments)
     running = asyncio.create_task(first.run())
     beside: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     if not joins:
@@ -150,16 +195,39 @@ async def _run(arguments: Arguments) -> int:
         await asyncio.gather(beside, return_exceptions=True)
 
 
+def _use_forked(agent: Agent, arguments: Arguments) -> None:
+    agent._fork_server = _ForkedServer(arguments.preload, agent._fork_server_environ(), agent._exited)
+
+
 def _look(path: Path, running: asyncio.Task[int]) -> None:
     """Until the file is there, or the agent has ended."""
     while not (path.exists() or running.done()):
         time.sleep(LOOK_SECONDS)
 
 
+def _begin(folder: str, arguments: list[str]) -> NoReturn:
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    _move(folder)
+    _ForkedServer.fork_it()
+    try:
+        main(arguments, _run)
+    except SystemExit as e:
+        end(e.code if isinstance(e.code, int) else int(e.code is not None))
+    end()
+
+
+def _move(folder: str) -> None:
+    """Be in the folder, as if this process had begun there: folders of PYTHONPATH may be named from it."""
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    moved = {os.path.abspath(one): os.path.join(folder, one) for one in named if not os.path.isabs(one)}
+    sys.path[:] = [os.path.normpath(moved.get(one, one)) if one else one for one in sys.path]
+    os.chdir(folder)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pid", type=int)
+    parser.add_argument("folder")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    die_with(given.pid)
-    main(given.arguments, _run)
+    _begin(given.folder, given.arguments)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from everstep.recovery.state.randomness import STATE, Source
+from everstep.recovery.state.randomness import STATE, Source, global_sources
 from everstep.train import session
 from everstep.train.guards import left_state
 from everstep.train.step import Step
@@ -34,7 +34,15 @@ class Draws:
         self.drawn, self.losses, self._before = {}, [], {}
         if run is None or step._batches is not None or run._shape.readers >= world_size:
             return
-        self._sources = self._sources or run._state[STATE].sources()
+        self._begin(run._state[STATE].sources())
+
+    def begin_own(self) -> None:
+        """A step of a loop of the script's own has been noted: what is drawn now is for the next one."""
+        self.drawn, self.losses = {}, []
+        self._begin(global_sources(torch.device("cpu")))
+
+    def _begin(self, sources: dict[str, Source]) -> None:
+        self._sources = self._sources or sources
         self._before = {name: source.fingerprint() for name, source in self._sources.items()}
 
     def differentiate(self, losses: Any) -> None:
@@ -43,8 +51,10 @@ class Draws:
             tensors = [losses] if isinstance(losses, torch.Tensor) else list(losses)
             self.losses += [left_state.digest(one.detach()) for one in tensors if isinstance(one, torch.Tensor)]
 
-    def end(self) -> None:
-        """The step's block has ended."""
+    def end(self, *, by_loader: bool = False) -> None:
+        """The step's block has ended. `by_loader`: a loader has chosen its samples."""
+        if by_loader:
+            self._before = {}
         after = {name: self._sources[name].fingerprint() for name in self._before}
         self.drawn = {_NAMES.get(name, name): str(now) for name, now in after.items() if now != self._before[name]}
         self._before = {}

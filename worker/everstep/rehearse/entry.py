@@ -20,6 +20,7 @@ from everstep.rehearse.library_loop import LibraryLoop
 from everstep.rehearse.own_loop import OwnLoop
 from everstep.rehearse.plan import SETTINGS, Kill, LiveChange
 from everstep.rehearse.printed import Output
+from everstep.rehearse.process_end import end
 from everstep.rehearse.record import GONE, KILLS, note_unconverted
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.store_loss import StoreLoss
@@ -63,6 +64,9 @@ def main() -> None:
     FileState(watch, folder).install()
     try:
         run_script(given.script, given.arguments)
+    except SystemExit as e:
+        if e.code not in (None, 0):
+            raise
     except ModuleNotFoundError as e:
         if e.name == "horovod":
             raise SystemExit(f"everstep rehearse: the script imports horovod: {remedy('everstep-horovod')}") from e
@@ -71,6 +75,7 @@ def main() -> None:
         with contextlib.suppress(OSError):  # a file that is gone: then there is no stamp
             stamp.note(folder, program_of_process())
             note_unconverted(folder, {given.script, *loaded_files()})
+    end()
 
 
 def _offer_horovod() -> None:

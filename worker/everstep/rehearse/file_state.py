@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from everstep.rehearse.record import IN_FILES
 from everstep.rehearse.watch import Watch
 from everstep.train.guards.script_objects import is_script
 
-FILES = "kept-in-files-*"
 FRAMES = 8  # between the script and what opens the file
 _WRITES = os.O_WRONLY | os.O_RDWR
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
@@ -44,7 +44,7 @@ class FileState:
             return
         if flags & os.O_ACCMODE != os.O_WRONLY and self._written.get(path, step) < step:
             self._noted.add(path)
-            (self._folder / FILES.replace("*", str(os.getpid()))).write_text("\n".join(self._noted))
+            (self._folder / IN_FILES.replace("*", str(os.getpid()))).write_text("\n".join(self._noted))
         elif flags & _WRITES and _is_by_script(sys._getframe(1)):
             self._written.setdefault(path, step)
 

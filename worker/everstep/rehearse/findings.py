@@ -81,6 +81,10 @@ PRESENT = (
 APART = (
     'everstep.start(rng="rank") gives each rank its own. What has to be the same on all ranks, draw from run.shared_rng'
 )
+SEED = (
+    "Seed each rank otherwise, behind the making of the model: `torch.manual_seed(seed + dist.get_rank())`, and "
+    "`random.seed` and `numpy.random.seed` likewise"
+)
 FIT = "A batch of N // WORLD_SIZE for each rank"
 
 
@@ -95,6 +99,7 @@ class Kind(StrEnum):
     BUFFERS = "buffers"  # other running statistics, and no other parameter
     WORKERS = "workers"  # what changes in the workers of a loader, where no comparison reads it
     DRAWS = "draws"  # all ranks draw the same samples
+    LOADED = "loaded"  # optimizers that had taken steps before the run began with its first
     WRITTEN = "written"  # other files or lines, and no other result
     CHANCE = "chance"  # two calm runs differ
     SLOW = "slow"  # no judgement: the machine was too slow
@@ -167,7 +172,7 @@ def find(runs: list[Played]) -> list[Finding]:
 
 def _beside(calm: Played) -> list[Finding]:
     """State where no comparison reads it, and samples that no run has otherwise: the calm run shows them."""
-    return [*_in_workers(calm), *_in_files(calm), *_in_draws(calm)]
+    return [*_in_workers(calm), *_in_files(calm), *_in_draws(calm), *_of_loaded(calm)]
 
 
 def _in_draws(calm: Played) -> list[Finding]:
@@ -187,9 +192,22 @@ def _in_draws(calm: Played) -> list[Finding]:
         return []
     text = (
         f"all ranks drew the same random numbers in each step ({_listed(names)}) and had the same losses, so they "
-        f"train on the same samples: {APART}"
+        f"train on the same samples: {SEED if calm.own_loop else APART}"
     )
     return [Finding(Kind.DRAWS, (calm.scenario.title,), text, names=tuple(names))]
+
+
+def _of_loaded(calm: Played) -> list[Finding]:
+    """What the script has loaded from a file of its own, where the run begins with its first step."""
+    if not calm.loaded or calm.begins is not None:
+        return []
+    text = (
+        f"the script has loaded {calm.loaded} with steps that were taken before, and the run begins with step 0 and "
+        "epoch 0 all the same, because it goes on from commits alone. If the file is of an earlier training: "
+        "`run.epochs(loader, epochs - first)`, and do not write to it. If the run itself writes it, leave out what "
+        "loads it"
+    )
+    return [Finding(Kind.LOADED, (calm.scenario.title,), text, names=tuple(calm.loaded.split(", ")))]
 
 
 def _in_workers(calm: Played) -> list[Finding]:
@@ -277,7 +295,7 @@ def _ended(run: Played) -> Finding | None:
         return Finding(Kind.SIZE, title, text)
     if run.refused and run.code:
         beginning = f". {ANOTHER}" if run.begins is not None and run.last == 0 else ""
-        return Finding(Kind.REFUSED, title, f"{run.refused}{beginning}{_anew(run)}", run.last)
+        return Finding(Kind.REFUSED, title, f"{run.refused}{_at(run, run.refused)}{beginning}{_anew(run)}", run.last)
     if run.proves_nothing:
         twice = ", twice" if run.first is not None else ""
         text = (
@@ -290,9 +308,9 @@ def _ended(run: Played) -> Finding | None:
         text = f"did not come to its end within --limit: its last completed step is {run.last}"
         return Finding(Kind.ENDED, title, text, run.last)
     if run.code:
-        text = f"exit code {run.code}: {_last_line(run)}"
+        text = f"exit code {run.code}: {_last_line(run)}{_at(run)}"
         if run.repeated:
-            text = f"{run.repeated}; the next start ended with it too"
+            text = f"{run.repeated}{_at(run)}; the next start ended with it too"
         elif run.last >= run.scenario.steps:
             text += (
                 f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of "
@@ -334,6 +352,13 @@ def _failed_once(title: str, run: Played) -> Finding:
         "slow, or the script fails by chance"
     )
     return Finding(Kind.ONCE, (title,), text)
+
+
+def _at(run: Played, text: str = "") -> str:
+    """The script's line that an error came from, unless `text` names it."""
+    place, _, _ = run.at.partition(" ")
+    line = place.rpartition(":")[2]
+    return f". It came from {run.at}" if place and place not in text and f"line {line} of" not in text else ""
 
 
 def _last_line(run: Played) -> str:
@@ -473,8 +498,8 @@ def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding
         if held := _outermost({n: v for n, v in held.items() if n in carried and not _is_below(n, declared)}):
             step = min(step for step, _ in held.values())
             text = (
-                f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is trained "
-                f"by it later would be wrong. {_advice(run, held)}"
+                f"{_values(held)}, from step {step} on. It made no other result in {run.last} steps; what is decided "
+                f"or trained by it later (a best checkpoint, a rate) would be wrong. {_advice(run, held)}"
             )
             found.append(Finding(Kind.HELD, title, text, step, tuple(held)))
         return found

@@ -40,6 +40,7 @@ class OwnLoop:
         self._done = self._saved = 0  # steps of the state, and of the one that was saved last
         self.is_due = False  # whether the commit that is made now is to be saved
         self._passes = 0  # backward passes of the present step
+        self._loaded = False  # a loader has given a batch since the step before
         self._batch: list[str] = []  # what the loader gave last, until a backward pass uses it
         self._iterator: Callable[[], Any] = lambda: None  # that has given it
         self._rank: Callable[[], int] = rank
@@ -80,7 +81,7 @@ class OwnLoop:
         def gives(iterator: Any) -> Any:
             batch = given(iterator)
             if self._is_alone:
-                self._batch = samples(batch)
+                self._batch, self._loaded = samples(batch), True
                 begins = self._iterator() is not iterator
                 self._iterator, self._watch.position = ref(iterator), 1 if begins else self._watch.position + 1
             return batch
@@ -169,7 +170,10 @@ class OwnLoop:
         frame = _script_frame(sys._getframe(2))
         if self._watch.by_commits and frame is not None:
             self._watch.indices = _indices(frame.f_code.co_filename)
+        self._watch.draws.end(by_loader=self._loaded)
         self._watch.note(self._done, self._rank(), frame)
+        self._watch.draws.begin_own()
+        self._loaded = False
         if self._watch.by_commits:
             self._watch.reach("tail")
         else:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
+from types import MappingProxyType
 
 # Where in its step a rank dies:
 #   begin       the block has begun             backward    the loss is being differentiated, nothing is averaged yet
 #   gradients   an optimizer is about to step   optimizer   it has stepped
 #   tail        the block has ended             between     the step has been counted
-#   evaluate    in an evaluation behind so many steps (`run.evaluate`): before its second forward pass, or at its end
-POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between", "evaluate")
+# In an evaluation behind so many steps (`run.evaluate`), at its end if it does not come to the point:
+#   forward     behind its first forward pass   evaluate    before its second one
+#   evaluated   at its end
+EVALUATION = frozenset({"forward", "evaluate", "evaluated"})
+POINTS = ("begin", "backward", "gradients", "optimizer", "tail", "between", "forward", "evaluate", "evaluated")
 KINDS = ("rank", "all", "size", "store")
 # One of each sort: nothing has moved, something, all.
 AUTO = ("begin", "backward", "optimizer", "between", "gradients")
@@ -99,7 +103,7 @@ def check(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] =
         raise PlanError(f"--steps {steps}: at least {LEAST_STEPS}, so that each kind of loss has steps around it")
     if ranks < 2:
         raise PlanError(f"--ranks {ranks}: at least 2, so that one can be lost")
-    last = {kill: steps if kill.point == "evaluate" else steps - 1 for kill in at}
+    last = {kill: steps if kill.point in EVALUATION else steps - 1 for kill in at}
     if bad := [kill for kill in at if kill.step > last[kill] or max(kill.ranks) >= ranks]:
         raise PlanError(f"--at {bad[0].name}: there are steps 0 to {steps - 1} and ranks 0 to {ranks - 1}")
 
@@ -121,13 +125,18 @@ def _apart_in_phase(steps: int) -> tuple[int, ...]:
     return max(places, key=phases)
 
 
-def _in_evaluation(ranks: int, steps: int, others: Collection[Kill], evaluated: Collection[int]) -> tuple[Kill, ...]:
-    """A kill of the last rank in an evaluation of the middle, because rank 0 prints and writes what comes of it; and
-    behind a step that has no other kill, if there is one. What rank 0 has printed since it began a step is not compared
-    where it was killed in that step. Nothing where the script makes no evaluation."""
+def _in_evaluation(
+    ranks: int, steps: int, others: Collection[Kill], evaluated: Mapping[int, int]
+) -> tuple[Kill, ...]:  # fmt: skip
+    """A kill of the last rank inside of an evaluation of the middle, and one at the end of another, because rank 0
+    prints and writes what comes of it; and behind steps that have no other kill, if there are such. What rank 0 has
+    printed since it began a step is not compared where it was killed in that step. Nothing where the script makes no
+    evaluation. `evaluated`: see `record.evaluated`."""
     taken = {step for kill in others for step in (kill.step, kill.step + (0 in kill.ranks))}
     places = sorted(evaluated, key=lambda step: (step in taken, step >= steps, abs(step - steps // 2)))
-    return tuple(Kill((ranks - 1,), step, "evaluate") for step in places[:1])
+    inside = "evaluate" if places and evaluated[places[0]] > 1 else "forward"
+    ends = [step for step in places[1:2] if step not in taken]
+    return tuple(Kill((ranks - 1,), *kill) for kill in zip([*places[:1], *ends], (inside, "evaluated"), strict=False))
 
 
 def _between_commits(steps: int, commits: Collection[int]) -> tuple[int, int] | None:
@@ -148,14 +157,14 @@ def calm(ranks: int, steps: int) -> Scenario:
 
 
 def scenarios(
-    ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (), evaluated: Collection[int] = (),
-    commits: Collection[int] = (),
+    ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (),
+    evaluated: Mapping[int, int] = MappingProxyType({}), commits: Collection[int] = (),
 ) -> list[Scenario]:  # fmt: skip
     """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
     can be compared with nothing; then what was asked for. One rank is the last and rank 0 by turns, because scripts do
-    on rank 0 what others do not; from the first steps to the last, because state may begin late. `evaluated`: the steps
-    behind which the calm run evaluated; `commits`: those that it committed, if its processes can go on with another
-    number of ranks."""
+    on rank 0 what others do not; from the first steps to the last, because state may begin late. `evaluated`: see
+    `_in_evaluation`; `commits`: the steps of those of the calm run, if its processes can go on with another number of
+    ranks."""
     found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
     everybody, half = tuple(range(ranks)), steps // 2
     if at:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import Any
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
-from everstep.rehearse import file_state, record, timeline, worker_state, written
+from everstep.rehearse import record, timeline, written
+from everstep.rehearse.agents import Agents, RunAgent
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
 from everstep.rehearse.repeated_errors import RepeatedErrors
@@ -32,10 +32,11 @@ ENTRY = Path(__file__).with_name("entry.py")
 RESTARTS = 8  # of the agent where something is killed: more than the losses of any scenario
 COPIED_BYTES, COPIED_FILES = 64 * 2**20, 2000  # of the script's folder
 LEFT_OUT = {"__pycache__", "node_modules", "venv"}
+MOST_CODE = 100  # characters of a line of the script
 END_SECONDS = 10.0
 MAKES_STEPS = 0.25  # of the limit: since then a run that is slow and does not stand still has completed a step
 WAIT = 0.2  # of the limit: so long a process waits for a save at most
-LOOK_SECONDS, AWAY_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
+LOOK_SECONDS, SHORT_LOOK_SECONDS = 0.25, 0.05  # between two looks at a run
 
 
 @dataclass
@@ -62,12 +63,14 @@ class Played:
     timeline: Timeline = field(default_factory=Timeline)
     begins: int | None = None  # the step of the commit from which it began
     repeated: str = ""  # the error that has ended two starts of a rank, one after the other
+    at: str = ""  # the script's line in the last traceback or refusal of the log
     carried: str = ""  # the names that the loop carries and nothing tracks, as the warning of its start lists them
+    loaded: str = ""  # the optimizers and schedules that its warning says had taken steps before the run
     missed: bool = False  # a request has met a store that was away
     late: bool = False  # a process has waited in vain, for a save or for the rehearsal itself
     not_made: tuple[str, ...] = ()  # the kills of the plan that were not made
     unconverted: bool = False  # the script never calls Everstep
-    evaluated: tuple[int, ...] = ()  # behind how many steps the script evaluates
+    evaluated: dict[int, int] = field(default_factory=dict)  # see `record.evaluated`
     in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
     in_files: tuple[str, ...] = ()  # files elsewhere that a step reads and an earlier one has written
     commits: tuple[int, ...] = ()  # of how many steps, in a loop whose processes can go on in another size
@@ -108,6 +111,15 @@ class Player:
         self._beginning = beginning
         self._folder, self._command, self._every, self._limit = folder, command, every, limit
         self._stopped = threading.Event()
+        self._environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
+        self._environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        # The agent looks for slow imports in the program that it starts, and that is `entry.py`.
+        self._modules = (*MODULES.split(","), *preloaded(command[0]))
+        self._agents = Agents(self._modules, self._environ, folder / "imports.log")
+
+    def close(self) -> None:
+        """End what runs."""
+        self._agents.close()
 
     def stop(self) -> None:
         """End the runs in progress, whichever threads play them, and begin no other one."""
@@ -133,24 +145,24 @@ class Player:
         where = _copied(Path.cwd(), place / "folder", self._folder)
         before = _stamps(where) if where is not None else {}
         began, began_at, code, hung, slow = time.monotonic(), time.time(), 0, False, False
+        (place / "log").touch()
         errors, repeated = RepeatedErrors(place / "log"), ""
-        with (place / "log").open("wb") as out:
-            for i, ranks in enumerate(scenario.sizes):
-                last = i == len(scenario.sizes) - 1
-                change = scenario.change if i == 0 else None
-                settings = {
-                    "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
-                    "every": self._every, "last": last, "begins": begins,
-                    "away": scenario.away, "wait": self._limit * WAIT,
-                    "change": asdict(change) if change is not None else None,
-                    "same_commits": scenario.name == CALM or scenario.change is not None,
-                }  # fmt: skip
-                restarts = RESTARTS if scenario.kills else 0
-                ended, hung, slow = self._run(ranks, restarts, settings, where, out, place, errors, progress)
-                code, repeated = code or ended, repeated or errors.pop()
-                # What a start with this size does is compared with the other run, also where processes did not go on.
-                if hung or not (last or _killed(place) or change is not None):
-                    break
+        for i, ranks in enumerate(scenario.sizes):
+            last = i == len(scenario.sizes) - 1
+            change = scenario.change if i == 0 else None
+            settings = {
+                "folder": str(place), "kills": [kill.name for kill in scenario.kills], "steps": scenario.steps,
+                "every": self._every, "last": last, "begins": begins,
+                "away": scenario.away, "wait": self._limit * WAIT,
+                "change": asdict(change) if change is not None else None,
+                "same_commits": scenario.name == CALM or scenario.change is not None,
+            }  # fmt: skip
+            restarts = RESTARTS if scenario.kills else 0
+            ended, hung, slow = self._run(ranks, restarts, settings, where, place, errors, progress)
+            code, repeated = code or ended, repeated or errors.pop()
+            # What a start with this size does is compared with the other run, also where processes did not go on.
+            if hung or not (last or _killed(place) or change is not None):
+                break
         log = (place / "log").read_text(errors="replace")
         seconds = time.monotonic() - began
         changed = {n for n, s in _stamps(where).items() if before.get(n) != s} if where is not None else set()
@@ -164,27 +176,27 @@ class Player:
             hung, slow, None, refusal_in(log), not record.began_again(place),
             in_library, own_loop, (place / record.COMMITS).exists(),
             written.read_files(where, changed, place) if where is not None else {}, written.read_printed(place),
-            timeline.read(place, began_at), begins, repeated, carried_in(log),
+            timeline.read(place, began_at), begins, repeated,
+            line_in(log, where if where is not None else Path.cwd()), carried_in(log), loaded_in(log),
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
-            (place / record.UNCONVERTED).exists(), record.evaluated(place), record.noted(place, worker_state.FILES),
-            record.noted(place, file_state.FILES), tuple(commits) if not (own_loop or in_library) else (), live,
+            (place / record.UNCONVERTED).exists(), record.evaluated(place), record.noted(place, record.IN_WORKERS),
+            record.noted(place, record.IN_FILES), tuple(commits) if not (own_loop or in_library) else (), live,
         )  # fmt: skip
 
     def _run(
         self, ranks: int, restarts: int, settings: dict[str, Any], where: Path | None,
-        out: object, place: Path, errors: RepeatedErrors, progress: Callable[[int], None],
+        place: Path, errors: RepeatedErrors, progress: Callable[[int], None],
     ) -> tuple[int, bool, bool]:  # fmt: skip
         """The exit code; whether it did not end in time; and whether that was because it was slow."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("EVERSTEP_")}
-        environ |= {name: os.environ[name] for name in (env.HOROVOD_ELASTIC,) if name in os.environ}
+        environ = self._environ | {
+            name: os.environ[name] for name in (env.HOROVOD_ELASTIC,) if name in os.environ
+        }  # fmt: skip
         environ |= {
             SETTINGS: json.dumps(settings),
             env.CHECKPOINT_URL: str(place / "commits"),  # for scripts that leave it to the environment
             env.CHECKPOINT_EVERY_STEPS: str(self._every),
-            # The agent looks for slow imports in the program that it starts, and that is `entry.py`.
-            PRELOAD: ",".join((MODULES, *preloaded(self._command[0]))),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            PRELOAD: ",".join(self._modules),
         }
         if settings["change"] is not None:
             environ[env.HANG_SECONDS] = str(self._limit)  # in one step the ranks wait for another that begins
@@ -192,33 +204,30 @@ class Player:
         script, *arguments = self._command
         if where is not None and Path(script).is_relative_to(Path.cwd()):
             script = str(where / Path(script).relative_to(Path.cwd()))  # what it writes beside itself stays there
-        argv = [sys.executable, "-m", "everstep.rehearse.agent", str(os.getpid()), *flags, str(ENTRY)]
-        argv += [script, *arguments]
         began = time.monotonic()
-        pause = LOOK_SECONDS if settings["away"] is None else AWAY_LOOK_SECONDS
+        # Where all are killed and others begin, the agent would start new ones meanwhile.
+        pause = LOOK_SECONDS if settings["away"] is None and settings["last"] else SHORT_LOOK_SECONDS
         if self._stopped.is_set():
             raise Stopped
-        agent = subprocess.Popen(
-            argv, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ, cwd=where,  # type: ignore[call-overload]
-            start_new_session=True,
-        )  # fmt: skip
+        command = [*flags, str(ENTRY), script, *arguments]
+        agent = self._agents.start(command, environ, place / "log", where or Path.cwd())
         change = settings["change"]
         living = change["size"] if change is not None else ranks
         rounds = RoundsLoss(place, agent.pid)
-        last, last_at = 0, began  # the newest step, and when it was seen first
+        progressed, last, last_at = record.Progress(place), 0, began  # the newest step, and when it was seen first
         try:
             while True:
                 try:
                     return agent.wait(pause) or int(errors.look() != ""), False, False
                 except subprocess.TimeoutExpired:
                     rounds.look()
-                    done = max((step for _, step in record.read(place)), default=0)
+                    done = progressed.look()
                     last, last_at = (done, time.monotonic()) if done > last else (last, last_at)
                     progress(done)
                 if self._stopped.is_set():
                     raise Stopped
                 if not settings["last"] and ((place / record.GONE).exists() or _dead(place) >= living):
-                    os.killpg(agent.pid, signal.SIGKILL)
+                    agent.send_signal(signal.SIGKILL, group=True)
                     return 0, False, False
                 if errors.look():
                     return 1, False, False
@@ -241,14 +250,14 @@ def _dead(place: Path) -> int:
     return sum(path.stat().st_size > 0 for path in place.glob(record.KILLS))
 
 
-def _end(agent: subprocess.Popen[bytes]) -> None:
+def _end(agent: RunAgent) -> None:
     """The agent, and all that it has started."""
     if agent.poll() is None:
-        agent.terminate()
+        agent.send_signal(signal.SIGTERM)
         try:
             agent.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(agent.pid, signal.SIGKILL)
+            agent.send_signal(signal.SIGKILL, group=True)
             agent.wait()
 
 
@@ -262,9 +271,27 @@ def refusal_in(log: str) -> str:
     return str(found[-1]).strip() if found else ""
 
 
+def line_in(log: str, folder: Path) -> str:
+    """The script's innermost line in the last traceback, or below the last refusal, as "train.py:12 (x = y)"; or "".
+    `folder`: of the script's files."""
+    found = re.findall(r'File "([^"\n]+)", line (\d+)[^\n]*\n(?:\[rank\d+\]:)?([^\n]*)', log)
+    own = [(Path(file), line, text.strip()) for file, line, text in found if Path(file).is_relative_to(folder)]
+    if not own:
+        return ""
+    file, line, text = own[-1]
+    code = text if len(text) <= MOST_CODE else f"{text[:MOST_CODE]}…"
+    return f"{file.relative_to(folder)}:{line} ({code})" if code else f"{file.relative_to(folder)}:{line}"
+
+
 def carried_in(log: str) -> str:
     """The names in the warning of the first start, each with its place."""
     found = re.search(r"carried by the loop and not tracked: (.+?)\. In a new process", log, re.S)
+    return " ".join(found[1].split()) if found else ""
+
+
+def loaded_in(log: str) -> str:
+    """The names in the session's warning of what the script has loaded."""
+    found = re.search(r"loaded before the first step: (.+?)\. They have", log, re.S)
     return " ".join(found[1].split()) if found else ""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,9 +26,11 @@ BUFFERS = "the buffers of "  # in `tracked`: before the name of a module, which 
 MOST_BYTES = 64 * 2**20  # of the script's own tensors together: they are read behind each step
 OVER = "over-"  # and the id of a save: it is a commit, or has failed
 LATE = "late"  # a training process has waited in vain, for a save or for the process of the rehearsal
-EVALUATED = "evaluated-"  # and the number of completed steps: the script evaluates behind them
+EVALUATED = "evaluated-"  # and how many steps were complete when the script evaluated, and its forward passes
+IN_WORKERS, IN_FILES = "workers-*", "kept-in-files-*"  # what `worker_state` and `file_state` name
 UNCONVERTED = "unconverted"  # no file of the script's that a process had loaded at its end names Everstep or Horovod
 CHANGE_WANTED = "change-wanted"  # a training process waits for the change of size in which processes go on
+_STEP = re.compile(rb'^{"step":(\d+),', re.MULTILINE)  # as `Record.line` begins
 GONE = "gone"  # a process began in place of one that was killed, in a run that ends there
 
 
@@ -100,14 +103,35 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def evaluated(folder: Path) -> tuple[int, ...]:
-    """Behind how many steps the script has evaluated."""
-    return tuple(sorted(int(path.name.removeprefix(EVALUATED)) for path in folder.glob(f"{EVALUATED}*")))
+def evaluated(folder: Path) -> dict[int, int]:
+    """Behind how many steps the script has evaluated, each with the forward passes of tracked modules in that."""
+    found = [path.name.removeprefix(EVALUATED).partition("-") for path in folder.glob(f"{EVALUATED}*")]
+    return dict(
+        sorted(((int(step), int(passes)) for step, _, passes in found), reverse=True)
+    )  # the fewest of all ranks
 
 
 def noted(folder: Path, pattern: str) -> tuple[str, ...]:
     """The lines of these files of the run's processes, each once, sorted."""
     return tuple(sorted({line for path in folder.glob(pattern) for line in path.read_text().splitlines()}))
+
+
+class Progress:
+    """Of a run that is in progress: the newest step, read from what its records have grown by."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read = folder, dict[Path, int]()
+        self.step = 0
+
+    def look(self) -> int:
+        """The newest step that is complete."""
+        for path in self._folder.glob(RECORDS):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole + end)
+            self.step = max(self.step, *(int(found) for found in _STEP.findall(whole)), 0)
+        return self.step
 
 
 def each(folder: Path) -> Iterator[Record]:

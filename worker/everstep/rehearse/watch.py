@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
 import everstep
@@ -34,7 +34,7 @@ from everstep.recovery.current_round import CurrentRound
 from everstep.rehearse.draws import Draws
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.idle_indices import idle_indices
-from everstep.rehearse.plan import POINTS, Kill, LiveChange
+from everstep.rehearse.plan import EVALUATION, POINTS, Kill, LiveChange
 from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.tracked_values import digests
@@ -85,7 +85,7 @@ class Watch:
         self.on_backward: Callable[[], None] = lambda: None  # the script calls `backward`
         self._of_libraries: list[str] = []  # see `kept_by_loaders`
         self.on_evaluation: list[Callable[[bool], None]] = []  # one begins (True); it is lost, and comes again (False)
-        self._draws = Draws()
+        self.draws = Draws()
         self._out = (folder / f"records-{os.getpid()}.jsonl").open("a")
 
     def install(self) -> None:
@@ -158,12 +158,12 @@ class Watch:
             watch.samples = []
             batch = enter(step)
             watch.enters(step.number - watch.base, watch.run._rank if watch.run is not None else 0)
-            watch._draws.begin(step, watch.run, world_size())
+            watch.draws.begin(step, watch.run, world_size())
             return batch
 
         def left(step: steps.Step, *error: Any) -> bool:
             if error[0] is None:
-                watch._draws.end()
+                watch.draws.end()
                 watch.reach("tail")
             handled = leave(step, *error)
             if step.phase is steps.Phase.DONE:
@@ -177,7 +177,7 @@ class Watch:
 
         def differentiated(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
             watch.on_backward()
-            watch._draws.differentiate(loss)
+            watch.draws.differentiate(loss)
             if loss.requires_grad:
                 at_loss: Any = loss
                 hooks: list[Any] = []
@@ -200,7 +200,7 @@ class Watch:
             def called(*arguments: Any, **options: Any) -> Any:
                 if not in_backward[0]:
                     watch.on_backward()
-                    watch._draws.differentiate(next(iter((*arguments, *options.values()))))
+                    watch.draws.differentiate(next(iter((*arguments, *options.values()))))
                     watch.reach("backward")
                 return function(*arguments, **options)
 
@@ -217,7 +217,6 @@ class Watch:
 
         def called(between: Any, functions: Iterable[Callable[[], Any]], coordinator: Any, *rest: Any) -> None:
             step = coordinator.step - watch.base
-            (watch.folder / f"{EVALUATED}{step}").touch()
             for noted in watch.on_evaluation:
                 noted(True)
             try:
@@ -230,26 +229,31 @@ class Watch:
         replace_all((between_steps.BetweenSteps, "call", called))
 
     def _evaluate(self, function: Callable[[], Any], step: int) -> Any:
-        """Call a function that evaluates. A rank that is to die in it dies before its second forward pass of a tracked
-        module, because the others have added something to their metrics by then; without one when it ends."""
-        rank = self.run._rank if self.run is not None else 0
-        kills = [kill for kill in self._kills if (kill.step, kill.point) == (step, "evaluate") and rank in kill.ranks]
-        if not kills or self.run is None:
-            return function()
-        models = {id(bare(one)) for one in self.run._state.values() if isinstance(one, torch.nn.Module)}
+        """Call a function that evaluates, and note its forward passes of tracked modules. Before the second one the
+        other ranks have added something to their metrics."""
+        run, rank = self.run, self.run._rank if self.run is not None else 0
+        kills = {kill.point: kill for kill in self._kills if kill.step == step and rank in kill.ranks}
+        models = {id(bare(one)) for one in run._state.values() if isinstance(one, torch.nn.Module)} if run else set()
         passes = [0]
 
-        def forward(module: torch.nn.Module, _: Any) -> None:
+        def begins(module: torch.nn.Module, _: Any) -> None:
             passes[0] += id(module) in models
-            if passes[0] == 2:
-                self._die(kills[0], rank)
+            if passes[0] == 2 and "evaluate" in kills:
+                self._die(kills["evaluate"], rank)
 
-        hook = register_module_forward_pre_hook(forward)
+        def ends(module: torch.nn.Module, *_: Any) -> None:
+            if id(module) in models and "forward" in kills:
+                self._die(kills["forward"], rank)
+
+        hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(ends)
         try:
             result = function()
         finally:
-            hook.remove()
-        self._die(kills[0], rank)
+            for hook in hooks:
+                hook.remove()
+        for point in EVALUATION & kills.keys():
+            self._die(kills[point], rank)
+        (self.folder / f"{EVALUATED}{step}-{passes[0]}").touch()
         return result
 
     def _wrap_rounds(self) -> None:
@@ -324,7 +328,7 @@ class Watch:
             step, rank, world_size(), os.getpid(), time.time(), tracked, values, sorted(self.samples),
             [*beyond, *raising], self.position, self.indices,
             [*(self.run._untracked if self.run is not None else ()), *self._of_libraries], unread,
-            self._draws.drawn, self._draws.losses,
+            self.draws.drawn, self.draws.losses,
         )  # fmt: skip
         self._out.write(record.line())
         self._out.flush()
@@ -354,7 +358,7 @@ class Watch:
         self._points[point] += 1
         if self.step is None or self._points[point] > 1:
             return
-        points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys() - {"evaluate"})}
+        points = {point} if point != "between" else {point, *(set(POINTS) - self._points.keys() - EVALUATION)}
         if self._change is not None and (point, self.step + 1) == ("tail", self._change.step):
             self._wait_for_change()
         for kill in self._kills:

@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from everstep.data.stream import Stream
+from everstep.rehearse.record import IN_WORKERS
 from everstep.torch_private import loaders
 from everstep.train.guards.contents import DIGEST, Contents
 from everstep.train.guards.elsewhere import elsewhere
@@ -26,7 +27,6 @@ from everstep.train.guards.holders import CACHED
 from everstep.train.guards.plain_values import Roots, plain_values
 from everstep.train.guards.script_objects import is_open, walk
 
-FILES = "workers-*"
 _GENERATORS = ("Generator", "RandomState", "Random", "PCG64", "MT19937", "Philox", "SFC64")
 MOST_ENTRIES = 64  # of a dictionary whose entries are compared
 
@@ -75,7 +75,7 @@ class WorkerState:
         } - self._named  # fmt: skip
         if changed:
             self._named |= changed
-            with (self._folder / FILES.replace("*", str(os.getpid()))).open("a") as out:
+            with (self._folder / IN_WORKERS.replace("*", str(os.getpid()))).open("a") as out:
                 out.writelines(f"{name}\n" for name in sorted(changed))
 
 

@@ -137,7 +137,7 @@ def differing_prints(
         a, b, c = ([masks.of(line) for line in one[step]] for one in (calm, again, here))
         if a == b != c:
             i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
-            lines = [_short(one[step][i]) if i < len(one[step]) else "nothing" for one in (here, calm)]
+            lines = _both(here[step], calm[step], i)
             return step, f"in step {step} rank 0 printed {lines[0]}, and {lines[1]} in the calm run"
     return None
 
@@ -173,7 +173,7 @@ def _lines(calm: Sequence[str], again: Sequence[str], here: Sequence[str]) -> st
     if not Counter(c) - Counter(dict.fromkeys(a, len(c))):  # no line that the calm run has not
         return f"has {_counted(Counter(map(_short, a)), Counter(map(_short, c)))}"
     i = next((i for i, (x, y) in enumerate(zip(a, c, strict=False)) if x != y), min(len(a), len(c)))
-    lines = [_short(one[i]) if i < len(one) else "nothing" for one in (here, calm)]
+    lines = _both(here, calm, i)
     return f"has other lines: line {i + 1} is {lines[0]}, and {lines[1]} in the calm run"
 
 
@@ -216,5 +216,18 @@ def _at(row: Sequence[str], i: int) -> str:
     return row[i] if i < len(row) else "(cut off)"
 
 
-def _short(line: str) -> str:
-    return repr(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]}…")
+def _both(here: Sequence[str], calm: Sequence[str], i: int) -> list[str]:
+    """The i-th lines, or "nothing". Of long ones the part that differs."""
+    pair = [one[i] if i < len(one) else None for one in (here, calm)]
+    longest = max(len(line or "") for line in pair)
+    if longest <= MOST_CHARACTERS or None in pair:
+        return [_short(line) if line is not None else "nothing" for line in pair]
+    same = next((k for k, (a, b) in enumerate(zip(pair[0] or "", pair[1] or "", strict=False)) if a != b), longest)
+    first = min(max(0, same - MOST_CHARACTERS // 2), longest - MOST_CHARACTERS)
+    return [_short(line or "", first) for line in pair]
+
+
+def _short(line: str, first: int = 0) -> str:
+    """From the character `first` on."""
+    part = line[first : first + MOST_CHARACTERS]
+    return repr(f"{'…' if first else ''}{part}{'…' if first + MOST_CHARACTERS < len(line) else ''}")

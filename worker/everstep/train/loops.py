@@ -32,7 +32,7 @@ from everstep.train.evaluation import Evaluations
 from everstep.train.feeding.feed import Feed, feed_of
 from everstep.train.feeding.resharding import Resharding
 from everstep.train.feeding.unmanaged_loaders import UnmanagedLoaders
-from everstep.train.guards import call_mistakes, calls_before_steps
+from everstep.train.guards import call_mistakes, calls_before_steps, loaded_before
 from everstep.train.guards.common_samples import SAMPLES, CommonSamples
 from everstep.train.guards.comparison import rehearsed
 from everstep.train.guards.comparison.restart_check import RestartCheck
@@ -334,12 +334,15 @@ class Loops:
                 self._check,
             )  # fmt: skip
         refused = self._script.before_steps(sys._getframe(1), self._datasets, nested=nested)
+        moved = loaded_before.moved_before(self._state)
         try:
             world.begin()
         except LoopError as e:
             raise (e if refused is None or str(refused) in str(e) else LoopError(f"{refused}. {e}")) from e.__cause__
         if refused is not None:
             raise refused
+        if moved and self._rank == 0 and not self.step:
+            log.warning(loaded_before.TEXT, ", ".join(moved))
         if self._rank == 0 and not nested:
             self._script.warn()
         if self.step and self._compare_gradients and not self._comparable:

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from everstep.agent.processes.leftovers import KILL_SECONDS, TERM_SECONDS
@@ -35,9 +37,13 @@ class ForkServerError(RuntimeError):
 class ForkServer:
     """Forks processes. If the fork server dies, the ends of all its processes are reported, and it is restarted."""
 
-    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], exited: Exit) -> None:
+    def __init__(
+        self, modules: Sequence[str], environ: Mapping[str, str], exited: Exit, output: Path | None = None
+    ) -> None:  # fmt: skip
+        """`output`: a file that what the fork server prints is appended to, in place of this process's own output."""
         self._modules, self._environ, self._exited = ",".join(modules), dict(environ), exited
-        self._process: asyncio.subprocess.Process | None = None
+        self._output = output
+        self._process: Any = None  # as asyncio has it
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._unanswered: dict[int, asyncio.Future[int]] = {}
@@ -52,17 +58,20 @@ class ForkServer:
                 await self._start()
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "everstep.agent.processes.forkserver", str(theirs.fileno()), str(os.getpid()),
-                self._modules,
-                pass_fds=(theirs.fileno(),), env=self._environ,
-            )  # fmt: skip
-        finally:
-            theirs.close()
+        self._process, ours = await self._begin()
         reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE)
         self._reading = asyncio.create_task(self._read(reader))
+
+    async def _begin(self) -> tuple[Any, socket.socket]:
+        """A new fork server, as asyncio has processes, and our end of its commands."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._output.open("ab") if self._output is not None else nullcontext() as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "everstep.agent.processes.forkserver", str(theirs.fileno()), str(os.getpid()),
+                self._modules,
+                pass_fds=(theirs.fileno(),), env=self._environ, stdout=output, stderr=output,
+            )  # fmt: skip
+        return process, ours
 
     async def fork(self, command: Mapping[str, Any]) -> int:
         """The pid of a new process. Raises ForkServerError."""

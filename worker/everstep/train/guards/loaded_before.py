@@ -1,0 +1,31 @@
+"""Finds what the script has loaded from a file of its own before the first step of a run: an optimizer or a schedule
+that has taken steps already. The run knows nothing of these, and counts its own from 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TEXT = (
+    "loaded before the first step: %s. They have taken steps, as if the script had loaded a file of its own; this run "
+    "begins with step 0 and epoch 0 all the same, because it goes on from commits alone. If that file is of an earlier "
+    "training, let the run have the epochs that are left, `run.epochs(loader, epochs - first)`, and do not write to "
+    "that file in it. If the run itself writes the file, leave out what loads it"
+)
+
+
+def moved_before(state: Mapping[str, Any]) -> list[str]:
+    """The names of tracked optimizers and schedules that have taken steps."""
+    return [name for name, value in state.items() if _has_moved(value)]
+
+
+def _has_moved(value: object) -> bool:
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return value.last_epoch > 0
+    if not isinstance(value, torch.optim.Optimizer):
+        return False
+    # Some make a state without a step when they are made, as Adagrad does.
+    parts = [one for one in value.state.values() if isinstance(one, Mapping) and one]
+    return any(float(one["step"]) > 0 if "step" in one else True for one in parts[:1])
