@@ -16,7 +16,7 @@ import pytest
 
 from everstep.jobs.history import ActionTaken, EventSeen, History, StatusSeen
 from everstep.jobs.source import JobError
-from everstep_local.run.demo import SCRIPT, demo
+from everstep_local.run.demo import SCRIPT, demo, program_name
 from support import ROOT
 from support.local.elastic_rows import taken, worker_logs
 
@@ -71,6 +71,20 @@ def test_demo_takes_away_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert f"{theirs} is not an earlier demo's folder: name another with --out" in " ".join(done.stderr.split())
     assert (theirs / "chapter").read_text() == "1"
+
+
+def test_next_commands_can_be_typed_though_no_environment_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(folder))
+    assert program_name() == "everstep"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(folder.parents[1])
+    assert program_name() == os.path.relpath(folder / "everstep")
+    assert os.access(program_name(), os.X_OK)
+    monkeypatch.chdir(tmp_path)
+    assert program_name() == str(folder / "everstep")
 
 
 def test_demo_keeps_a_script_that_was_changed(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -43,15 +45,24 @@ def demo(
     story = tuple(parse(text) for text in STORY)
     code = running.run(script, ["--steps", str(steps)], overrides, nodes=1, out=out, plain=plain, story=story)
     if code == 0:
+        program = program_name()
         say(
             f"\nNow break it yourself. In one terminal:\n"
-            f"  everstep run {script} --workers 3 --elastic 2:4 -- --steps 3000\n"
+            f"  {program} run {script} --workers 3 --elastic 2:4 -- --steps 3000\n"
             "and in another:\n"
-            "  everstep status -w\n"
-            "  everstep kill spirals-w0-0\n"
+            f"  {program} status -w\n"
+            f"  {program} kill 0\n"
             f"How a script of your own becomes elastic: compare {script} with a DDP script; docs/how-to-convert.md"
         )
     raise typer.Exit(code)
+
+
+def program_name() -> str:
+    """By which a person can call this program here: `make demo` has activated no environment."""
+    if shutil.which("everstep") is not None:
+        return "everstep"
+    program = Path(sys.executable).with_name("everstep")
+    return os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program)
 
 
 def _clear(out: Path, script: Path) -> None:
