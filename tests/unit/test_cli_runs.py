@@ -163,6 +163,52 @@ async def test_jobs_of_one_name_that_are_no_local_runs_are_not_mixed() -> None:
                 await steps(job)
 
 
+async def test_all_logs_are_followed_side_by_side_also_of_a_pod_that_comes_later() -> None:
+    run, taken = Run("digits", 0, 1), Run("digits", 0, 1, 2)
+    handlers = run.handlers()
+    asked, comes = list[str](), asyncio.Event()
+
+    async def logs(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        pod = request["pod"]
+        asked.append(pod)
+        if pod == "digits-w1-0" and asked.count(pod) == 1:
+            raise control.ControlError("its container has not started")
+        for number in range(2):
+            yield {"line": f"line {number}"}
+        if pod == "digits-w1-0":
+            run.view = taken.view
+            comes.set()
+        await comes.wait()
+        if pod == "digits-w2-0":
+            run.view = replace(taken.view, raw_status=COMPLETE)
+
+    async with control.ControlServer("digits", handlers | {"logs": logs}):
+        shown = await call("logs", "digits", "--all", "-f")
+    assert sorted(shown.output.splitlines()) == [
+        f"digits-w{worker}-0 | line {number}" for worker in range(3) for number in range(2)
+    ]
+
+
+async def test_log_of_a_rank_is_that_of_its_worker() -> None:
+    run = Run("digits", 0, 1)
+    rows = [replace(row, rank=rank) for row, rank in zip(run.view.workers, (1, 0), strict=True)]
+    run.view = replace(run.view, workers=tuple(rows))
+    async with control.ControlServer("digits", run.handlers()):
+        assert (await call("logs", "digits", "--rank", "1")).output == "log of digits-w0-0\n"
+        refused = [
+            str((await call("logs", "digits", *words)).exception)
+            for words in (["--rank", "2"], ["--rank", "0", "--all"], ["1", "--failed"])
+        ]
+        run.view = replace(run.view, workers=tuple(replace(row, rank=None) for row in rows))
+        refused.append(str((await call("logs", "digits", "--rank", "0")).exception))
+    assert refused == [
+        "digits has no rank 2; it has 0, 1",
+        *["give one of: a worker or a pod, --failed, --all, --rank"] * 2,
+        "the ranks of digits are not known, as on a cluster: `everstep stacks` shows each rank with its pod; or name a "
+        "worker: 0, 1",
+    ]
+
+
 @pytest.mark.parametrize("name", ["w1", "7", "x-w1-2"])
 async def test_run_whose_name_looks_like_a_worker_or_a_pod_is_meant_by_its_name(name: str) -> None:
     run = Run(name, 0, 1)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.jobs import tables
+from everstep.cli.jobs import following, tables
 from everstep.cli.jobs.tables import Output
 from everstep.cli.printing import safe_line, say, say_error
 from everstep.jobs.source import (
@@ -156,7 +156,10 @@ def logs(
     job: Annotated[str | None, typer.Argument(help="The job, or one of its pods.")] = None,
     worker: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="The worker: 0, or w0.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="That of the worker which failed first.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="Those of all workers, one after the other.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Those of all workers, one after the other; with -f side by side.")
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="That of the worker with this rank, of a local run.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as long as it is written.")] = False,
     tail: Annotated[int | None, typer.Option(min=0, help="Only so many lines from the end.")] = None,
     namespace: Namespace = None,
@@ -165,19 +168,40 @@ def logs(
     out: Out = None,
 ) -> None:
     """What a worker has printed: worker 0's, if none is named."""
-    if every and follow:
-        raise JobError("--all prints one log after the other, so it cannot follow: name a worker")
     source, name, worker, pod = pick_worker(job, worker, Where(namespace, context, kubeconfig, out))
-    pods = [pod] if pod is not None else _pods(source.view(name), worker, failed=failed, every=every)
+    if sum((pod is not None or worker is not None, failed, every, rank is not None)) > 1:
+        raise JobError("give one of: a worker or a pod, --failed, --all, --rank")
+    if pod is not None:
+        pods = [pod]
+    else:
+        view = source.view(name)
+        if every and follow and not ended(view.raw_status):
+            _follow_all(source, name, view, tail)
+            return
+        pods = _pods(view, worker, failed=failed, every=every, rank=rank)
     for each in pods:
         if len(pods) > 1:
             say(f"==> {each} <==")
         for line in source.logs(name, each, follow=follow, tail=tail):
-            for part in line.rstrip("\r").split("\r"):  # each state of a progress bar
-                print(safe_line(part), flush=follow)
+            _print_line(line, flush=follow)
 
 
-def _pods(view: View, worker: str | None, *, failed: bool, every: bool) -> list[str]:
+def _follow_all(source: Source, job: str, view: View, tail: int | None) -> None:
+    for line in following.follow(source, job, view, tail):
+        if line.problem:
+            say_error(f"note: {line.pod}: {line.text}")
+        else:
+            _print_line(line.text, f"{line.pod} | ", flush=True)
+
+
+def _print_line(line: str, before: str = "", *, flush: bool) -> None:
+    for part in line.rstrip("\r").split("\r"):  # each state of a progress bar
+        print(f"{before}{safe_line(part)}", flush=flush)
+
+
+def _pods(
+    view: View, worker: str | None, *, failed: bool = False, every: bool = False, rank: int | None = None
+) -> list[str]:
     """The pods that are meant, a worker's newest one each."""
     newest = {row.worker: row.pod for row in view.workers}  # sorted by incarnation
     if failed:
@@ -188,6 +212,16 @@ def _pods(view: View, worker: str | None, *, failed: bool, every: bool) -> list[
         raise JobError(f"no worker of {view.job} has failed; name one: {_choice(newest)}")
     if every:
         return [newest[index] for index in sorted(newest)]
+    if rank is not None:
+        ranks = {row.rank: row.pod for row in view.workers if row.rank is not None}
+        if not ranks:
+            raise JobError(
+                f"the ranks of {view.job} are not known, as on a cluster: `everstep stacks` shows each rank with its "
+                f"pod; or name a worker: {_choice(newest)}"
+            )
+        if rank not in ranks:
+            raise JobError(f"{view.job} has no rank {rank}; it has {', '.join(map(str, sorted(ranks)))}")
+        return [ranks[rank]]
     index = 0
     if worker is not None:
         number = WORKER.fullmatch(worker)
@@ -318,5 +352,5 @@ def kill(
             raise JobError(
                 f"{name} has no pod {pod}; it has {', '.join(row.pod for row in view.workers) or 'none yet'}"
             )
-        chosen = pod if pod is not None else _pods(view, worker, failed=False, every=False)[0]
+        chosen = pod if pod is not None else _pods(view, worker)[0]
         say(f"{source.kill(name, chosen, delete=graceful)} ({source.title})")
