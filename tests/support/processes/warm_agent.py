@@ -49,8 +49,8 @@ class Forked:
         return self.returncode
 
 
-def main(run: Callable[[], None] = agent.main) -> None:
-    """`run`: what an agent does in this process."""
+def main(run: Callable[[], object] = agent.main) -> None:
+    """`run`: what this process does, and starts a fork server for."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:

@@ -170,8 +170,9 @@ def _descriptor(file: IO[Any] | int | None, default: int) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    from everstep.agent.processes.forkserver import unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
+    from everstep.agent.processes.forkserver import die_with, unfit_to_fork  # noqa: PLC0415 - the tests' side has no use for it
 
+    die_with(int(argv[2]))
     commands = socket.socket(fileno=os.dup(int(argv[1])))
     os.dup2(2, 1)  # what a module prints is no message
     gc.disable()
@@ -181,14 +182,6 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"{argv[3]}: who imports them {why}, and cannot be forked")
     gc.freeze()
     gc.enable()
-    fork_until_closed(commands, int(argv[2]))
-
-
-def fork_until_closed(commands: socket.socket, parent: int) -> None:
-    """Fork what `commands` say until they end, or the process `parent` does; a forked process ends in here."""
-    from everstep.agent.processes.forkserver import die_with  # noqa: PLC0415 - the tests' side has no use for it
-
-    die_with(parent)
     us = os.getpid()
     command = serve(commands)
     if command is not None:
