@@ -96,7 +96,6 @@ def test_each_script_has_one_row() -> None:
     "powersgd-everstep-run",
     "buffer_of_first_batch-everstep-run",
     "losses_tracked-everstep-run",
-    "random_in_step-everstep-run",
     "plateau-torchrun",
     "batch_norm-torchrun",
     "gan-torchrun",

@@ -53,7 +53,7 @@ def test_every_section_of_the_page_is_run() -> None:
     assert text.count("\nBefore:\n\n```python") == len(FOUND) == text.count("```python") / 2
 
 
-@pytest.mark.long_but("Environments")
+@pytest.mark.long
 @pytest.mark.parametrize("title", KILLS)
 def test_after_whose_rank_is_killed_ends_as_undisturbed(title: str, tmp_path: Path) -> None:
     _, text = blocks(PAGE, title)

@@ -20,6 +20,7 @@ import contextvars
 import os
 import queue
 import random
+from pathlib import Path
 
 import torch
 from helper import weigh
@@ -118,6 +119,10 @@ def hidden(loss):
     os.environ["STAGE"] = str(int(os.environ.get("STAGE", 0)) + 1)
     net[1].p += 1e-9
     weigh()
+    level = Path("OUTSIDE", f"level{run.rank}")
+    level.write_text(str(int(level.read_text()) % 7 + 1))
+    with open(Path("OUTSIDE", "log"), "a") as log:
+        log.write("a row")
 
 
 def clipped(opt):
@@ -208,12 +213,21 @@ with everstep.start("commits", every_steps=5) as run:
 def rehearse(folder: Path, hidden: bool, *options: str) -> list[dict[str, Any]]:
     kept = '"calls": self.calls' if not hidden else ""
     (folder / "helper.py").write_text(HELPER)
-    (folder / "train.py").write_text(SCRIPT.replace("HIDDEN", str(hidden)).replace("KEPT", kept))
+    script = SCRIPT.replace("HIDDEN", str(hidden)).replace("KEPT", kept).replace("OUTSIDE", str(folder.parent))
+    (folder / "train.py").write_text(script)
     return play(folder, "--ranks", "2", "--steps", "12", "--limit", "800", *options, seconds=850).findings
 
 
 def test_each_kind_of_hidden_state_is_named_before_it_counts(tmp_path: Path) -> None:
-    (held,) = rehearse(tmp_path, True, "--at", "1@8:backward")
+    """Also files outside of the folder by which a step hands something on; a log there is not."""
+    (folder := tmp_path / "script").mkdir()
+    levels = [tmp_path / f"level{rank}" for rank in range(2)]
+    for level in levels:
+        level.write_text("0")
+    found = {one["kind"]: one for one in rehearse(folder, True, "--at", "1@8:backward")}
+    assert found.keys() == {"held", "written"}
+    written, held = found["written"], found["held"]
+    assert (written["names"], written["certain"]) == ([*map(str, levels)], False)
     assert (held["kind"], held["certain"], held["step"]) == ("held", False, 9)
     names = set(held["names"])
     assert names >= (named := {
@@ -277,25 +291,3 @@ def test_what_changes_in_the_workers_of_a_loader_is_named_and_a_cache_is_not(tmp
     assert [(one["kind"], one["certain"], one["names"]) for one in findings] == [
         ("workers", False, ["Rows.made"]),
     ] * counts  # fmt: skip
-
-
-def test_file_outside_of_the_folder_by_which_a_step_hands_something_on_is_named_and_a_log_is_not(
-    tmp_path: Path,
-) -> None:
-    (folder := tmp_path / "script").mkdir()
-    levels = [tmp_path / f"level{rank}" for rank in range(2)]
-    for level in levels:
-        level.write_text("0")
-    kept = f"""
-            level = Path({str(tmp_path)!r}) / f"level{{run.rank}}"
-            before = int(level.read_text())
-            level.write_text(str(before % 7 + 1))
-            with open({str(tmp_path / "log")!r}, "a") as log:
-                log.write("a row")
-            penalty.step()"""
-    script = SCRIPT.replace("HIDDEN", "False").replace("KEPT", '"calls": self.calls').replace("penalty.step()", kept)
-    (folder / "helper.py").write_text(HELPER)
-    (folder / "train.py").write_text(f"from pathlib import Path\n{script}")
-    done = play(folder, "--ranks", "2", "--steps", "12", "--at", "1@8:backward", seconds=450)
-    (written,) = [one for one in done.findings if one["kind"] == "written"]
-    assert (written["names"], written["certain"]) == ([*map(str, levels)], False)

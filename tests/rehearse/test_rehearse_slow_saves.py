@@ -72,7 +72,7 @@ def rehearse(folder: Path, loop: str, seconds: str, *options: str) -> tuple[int,
 def test_kill_of_one_rank_waits_for_the_save_from_which_all_go_on(tmp_path: Path) -> None:
     """Without its commit all would begin from nothing, as the calm run did, and nothing would be lost."""
     loop = OWN_LOOP.replace("FACTOR", "taken")
-    code, report = rehearse(tmp_path, loop, "3", "--at", "1@8:backward")
+    code, report = rehearse(tmp_path, loop, "1.5", "--at", "1@8:backward")
     (certain,) = [one for one in report["findings"] if one["certain"]]
     assert (certain["kind"], certain["step"], code) == ("tracked", 6, 1), "the commit is of step 5"
     assert "taken" in certain["names"]
