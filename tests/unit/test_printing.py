@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import ast
 import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +33,44 @@ from everstep.storage import open_store
 from everstep_local.run.demo import SCRIPT
 
 HOSTILE = "[/x][bold]\x1b]0;title\x07\x1b[2J\x9b31m\r\x00\u202e\ud800:smile:"
+
+
+def on_terminal(*command: str, **environment: str) -> str:
+    """What a terminal is sent for stderr; stdout is a pipe."""
+    screen, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=terminal,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        data = b""
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(screen, 65536):
+                data += part
+        process.communicate(timeout=60)
+    os.close(screen)
+    assert process.returncode == 0, data
+    return data.decode()
+
+
+BAR = """
+import time
+from everstep.cli.printing import byte_bar
+with byte_bar("verify", 8 * 2**20) as advance:
+    for _ in range(8):
+        advance(2**20)
+        time.sleep(0.15)
+"""
+
+
+def test_bar_of_bytes_is_shown_on_a_terminal_goes_at_its_end_and_has_no_colour_without_being_asked() -> None:
+    shown = on_terminal("-c", BAR)
+    assert re.search(r"verify.*\d\.\d/8\.0 MiB", shown), shown
+    assert shown.rindex("\x1b[2K") > shown.rindex("MiB"), "its line is cleared"
+    assert re.search(r"\x1b\[[0-9;]*3[0-7]m", shown), "colours"
+    assert not re.search(r"\x1b\[([0-9;]*;)?3[0-8][0-9;]*m", on_terminal("-c", BAR, NO_COLOR="1"))
+    piped = subprocess.run([sys.executable, "-c", BAR], capture_output=True, check=True)
+    assert piped.stderr == b""
 
 
 @given(st.text())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 from rich.console import Console
@@ -49,6 +50,28 @@ def say_error(text: object) -> None:
 def cell(text: str, style: str = "") -> Text:
     """A text of a table, replaced before the table is laid out: what has no width would be cut off at the end."""
     return Text(safe(text), style)
+
+
+@contextmanager
+def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr of so many bytes, which grows by what it is called with and goes at its end; nothing where stderr
+    is no terminal."""
+    from rich.progress import (  # noqa: PLC0415  most commands have none
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=SafeConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 class SafeConsole(Console):

@@ -5,6 +5,7 @@ Knows no torch. Invariant: the target holds nothing, or a whole checkpoint; each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from everstep.checkpoint.errors import CheckpointError
@@ -16,8 +17,16 @@ from everstep.checkpoint.retention.late_metrics import all_metrics
 from everstep.storage import ObjectStore
 
 
-def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer: str, at: str) -> CommitRecord:
-    """Copy a commit; the new record. `writer` is 32 new hex digits, `at` the time as RFC 3339.
+def copy(
+    source: ObjectStore,
+    record: CommitRecord,
+    target: ObjectStore,
+    writer: str,
+    at: str,
+    copied: Callable[[int], None] = lambda _: None,
+) -> CommitRecord:
+    """Copy a commit; the new record. `writer` is 32 new hex digits, `at` the time as RFC 3339. `copied` is called with
+    the bytes of each chunk, by any of a few threads.
 
     Raises `CheckpointError` if the target has a log already, `Damaged` if the commit is, and `StorageError`.
     """
@@ -35,6 +44,7 @@ def copy(source: ObjectStore, record: CommitRecord, target: ObjectStore, writer:
                 chunk = memoryview(buffer)[: chunk_size(shard, index)]
                 read_chunk(source, shard, index, chunk)
                 into.write(chunk)
+                copied(len(chunk))
             into.commit()
         return moved
 

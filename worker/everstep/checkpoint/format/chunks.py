@@ -71,21 +71,24 @@ def check_size(store: ObjectStore, shard: Shard) -> None:
         raise Damaged(f"{shard.path}: has {size} bytes, the manifest says {shard.bytes}")
 
 
-def problems(store: ObjectStore, shard: Shard) -> tuple[str, ...]:
-    """The problems of a shard: none, or one text that names it. Reads every byte, and holds one chunk in memory."""
+def problems(store: ObjectStore, shard: Shard, read: Callable[[int], None] = lambda _: None) -> tuple[str, ...]:
+    """The problems of a shard: none, or one text that names it. Reads every byte, and holds one chunk in memory. `read`
+    is called with the bytes of each chunk."""
     try:
         check_size(store, shard)  # first: what the manifest claims is not what there is
         buffer = memoryview(bytearray(min(shard.bytes, shard.chunk_bytes, CHUNK_BYTES)))
         for index in range(len(shard.xxh3_128)):
             read_chunk(store, shard, index, buffer)
+            read(chunk_size(shard, index))
     except Damaged as e:
         return (str(e),)
     return ()
 
 
-def verify(store: ObjectStore, record: CommitRecord) -> tuple[str, ...]:
-    """The problems of a commit's shards, sorted; empty if there are none. Holds one chunk for each thread."""
-    by_shard = in_parallel(lambda shard: problems(store, shard), record.shards)
+def verify(store: ObjectStore, record: CommitRecord, read: Callable[[int], None] = lambda _: None) -> tuple[str, ...]:
+    """The problems of a commit's shards, sorted; empty if there are none. Holds one chunk for each thread. `read` is
+    called with the bytes of each chunk, by any of them."""
+    by_shard = in_parallel(lambda shard: problems(store, shard, read), record.shards)
     return tuple(sorted(text for texts in by_shard for text in texts))
 
 
