@@ -114,7 +114,7 @@ def test_position_goes_on_in_another_world_with_the_batch_of_the_one_that_began(
     loaders = world_of(lambda _: DataLoader(Numbers(), batch_size=4, shuffle=True), ranks=2)
     for loader in loaders:
         loader.load_state_dict(first.state_dict())
-        assert loader.cursor.global_batch == 12
+        assert (loader.cursor.global_batch, loader.processes) == (12, 3)
         assert len(loader) == 5
     seen += [i for step in epoch_of(loaders) for i in step]
     assert sorted(seen) == list(range(N))

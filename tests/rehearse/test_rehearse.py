@@ -305,6 +305,14 @@ def test_loop_over_what_accelerate_prepared_is_rehearsed_with_its_commits(folder
     assert done.code == 0
 
 
+@pytest.mark.long
+def test_schedule_that_accelerate_prepared_moves_alike_with_another_number_of_ranks(folder: Path) -> None:
+    shutil.copy(TESTS.parent / "examples" / "accelerate" / "train.py", folder)
+    own = ("--kill", "size", "--steps", "20", "--limit", "100")
+    done = play(folder, *own, arguments=("--cpu",), seconds=300, report="report.json")
+    assert (done.findings, done.code) == ([], 0), done.shown
+
+
 @pytest.mark.long_but("options4---at 1@3: write RANK@STEP:POINT")
 @pytest.mark.parametrize(
     ("options", "says"),

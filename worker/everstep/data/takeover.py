@@ -50,6 +50,7 @@ class TakenOver(ElasticLoader):
         compare_samples: bool = True,
     ) -> None:
         sampler, self.batch_size, drop_last = _batches(loader)
+        self._micros = micros
         order = _order(loader, sampler, frozenset({world.size}) if sizes is None else sizes)
         super().__init__(
             loader.dataset,
@@ -71,6 +72,11 @@ class TakenOver(ElasticLoader):
         )
         self._loader = loader
         self._facts = _facts(loader)
+
+    @property
+    def processes(self) -> int:
+        """How many processes have the samples of a step, each its batches: those that the run began with."""
+        return self._progress.cursor.global_batch // (self.batch_size * self._micros)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "batch_size": self.batch_size}

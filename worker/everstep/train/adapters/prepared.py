@@ -10,14 +10,14 @@ over its samples; a prepared schedule moves as in a job of full size, because a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
 
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import send_to_device
 from torch.utils.data import IterableDataset
 
@@ -116,7 +116,11 @@ class Prepared:
             accelerator.backward = self._weighting
         for value in objects.values():
             if isinstance(value, AcceleratedScheduler):
-                _full_size(value, self._session.process.most)
+                _full_size(value, self._processes_of_a_step)
+
+    def _processes_of_a_step(self) -> int:
+        """That of a job of full size; where a run goes on from a commit of another size, of that."""
+        return self._loader.processes if isinstance(self._loader, TakenOver) else self._session.process.most
 
     @property
     def completed(self) -> int:
@@ -260,22 +264,27 @@ def _inner(accelerator: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
     return inner
 
 
-def _full_size(schedule: Any, most: int) -> None:
-    """Let a schedule that moves once for each process move `most` times, because a step has the samples of so many."""
-    shared = shared_state(AcceleratorState)
+def _full_size(schedule: Any, processes: Callable[[], int]) -> None:
+    """Let a schedule that moves once for each process move so many times as a step has the samples of processes."""
+    shared = [shared_state(kind) for kind in (PartialState, AcceleratorState)]  # the second copies the first one's
 
     def at_full_size(step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*arguments: Any, **named: Any) -> None:
-            processes = shared["num_processes"]
-            shared["num_processes"] = most
+            present = shared[0]["num_processes"]
+            _set_processes(shared, processes())
             try:
                 step(*arguments, **named)
             finally:
-                shared["num_processes"] = processes
+                _set_processes(shared, present)
 
         return stepped
 
     patches.replace("step", at_full_size, schedule)
+
+
+def _set_processes(shared: Iterable[dict[str, Any]], processes: int) -> None:
+    for state in shared:
+        state["num_processes"] = processes
 
 
 def _cut_anew(accelerator: Any, made: Any, original: Any, arguments: Mapping[str, Any]) -> None:
