@@ -548,7 +548,10 @@ def test_error_and_refusal_are_found_with_the_line_of_the_script() -> None:
     ended = replace(played(RANK), code=1, log=TRACEBACK, at=at)
     assert "has no len(). It came from parts/steps.py:7 (return len(hidden))" in only([CALM, ended]).text
     repeated = replace(ended, repeated="exit code 1: TypeError: no")
-    assert "no. It came from parts/steps.py:7 (return len(hidden)); the next start" in only([CALM, repeated]).text
+    assert (
+        "the next start ended with it too. It came from parts/steps.py:7 (return len(hidden))"
+        in only([CALM, repeated]).text
+    )
     refused = replace(ended, refused="parts/steps.py:7: gradients are lost")
     assert "It came from" not in only([CALM, refused]).text
 

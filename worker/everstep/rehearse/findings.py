@@ -310,7 +310,7 @@ def _ended(run: Played) -> Finding | None:
     if run.code:
         text = f"exit code {run.code}: {_last_line(run)}{_at(run)}"
         if run.repeated:
-            text = f"{run.repeated}{_at(run)}; the next start ended with it too"
+            text = f"{run.repeated}; the next start ended with it too{_at(run)}"
         elif run.last >= run.scenario.steps:
             text += (
                 f". It had taken all of its {run.last} steps: what a script does at an epoch's end may need --steps of "
