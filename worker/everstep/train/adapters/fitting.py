@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -228,35 +227,28 @@ class Fitting(Passes):
     def _passes(self) -> None:
         """Run the passes, in place of Lightning's stage. Its check of the validation before the training is left
         out."""
-        trainer = self._trainer
         self._coordinator.watch()  # in place of Lightning's own handler
         try:
             self._world.begin()
-            while True:
-                self._round = self._number
-                self._in_step = self._behind = False
-                self._fresh = True
-                self._progress.look()
-                self._recovery.program.scope.enter(ScriptPhase.STEP)
-                trainer.lightning_module.zero_grad()
-                self.skip = self._progress.put_back()
-                try:
-                    with torch.autograd.set_detect_anomaly(lightning.detects_anomalies(trainer)):
-                        trainer.fit_loop.run()
-                    self._behind = False
-                    self._progress.keep()
-                    self._coordinator.log(self._logged.new(self._trainer))
-                    if self._world.finish():
-                        return
-                except Again:
-                    continue
-                except BaseException as e:
-                    if not self._lost(e):
-                        raise
-                    traceback.clear_frames(e.__traceback__)
+            self._repeat(self._pass)
         finally:
             self._coordinator.leave()
             self._replaced.end()
+
+    def _pass(self) -> None:
+        trainer = self._trainer
+        self._behind, self._fresh = False, True
+        self._progress.look()
+        self._recovery.program.scope.enter(ScriptPhase.STEP)
+        trainer.lightning_module.zero_grad()
+        self.skip = self._progress.put_back()
+        with torch.autograd.set_detect_anomaly(lightning.detects_anomalies(trainer)):
+            trainer.fit_loop.run()
+        self._behind = False
+        self._progress.keep()
+        self._coordinator.log(self._logged.new(trainer))
+        if not self._world.finish():
+            raise Again
 
     def _set_world(self, rank: int, world_size: int) -> None:
         trainer = self._trainer

@@ -6,6 +6,7 @@ Invariant: a loss in a step costs that step alone; one behind a step costs no st
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,20 @@ class Passes:
     def _number(self) -> int:
         round_ = self._recovery.round.announced
         return -1 if round_ is None else round_.number
+
+    def _repeat(self, attempt: Callable[[], Any]) -> Any:
+        """Call `attempt`, a pass, until it returns. It raises `Again` where the world has changed."""
+        while True:
+            self._round = self._number
+            self._in_step = False
+            try:
+                return attempt()
+            except Again:
+                continue
+            except BaseException as e:
+                if not self._lost(e):
+                    raise
+                traceback.clear_frames(e.__traceback__)
 
     def _step_begins(self, step: int) -> None:
         self._world.step_begins()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,18 +92,7 @@ class Unbroken(Passes):
             replaced.put("on_train_begin", around(self._train_begins), trainer.callback_handler)
             replaced.put("on_epoch_begin", around(self._epoch_begins), trainer.callback_handler)
             self._begin()
-            while True:
-                self._kept.look()
-                self._round = self._number
-                trainer.args.eval_on_start = eval_on_start and self._coordinator.step == 0
-                try:
-                    return self._pass(given)
-                except Again:
-                    continue
-                except BaseException as e:
-                    if not self._lost(e):
-                        raise
-                    traceback.clear_frames(e.__traceback__)
+            return self._repeat(lambda: self._pass(given, eval_on_start=eval_on_start))
         finally:
             trainer.args.eval_on_start, trainer.model_init = eval_on_start, model_init
             replaced.end()
@@ -193,8 +181,10 @@ class Unbroken(Passes):
         self._join(state, _Agreement(self._kept), accelerated.move)
         self._world.begin()
 
-    def _pass(self, given: dict[str, Any]) -> Any:
+    def _pass(self, given: dict[str, Any], *, eval_on_start: bool) -> Any:
         trainer = self._trainer
+        self._kept.look()
+        trainer.args.eval_on_start = eval_on_start and self._coordinator.step == 0
         size = self._kept.global_batch_now()
         self._batch = self._batch or size
         if size != self._batch:
@@ -202,7 +192,7 @@ class Unbroken(Passes):
                 f"the run was trained with {self._batch} samples a step, and in the present world it has {size}: let "
                 "the job have one size (--nnodes=N), so that a lost process is replaced before the others go on"
             )
-        self._ready = self._in_step = False
+        self._ready = False
         accelerated.forget_loaders()
         self._recovery.program.scope.enter(ScriptPhase.STEP)
         private.forget_evaluation_loaders(trainer)
