@@ -275,6 +275,20 @@ def test_own_loop_that_adds_up_its_batches_is_warned_of_the_sum(tmp_path: Path) 
 
 
 @pytest.mark.long
+def test_own_loop_that_carries_what_nothing_tracks_is_refused_where_runs_are_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_STRICT", "1")
+    script = tmp_path / "changed.py"
+    text = (HERE / "loop" / "after.py").read_text()
+    script.write_text(text.replace(BACKWARD, BACKWARD + '            config["seed"] += 1\n'))
+    played = play(tmp_path / "refused", script, restarts=0)
+    assert played.code != 0
+    assert "config['seed'] (changed.py:54)" in played.output
+    assert "They are refused because the run is strict" in played.output
+
+
+@pytest.mark.long
 def test_own_loop_under_torchrun_is_refused_with_the_call_to_write(tmp_path: Path) -> None:
     played = play(tmp_path / "refused", agent=TORCHRUN, restarts=0)
     assert played.code != 0

@@ -68,7 +68,7 @@ def start(
     `strict`: names that the loop carries from step to step, and that are not tracked, are refused before the first step
     in place of a warning. `EVERSTEP_STRICT=1` does the same. Raises `LoopError` if that variable is neither 0 nor 1.
     """
-    strict = strict or _strict_by_environment()
+    strict = strict or strict_by_environment()
     names.check_once()
     refused_end.check_first_start()
     rounds = Announcements.find()
@@ -94,7 +94,8 @@ def start(
     return run
 
 
-def _strict_by_environment() -> bool:
+def strict_by_environment() -> bool:
+    """Whether `EVERSTEP_STRICT` makes a run strict. Raises `LoopError` if it is neither 0 nor 1."""
     setting = os.environ.get(env.STRICT, "")
     if setting not in ("", "0", "1"):
         raise LoopError(

@@ -35,7 +35,7 @@ from everstep.train.adapters.own_loop import OwnLoop
 from everstep.train.coordination.step_coordinator import StepCoordinator
 from everstep.train.evaluation import figures
 from everstep.train.process_place import take_place
-from everstep.train.session import Run
+from everstep.train.session import Run, strict_by_environment
 
 
 class Session(Run):
@@ -43,8 +43,9 @@ class Session(Run):
 
     def __init__(self, coordinator: StepCoordinator, recovery: Recovery, resharding: AcceleratorResharding) -> None:
         super().__init__(
-            take_place(), coordinator, recovery, rng=True, compare_gradients=False
-        )  # Accelerate keeps its rank in many places
+            take_place(), coordinator, recovery, rng=True, strict=strict_by_environment(),
+            compare_gradients=False,  # Accelerate keeps its rank in many places
+        )  # fmt: skip
         self._resharding.add(resharding)
 
     @property
