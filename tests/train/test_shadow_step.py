@@ -45,7 +45,7 @@ def told(block: Block) -> tuple[torch.Tensor, LocalGradients]:
     gradients.begin()
     block(net, gradients)
     gradients.end()
-    return gradients.told(), gradients
+    return gradients.totals(), gradients
 
 
 def difference(a: Block, b: Block) -> str | None:
@@ -151,7 +151,7 @@ def test_gradients_of_an_embedding_may_be_sparse() -> None:
         gradients.begin()
         table(torch.tensor([index, 2])).sum().mul(index + 1).backward()
         gradients.end()
-        return gradients.told()
+        return gradients.totals()
 
     torch.manual_seed(0)
     gradients = LocalGradients({"table": torch.nn.Embedding(5, 3, sparse=True)})
@@ -194,7 +194,7 @@ def test_all_members_know_who_plays_and_as_whom(members: list[tuple[int, int]], 
         others: Any = Others(rank, ages, lefts)
         shadow_step = ShadowStep({}, others, lambda *_: None)
         shadow_step._age, shadow_step._left = age, lefts[rank]
-        shadow_step.meet(joins=False, step=0)
+        shadow_step.agree(joins=False, step=0)
         told = list[tuple[int | None, bool, bool]]()
         for _ in range(steps):
             told.append((shadow_step._model, shadow_step._due, shadow_step._computes))
@@ -228,7 +228,7 @@ def test_new_process_is_compared_soon_behind_the_rehearsed_steps(rehearsed: int,
     others: Any = Others(1, [200, 0])
     shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=rehearsed)
     others.lefts = [0, shadow_step._leaves_out(step)]
-    shadow_step.meet(joins=True, step=step)
+    shadow_step.agree(joins=True, step=step)
     with mock.patch.object(ShadowStep, "_compare"):
         while not shadow_step._due:
             shadow_step.compare()
@@ -240,7 +240,7 @@ def test_process_whose_script_fills_a_cache_is_compared_in_its_first_step() -> N
     others: Any = Others(1, [200, 0])
     shadow_step = ShadowStep({}, others, lambda *_: None, rehearsed=40)
     others.lefts = [0, 0]
-    shadow_step.meet(joins=True, step=70)
+    shadow_step.agree(joins=True, step=70)
     assert shadow_step._due, mask
 
 
@@ -248,7 +248,7 @@ def test_process_that_was_given_a_later_state_plays_like_a_new_one() -> None:
     others: Any = Others(1, [7, 0])
     shadow_step = ShadowStep({}, others, lambda *_: None)
     shadow_step._age = 5
-    shadow_step.meet(joins=True, step=0)
+    shadow_step.agree(joins=True, step=0)
     assert shadow_step._age == 0
     assert shadow_step.first
     assert shadow_step._due
@@ -287,7 +287,7 @@ def test_part_has_the_buffers_of_rank_0(kinds: list[tuple[torch.dtype, list[int]
         told: Any = others
         shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffers=buffers: buffers)
         shadow_step._age = told.ages[told.rank]
-        shadow_step.meet(joins=False, step=0)
+        shadow_step.agree(joins=False, step=0)
     assert shadow_step.is_due(lambda: True)
     assert shadow_step.begin() == 0
     for name, tensor in theirs.items():
@@ -305,7 +305,7 @@ def test_process_whose_buffers_cannot_be_rank_0s_does_not_play(theirs: torch.Ten
         shadow_step = ShadowStep({}, told, lambda *_: None, lambda buffer=buffer: {"queue": buffer})
         shadow_step._age = told.ages[rank]
         FromRank0.told = b"" if rank == 0 else FromRank0.told
-        shadow_step.meet(joins=False, step=0)
+        shadow_step.agree(joins=False, step=0)
     assert not shadow_step.is_due(lambda: True)
 
 
@@ -322,7 +322,7 @@ def test_value_that_steps_have_changed_and_a_new_process_lacks_is_named_once(
     trained.begin()
     trained._age = 7
     for shadow_step in (trained, new):
-        shadow_step.meet(joins=False, step=0)
+        shadow_step.agree(joins=False, step=0)
     counted, declared, carried["tracked"] = 7, 7, 7
     trained.begin()
     counted, declared, carried["tracked"], of_rank = 0, 0, 0, 1
@@ -354,7 +354,7 @@ def test_tensors_are_compared_by_digest_where_steps_have_changed_them(caplog: py
     trained.begin()
     trained._age = 7
     for shadow_step in (trained, new):
-        shadow_step.meet(joins=False, step=0)
+        shadow_step.agree(joins=False, step=0)
     average[0] += 1
     hidden["c"][0] += 1
     array += 1
@@ -537,7 +537,7 @@ def test_conjugated_complex_gradients_are_summed_up() -> None:
     gradients.begin()
     (weight.conj() * torch.tensor([1j, 2.0])).sum().abs().backward()
     gradients.end()
-    assert gradients.told()[0, 0] == 1
+    assert gradients.totals()[0, 0] == 1
 
 
 # --- what a refusal names

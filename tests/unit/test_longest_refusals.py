@@ -23,7 +23,7 @@ FILE = "train_a_language_model_from_scratch.py"
 
 def carried(count: int) -> LoopError:
     check = ScriptCheck({}, (), lambda *_: False, changes=True, goes_on=True, strict=True)
-    check._places = {f"self.{LONG}{i}": f"self.{LONG}{i} ({FILE}:{1300 + i})" for i in range(count)}
+    check._lines = {f"self.{LONG}{i}": f"self.{LONG}{i} ({FILE}:{1300 + i})" for i in range(count)}
     with pytest.raises(LoopError) as found:
         check._refuse()
     return found.value

@@ -139,6 +139,7 @@ FINISHED = [
     "train/adapters",
     "train/coordination",
     "train/feeding",
+    "train/guards",
 ]
 FOLDERS = ["operator", "local", "sources", "horovod", *(f"worker/everstep/{package}" for package in FINISHED)]
 

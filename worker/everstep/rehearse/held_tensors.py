@@ -17,7 +17,7 @@ from everstep.checkpoint.state.layouts import size_of
 from everstep.rehearse.record import MOST_BYTES
 from everstep.train.guards.contents import DIGEST, digest_of, shape_of
 from everstep.train.guards.plain_values import Roots, own_tensors
-from everstep.train.guards.script_objects import Held
+from everstep.train.guards.script_objects import NamedValue
 
 VISITS = 8000
 MOST = 1024  # tensors
@@ -27,7 +27,7 @@ SMALL = 1024  # elements
 def held_tensors(roots: Roots) -> tuple[dict[str, str], list[str]]:
     """What each value is and its digest, by name; and the names of what is too much to be read. Raises what the
     script's own classes raise."""
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[NamedValue]] = {}
     count, beyond = 0, list[str]()
     for name, held in own_tensors(roots.all(), roots, VISITS):
         value = held.value
@@ -53,7 +53,7 @@ def _size(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, np.ndarray) else size_of(value)
 
 
-def _text(name: str, parts: list[Held]) -> str:
+def _text(name: str, parts: list[NamedValue]) -> str:
     if len(parts) == 1 and parts[0].name == name:
         return f"{shape_of(parts[0].value)}{DIGEST}{digest_of(parts[0].value)}"
     what = f"{len(parts)} tensor{'s' if len(parts) > 1 else ''}"

@@ -327,7 +327,7 @@ class RecoveringWorld(Checked):
             agree_on_seeds(self._state, self._recovery.members.gather)
             self._between_steps.agree(self._coordinator.step, self._recovery.members)
             if self._shadow_step is not None:
-                self._shadow_step.meet(joins=self._coordinator.step != trained, step=self._coordinator.step)
+                self._shadow_step.agree(joins=self._coordinator.step != trained, step=self._coordinator.step)
         except RuntimeError as e:
             if not self.lost(e):
                 raise

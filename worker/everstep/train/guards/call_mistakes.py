@@ -16,10 +16,10 @@ from everstep.train.guards.untracked.covered import word
 def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) -> str:
     """The text for `track(model, optimizer)`, called from `frame`."""
     written = dict[str, str]()
-    held = {id(h.value): h.name for h in reversed(list(walk(variables(frame))))}
-    for one in objects:
-        name = held.get(id(one))
-        key = word(name) if name is not None else type(one).__name__.lower()
+    names = {id(h.value): h.name for h in reversed(list(walk(variables(frame))))}
+    for passed in objects:
+        name = names.get(id(passed))
+        key = word(name) if name is not None else type(passed).__name__.lower()
         while key in written or key in named:
             key += "_2"
         written[key] = name if name is not None else "…"
@@ -33,21 +33,21 @@ def unnamed(objects: Iterable[Any], named: Mapping[str, Any], frame: FrameType) 
 def no_loader(passed: Any, name: str) -> str:
     """The text for `steps(passed, …)`, or for one of several loaders, called `name`."""
     kind = type(passed).__qualname__
-    said = f"steps(): loader{name} is of type {kind}"
+    text = f"steps(): loader{name} is of type {kind}"
     if isinstance(passed, range | int) and not name:
-        return f"{said}: the number of steps is said as until=. Write `run.steps(until={_count(passed)})`"
-    said += ", whose position cannot be saved"
+        return f"{text}: the number of steps is said as until=. Write `run.steps(until={_count(passed)})`"
+    text += ", whose position cannot be saved"
     if isinstance(passed, Dataset):
-        return f"{said}: write `loader = run.loader(dataset, global_batch=…)`, and pass that"
+        return f"{text}: write `loader = run.loader(dataset, global_batch=…)`, and pass that"
     if isinstance(passed, Iterator) or kind == "tqdm":
-        said += (
+        text += (
             ", and which cannot be iterated again: pass the DataLoader itself. A progress bar goes around the "
             "loop, `for step in tqdm(run.steps(loader, epochs=3)):`. Or"
         )
     else:
-        said += ":"
+        text += ":"
     return (
-        f"{said} pass a torch.utils.data.DataLoader, or run.loader(dataset, global_batch=…); several as a tuple or a "
+        f"{text} pass a torch.utils.data.DataLoader, or run.loader(dataset, global_batch=…); several as a tuple or a "
         "mapping, run.steps((a, b), …)"
     )
 

@@ -39,10 +39,10 @@ def loop(loader: Any, until: int | None, epochs: int | None, *, nested: bool) ->
 def of_state(state: Mapping[str, Any], shape: Shape, mesh: Any) -> Iterable[str]:
     """The text for the tracked names. Each place of a replica may track modules and other torch objects under its own
     names."""
-    places = shape.model_size
+    size = shape.model_size
     seeds = state.get(STATE)
     names = {*state, *(seeds.generators if isinstance(seeds, Randomness) else ())}
-    own = {key for key, target in state.items() if places > 1 and is_of_place(target)}
+    own = {key for key, target in state.items() if size > 1 and is_of_place(target)}
     yield f"run.track({', '.join(sorted(names - own))})"
-    if places > 1:
+    if size > 1:
         yield f"{AT_PLACE.format(mesh.get_local_rank(MODEL))}run.track({', '.join(sorted(own))})"

@@ -28,7 +28,8 @@ import torch
 
 from everstep.checkpoint.state.modules import bare
 from everstep.torch_private.modules import children_of, tables_of
-from everstep.train.guards.script_objects import MISSING, UNCHANGEABLE, Name, is_changed_by, is_own, value_of
+from everstep.train.guards.containers import MISSING
+from everstep.train.guards.script_objects import UNCHANGEABLE, Name, is_changed_by, is_own, value_of
 from everstep.train.guards.sources import Function, code_of, definition, own_names, tree_of
 
 MOST = 200_000

@@ -77,13 +77,13 @@ class CommonSamples:
         knew = self._read is not None
         if not knew:
             self._look()
-        found = self._difference(gather)
-        if found is not None and any(again for (again,) in gather((int(knew),))):
+        difference = self._difference(gather)
+        if difference is not None and any(again for (again,) in gather((int(knew),))):
             # A dataset that the loop changes reads otherwise now than when the older members read it.
             self._look()
-            found = self._difference(gather)
-        if found is not None:
-            raise LoopError(found)
+            difference = self._difference(gather)
+        if difference is not None:
+            raise LoopError(difference)
         self._compared, self._saved = True, {}
 
     def _look(self) -> None:
@@ -107,19 +107,20 @@ class CommonSamples:
         mine = {
             name: [len(s.dataset), self._read.get(name, {}), self._changed(name)] for name, s in self._sources.items()
         }
-        told = [json.loads(said) for said in gather_texts(json.dumps(mine), gather)]
+        by_rank = [json.loads(read) for read in gather_texts(json.dumps(mine), gather)]
         for name, source in self._sources.items():
             words = f"{source.words}{f' of loader {name}' if name else ''}"
-            if (found := self._compare(words, source, [said[name] for said in told if name in said])) is not None:
-                return found
+            difference = self._compare(words, source, [read[name] for read in by_rank if name in read])
+            if difference is not None:
+                return difference
         return None
 
-    def _compare(self, words: str, source: Source, told: list[Any]) -> str | None:
+    def _compare(self, words: str, source: Source, by_rank: list[Any]) -> str | None:
         """`told`: by rank, the length, the sketches, and the indices that read otherwise than when they were saved."""
-        length = told[0][0]
+        length = by_rank[0][0]
         first: dict[str, tuple[int, Sketch]] = {}  # by index, the lowest rank that could read it, and what it read
-        for rank, (its_length, said, _) in enumerate(told):
-            its = {index: stored(sketch) for index, sketch in said.items()}
+        for rank, (its_length, read, _) in enumerate(by_rank):
+            its = {index: stored(sketch) for index, sketch in read.items()}
             if its_length != length:
                 return (
                     f"rank 0 has {length} samples in {words}, and rank {rank} has {its_length}, so the ranks train on "
@@ -128,15 +129,15 @@ class CommonSamples:
             others = {index: first[index][0] for index in its if index in first and differ(first[index][1], its[index])}
             if others:
                 lowest = min(others.values())
-                found = ", ".join(index for index, other in others.items() if other == lowest)
+                indices = ", ".join(index for index, other in others.items() if other == lowest)
                 return (
-                    f"rank {rank} reads another sample than rank {lowest} under index {found} of {words}, so the "
+                    f"rank {rank} reads another sample than rank {lowest} under index {indices} of {words}, so the "
                     "ranks train on different data: some samples twice, others never, or held-out ones. "
                     f"{_REMEDY}. If samples differ between ranks by intent: {source.option}"
                 )
             for index, sketch in its.items():
                 first.setdefault(index, (rank, sketch))
-        changed = sorted({index for _, _, changed in told for index in changed}, key=int)
+        changed = sorted({index for _, _, changed in by_rank for index in changed}, key=int)
         if changed:
             return (
                 f"index {', '.join(changed)} of {words} reads otherwise than when the run was saved, so the rest of "
@@ -159,8 +160,8 @@ class CommonSamples:
         return {"read": json.dumps(known)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        found = json.loads(state["read"])
-        self._saved = {name: {int(i): stored(s) for i, s in read.items()} for name, read in found.items()}
+        saved = json.loads(state["read"])
+        self._saved = {name: {int(i): stored(s) for i, s in read.items()} for name, read in saved.items()}
         self._compared = False
 
 

@@ -23,9 +23,8 @@ import pathlib
 import random
 import types
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,13 +33,19 @@ import xxhash
 from torch.nn.parameter import is_lazy
 
 from everstep.recovery import digests
+from everstep.train.guards.containers import MISSING, PLAIN, VIEWS, as_container, as_plain, length_of
 from everstep.train.guards.holders import parts_of_holder
-from everstep.train.guards.script_objects import MISSING, Held, attributes, children, is_open, is_script, locals_of
+from everstep.train.guards.script_objects import (
+    PREFIXES,
+    SUSPENDED,
+    NamedValue,
+    attributes,
+    children,
+    is_open,
+    locals_of_suspended,
+    state_of_function,
+)
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # of which `marshal` keeps all bits
-CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_EXACTLY = frozenset(CONTAINERS)
-SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 STATEFUL = (
     random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, array.array,
     bytearray, enum.Enum, range, slice, fractions.Fraction, *SUSPENDED,
@@ -50,22 +55,15 @@ NAMED = (
     types.WrapperDescriptorType, types.ClassMethodDescriptorType, np.ufunc, type,
 )  # fmt: skip
 FUNCTIONS = (*NAMED, types.MethodType)
-_EMPTY = dict[str, int]()
-_VIEWS: tuple[type, ...] = (types.MappingProxyType, *map(type, (_EMPTY.keys(), _EMPTY.values(), _EMPTY.items())))
 PARTS = 4096  # of one value that are visited one by one
 ELEMENTS = 2**16  # of one value that are read at once: plain ones of a container
 TEXTS = 2**20  # characters of one value
 DEPTH = 24
 TOGETHER = 8  # times as much of all values of one reading
-_EXACT: dict[type, Any] = {
-    int: int.__pos__, float: float.__pos__, complex: complex.__pos__, str: str.__str__,
-    bytes: lambda value: bytes.__getitem__(value, slice(None)),
-}  # fmt: skip
 PRINTED = frozenset({
     datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
     uuid.UUID, pathlib.PosixPath, pathlib.PurePosixPath, torch.dtype, torch.device,
 })  # fmt: skip
-_PREFIXES = ("gi", "cr", "ag")  # of the attributes of generators, coroutines and both
 DIGEST = " with digest "  # between what a value is and its digest
 
 
@@ -94,51 +92,51 @@ class Contents:
         self._known.clear()
         return self._digest(value, ()).hex()[:16]
 
-    def _spend(self, place: int, count: int) -> None:
+    def _spend(self, kind: int, count: int) -> None:
         if not self._bounded:
             return
-        self._left[place] -= count
-        self._together[place] -= count
-        if self._left[place] < 0 or self._together[place] < 0:
-            most, what = ((PARTS, "parts"), (ELEMENTS, "elements"), (TEXTS, "characters"))[place]
-            if self._left[place] < 0:
+        self._left[kind] -= count
+        self._together[kind] -= count
+        if self._left[kind] < 0 or self._together[kind] < 0:
+            most, what = ((PARTS, "parts"), (ELEMENTS, "elements"), (TEXTS, "characters"))[kind]
+            if self._left[kind] < 0:
                 raise Beyond(f"more than {most} {what}")
             raise Full(f"more than {most * TOGETHER} {what} with the values before it")
 
     def _digest(self, value: Any, path: tuple[int, ...]) -> bytes:
         kind = type(value)
         self._spend(0, 1)
-        found = xxhash.xxh3_128(kind.__qualname__.encode(errors="replace"))
+        hasher = xxhash.xxh3_128(kind.__qualname__.encode(errors="replace"))
         if (plain := as_plain(value)) is not MISSING:
             self._spend(2, _size(plain))
-            found.update(marshal.dumps(plain, 2))
-            return found.digest()
+            hasher.update(marshal.dumps(plain, 2))
+            return hasher.digest()
         if id(value) in path:
             self._again = min(self._again, path.index(id(value)))
-            found.update(b"%d up" % (len(path) - path.index(id(value))))
-            return found.digest()
+            hasher.update(b"%d up" % (len(path) - path.index(id(value))))
+            return hasher.digest()
         if self._bounded and len(path) > DEPTH:
             raise Beyond(f"deeper than {DEPTH}")
         if id(value) in self._closed:
-            return found.digest()
+            return hasher.digest()
         if id(value) in self._known:
             return self._known[id(value)][0]
         again, self._again = self._again, len(path)
         inner = (*path, id(value))
         data, ordered, loose = self._read(value, kind)
-        found.update(data)
-        found.update(self._at_once(ordered) or b"".join([self._digest(one, inner) for one in ordered]))
-        found.update(b"|")
+        hasher.update(data)
+        hasher.update(self._at_once(ordered) or b"".join([self._digest(part, inner) for part in ordered]))
+        hasher.update(b"|")
         is_set = issubclass(kind, set | frozenset)
-        found.update(
+        hasher.update(
             self._at_once(loose, "set" if is_set else "pairs")
-            or b"".join(sorted([self._digest(one, inner) for one in loose]))
+            or b"".join(sorted([self._digest(part, inner) for part in loose]))
         )
         # Under bounds each place is read and counted: equal values are beyond them alike, whatever they share.
         if not self._bounded and self._again >= len(path):
-            self._known[id(value)] = found.digest(), value
+            self._known[id(value)] = hasher.digest(), value
         self._again = min(again, self._again)
-        return found.digest()
+        return hasher.digest()
 
     def _at_once(self, values: list[Any], order: str = "") -> bytes:
         """All of them, if they are plain and can be put in order; otherwise nothing."""
@@ -149,7 +147,7 @@ class Contents:
             return b""
         self._spend(1, len(inner))
         if kinds & {str, bytes}:
-            texts = inner if kinds <= {str, bytes} else [one for one in inner if type(one) in (str, bytes)]
+            texts = inner if kinds <= {str, bytes} else [part for part in inner if type(part) in (str, bytes)]
             self._spend(2, sum(map(len, texts)))
         return marshal.dumps(sorted(values) if order else values, 2)
 
@@ -157,7 +155,7 @@ class Contents:
         """What stands in a value: as bytes, in its order, and without an order, where pairs have a name or a key."""
         if issubclass(kind, torch.Tensor | np.ndarray | np.generic):
             return self._array(value, kind)
-        if issubclass(kind, _VIEWS):
+        if issubclass(kind, VIEWS):
             return b"", gc.get_referents(value), []
         if (length := length_of(value)) is not None:
             if self._bounded and length > ELEMENTS:
@@ -182,8 +180,8 @@ class Contents:
         if (state := _state(value, kind)) is not None:
             return b"", state, []
         if issubclass(kind, torch.nn.Module):
-            held = [(one.name, one.value) for one in children(Held("", value))]
-            return b"", [], [one for one in held if self._tensors or not isinstance(one[1], torch.Tensor)]
+            parts = [(part.name, part.value) for part in children(NamedValue("", value))]
+            return b"", [], [part for part in parts if self._tensors or not isinstance(part[1], torch.Tensor)]
         parts = list((parts_of_holder(value) or {}).items())
         return b"", parts, list(attributes(value)) if is_open(kind) else []
 
@@ -214,50 +212,12 @@ def shape_of(value: Any) -> str:
     return "nested tensor" if value.is_nested else f"tensor of shape {list(value.shape)}"
 
 
-def as_plain(value: Any) -> Any:
-    """A number, a text, bytes or None, without the class that the script has made of it; MISSING for what is another
-    value. No method of that class is called."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    exact = next((read for base, read in _EXACT.items() if issubclass(kind, base)), None)
-    return MISSING if exact is None or issubclass(kind, enum.Enum) else exact(value)
-
-
 def _size(plain: Any) -> int:
     """In characters, about."""
     kind = type(plain)
     if kind is str or kind is bytes:
         return len(plain)
     return 1 + (plain.bit_length() >> 3) if kind is int else 1
-
-
-def _base(kind: type) -> Any:
-    """Python's own class of a container; None for another class."""
-    return next(one for one in CONTAINERS if issubclass(kind, one)) if issubclass(kind, CONTAINERS) else None
-
-
-def length_of(value: Any) -> int | None:
-    """The number of a container's elements; None for what is another value."""
-    kind = type(value)
-    if kind in _EXACTLY:
-        return len(value)
-    if issubclass(kind, _VIEWS):
-        return length_of(gc.get_referents(value)[0])
-    return None if (base := _base(kind)) is None else int(base.__len__(value))
-
-
-def as_container(value: Any, most: int | None = None) -> Any:
-    """The elements of a container, in one of Python's own classes; None for what is another value. Of a class of the
-    script's they are copied, `most` of them, in their order."""
-    kind = type(value)
-    if kind in _EXACTLY:
-        return value
-    if issubclass(kind, _VIEWS):
-        return as_container(gc.get_referents(value)[0], most)
-    if (base := _base(kind)) is dict:
-        return dict(islice((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value), most))
-    return base if base is None else base(islice(base.__iter__(value), most))
 
 
 def name_of(function: Any) -> str:
@@ -326,18 +286,9 @@ def _suspended(value: Any) -> list[Any]:
     code, variables = locals_of_suspended(value)
     if variables is None:
         return [code.co_qualname]
-    prefix = next(one for one in _PREFIXES if hasattr(value, f"{one}_frame"))
+    prefix = next(letters for letters in PREFIXES if hasattr(value, f"{letters}_frame"))
     inner = getattr(value, "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await")
     return [code.co_qualname, getattr(value, f"{prefix}_frame").f_lasti, dict(variables), inner]
-
-
-def locals_of_suspended(value: Any) -> tuple[types.CodeType, list[tuple[str, Any]] | None]:
-    """The text of a generator or coroutine, and its variables; None for one of a library, one that runs, whose frame is
-    read as the script's own are, and one that has ended."""
-    prefix = next(one for one in _PREFIXES if hasattr(value, f"{one}_frame"))
-    code, frame = getattr(value, f"{prefix}_code"), getattr(value, f"{prefix}_frame")
-    own = frame is not None and is_script(code.co_filename) and not getattr(value, f"{prefix}_running")
-    return code, locals_of(frame) if own else None
 
 
 def _position(value: Any, kind: type) -> list[Any]:
@@ -348,17 +299,3 @@ def _position(value: Any, kind: type) -> list[Any]:
         return list(value.__reduce__()[1:])
     except TypeError:  # it cannot say
         return []
-
-
-def state_of_function(function: types.FunctionType) -> dict[str, Any]:
-    """What a function of the script keeps from call to call, by the names by which it can be read: defaults,
-    attributes, and its variables outside of it."""
-    if not is_script(function.__code__.co_filename):
-        return {}
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {
-        **{f".__defaults__[{i}]": one for i, one in enumerate(function.__defaults__ or ())},
-        **{f".__kwdefaults__[{key!r}]": one for key, one in (function.__kwdefaults__ or {}).items()},
-        **{f".{key}": one for key, one in function.__dict__.items() if key != "__wrapped__"},
-        **{name: cell.cell_contents for name, cell in cells if cell != types.CellType()},
-    }

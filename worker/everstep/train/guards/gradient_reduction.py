@@ -86,7 +86,7 @@ class GradientReduction:
     def _is_averaged_by_now(self, parameter: torch.Tensor) -> bool:
         """Whether a DDP object that was made in the loop averages the parameter."""
         known = [reference() for reference, _ in self._ddps]
-        later = [ddp for ddp in parallel() if not any(ddp is one for one in known)]
+        later = [ddp for ddp in parallel() if not any(ddp is older for older in known)]
         self._averaged |= {id(p) for ddp in later for p in parameters_of(ddp)}
         self._sizes.clear()
         return id(parameter) in self._averaged

@@ -107,13 +107,13 @@ def _of_ctypes(value: Any) -> dict[str, Any] | None:
 
 def _of_weak_keys(value: Any) -> dict[str, Any]:
     """Its keys have no names: each value has the place of its key."""
-    alive = [one for key, one in list(_own(value, "data").items()) if key() is not None]
-    return {".data": len(alive), **{f".data[{i}]": one for i, one in enumerate(alive)}}
+    alive = [value for key, value in list(_own(value, "data").items()) if key() is not None]
+    return {".data": len(alive), **{f".data[{i}]": value for i, value in enumerate(alive)}}
 
 
 def _of_weak_values(value: Any) -> dict[str, Any]:
-    alive = [(key, one) for key, ref in list(_own(value, "data").items()) if (one := ref()) is not None]
-    return {".data": len(alive), **{f"[{key!r}]": one for key, one in alive if type(key) in (str, int)}}
+    alive = [(key, value) for key, ref in list(_own(value, "data").items()) if (value := ref()) is not None]
+    return {".data": len(alive), **{f"[{key!r}]": value for key, value in alive if type(key) in (str, int)}}
 
 
 def _of_cache(value: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _of_cache(value: Any) -> dict[str, Any]:
     info, own = functools._lru_cache_wrapper.cache_info(value), object.__getattribute__(value, "__dict__")
     return {
         f"{CACHED}misses": info.misses, f"{CACHED}currsize": info.currsize,
-        **{f".{key}": one for key, one in own.items() if key == "__wrapped__" or not key.startswith("__")},
+        **{f".{key}": value for key, value in own.items() if key == "__wrapped__" or not key.startswith("__")},
     }  # fmt: skip
 
 
@@ -144,22 +144,22 @@ _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]
 _COUNTED = (threading.Semaphore, threading.local)
 _READ: dict[type, _Read] = {
-    threading.local: lambda one: {f".{k}": v for k, v in threading.local.__getattribute__(one, "__dict__").items()},
-    contextvars.ContextVar: lambda one: {".get()": one.get()},
-    memoryview: lambda one: {".tobytes()": one.tobytes()},
-    types.CellType: lambda one: {".cell_contents": one.cell_contents},
+    threading.local: lambda value: {f".{k}": v for k, v in threading.local.__getattribute__(value, "__dict__").items()},
+    contextvars.ContextVar: lambda value: {".get()": value.get()},
+    memoryview: lambda value: {".tobytes()": value.tobytes()},
+    types.CellType: lambda value: {".cell_contents": value.cell_contents},
     functools._lru_cache_wrapper: _of_cache,
-    np.random.SeedSequence: lambda one: {".n_children_spawned": one.n_children_spawned, ".entropy": one.entropy},
-    queue.Queue: lambda one: {".queue": _own(one, "queue")},
-    asyncio.Queue: lambda one: {"._queue": _own(one, "_queue")},
-    weakref.ref: lambda one: {"()": weakref.ref.__call__(one)},
-    type(csv.reader([])): lambda one: {".line_num": one.line_num},
+    np.random.SeedSequence: lambda value: {".n_children_spawned": value.n_children_spawned, ".entropy": value.entropy},
+    queue.Queue: lambda value: {".queue": _own(value, "queue")},
+    asyncio.Queue: lambda value: {"._queue": _own(value, "_queue")},
+    weakref.ref: lambda value: {"()": weakref.ref.__call__(value)},
+    type(csv.reader([])): lambda value: {".line_num": value.line_num},
     io.TextIOWrapper: _of_file, io.BufferedReader: _of_file, io.BufferedRandom: _of_file, io.FileIO: _of_file,
     weakref.WeakKeyDictionary: _of_weak_keys,
     weakref.WeakValueDictionary: _of_weak_values,
-    weakref.WeakSet: lambda one: {".data": sum(ref() is not None for ref in list(_own(one, "data")))},
-    io.StringIO: lambda one: {".getvalue()": io.StringIO.getvalue(one)},
-    io.BytesIO: lambda one: {".getvalue()": io.BytesIO.getvalue(one)},
-    SynchronizedBase: lambda one: _of_ctypes(_own(one, "_obj")),  # its own methods wait for its lock
+    weakref.WeakSet: lambda value: {".data": sum(ref() is not None for ref in list(_own(value, "data")))},
+    io.StringIO: lambda value: {".getvalue()": io.StringIO.getvalue(value)},
+    io.BytesIO: lambda value: {".getvalue()": io.BytesIO.getvalue(value)},
+    SynchronizedBase: lambda value: _of_ctypes(_own(value, "_obj")),  # its own methods wait for its lock
     _SIMPLE: _of_ctypes, ctypes.Array: _of_ctypes, ctypes.Structure: _of_ctypes, ctypes.Union: _of_ctypes,
 }  # fmt: skip

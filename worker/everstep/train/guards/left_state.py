@@ -31,7 +31,7 @@ class LeftState:
 
     def _present(self) -> list[tuple[Any, str, bool]]:
         modules = [
-            one for value in self._state.values() if isinstance(value, torch.nn.Module) for one in value.modules()
+            module for value in self._state.values() if isinstance(value, torch.nn.Module) for module in value.modules()
         ]
         parameters = [p for module in modules for p in module.parameters(recurse=False)]
         return [
@@ -40,14 +40,14 @@ class LeftState:
         ]
 
     def _read(self) -> dict[str, str]:
-        found = dict.fromkeys(self._state, "")
+        digests = dict.fromkeys(self._state, "")
         for name, value in self._state.items():
             try:
-                found[name] = digest(value)
+                digests[name] = digest(value)
             except Exception as e:  # an object's own `state_dict` may raise anything
                 log.warning("whether %s changes between the loop and the close of the run is not seen: it cannot be "
                             "read (%s: %s)", name, type(e).__name__, e)  # fmt: skip
-        return found
+        return digests
 
     @contextmanager
     def for_save(self) -> Iterator[None]:

@@ -27,34 +27,28 @@ from torch.nn.parameter import is_lazy
 from everstep.checkpoint.state import layouts
 from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import buffers_of, parameters_of
+from everstep.train.guards.containers import MISSING, as_container, as_plain, length_of
 from everstep.train.guards.contents import (
     DIGEST,
     FUNCTIONS,
     PRINTED,
     STATEFUL,
-    SUSPENDED,
     Beyond,
     Contents,
     Full,
-    as_container,
-    as_plain,
     bound_to,
     digest_of,
     is_iterator,
-    length_of,
-    locals_of_suspended,
     name_of,
     shape_of,
-    state_of_function,
 )
 from everstep.train.guards.elsewhere import elsewhere, threads
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
-    MISSING,
-    WIDE,
-    Held,
+    FEW,
     Name,
+    NamedValue,
     attributes,
     children,
     given_to,
@@ -75,7 +69,6 @@ Values = dict[str, str]
 
 VISITS = 2000  # objects that are looked at: other ranks wait meanwhile
 MOST = 4000  # values
-FEW = 16  # elements of a container that have names
 LONG = 60  # characters of a value
 DIGITS = 4096  # bits of a number that is written out: Python refuses to write long ones
 MOST_NAMED = 8  # variables in a text for a person
@@ -102,36 +95,36 @@ class Roots:
         own: Iterable[tuple[str, object]] = (), closed: Iterable[object] = (), far: Iterable[tuple[str, object]] = (),
     ) -> None:  # fmt: skip
         self.own, self.closed, self.far = list(own), list(closed), list(far)
-        known = {id(one) for one in self.closed}
+        known = {id(value) for value in self.closed}
         self.state = dict(state)
         self.values, self.hidden = dict[str, Any](), dict[str, Any]()
         self.running = set[str]()  # functions whose variables these are
         self._read(frame)
-        tracked = {id(one) for one in self.state.values()} - known
+        tracked = {id(value) for value in self.state.values()} - known
         named = [*self.values.items(), *self.hidden.items()]
-        names = {id(one): name for name, one in reversed(named)}
-        self._tracked = {name for name, one in named if id(one) in tracked}
+        names = {id(value): name for name, value in reversed(named)}
+        self._tracked = {name for name, value in named if id(value) in tracked}
         self.kept = dict[str, Any]()
         for key, target in self.state.items():
-            for path, one in _own_parts(target):
-                if id(one) not in known:
-                    self.closed.append(one)
-                    name = names.get(id(one)) or ".".join(filter(None, (names.get(id(target), key), path)))
-                    self.kept |= {held.name: held.value for held in _set_by_script(name, one)}
+            for path, value in _own_parts(target):
+                if id(value) not in known:
+                    self.closed.append(value)
+                    name = names.get(id(value)) or ".".join(filter(None, (names.get(id(target), key), path)))
+                    self.kept |= {part.name: part.value for part in _set_by_script(name, value)}
 
     def _read(self, frame: types.FrameType | None) -> None:
         """The nearest variable has its bare name. Another one of this name has its function's or module's before it."""
         outer = set[str]()
         for scope in scopes(frame):
             self.running.add(scope.owner)
-            for name, one in scope.variables:
+            for name, value in scope.variables:
                 if not name.isidentifier():
                     continue
                 if name not in self.values:
-                    self.values[name] = one
+                    self.values[name] = value
                 # An object is read once; equal numbers are one variable only where an inner function has it too.
-                elif self.values[name] is not one or (as_plain(one) is one and name not in outer):
-                    self.hidden.setdefault(f"{scope.owner}.{name}", one)
+                elif self.values[name] is not value or (as_plain(value) is value and name not in outer):
+                    self.hidden.setdefault(f"{scope.owner}.{name}", value)
             outer.update(scope.outer)
 
     def all(self) -> list[tuple[str, Any]]:
@@ -142,13 +135,13 @@ class Roots:
         try:
             return Covered(self.state)
         except LoopError:  # a container of modules, which a session refuses and a Checkpointer takes
-            nested = [(key, one) for key, one in self.state.items() if isinstance(one, Mapping)]
-            return Covered(self.state | {f"{key}.{inner}": part for key, one in nested for inner, part in one.items()}
+            nested = [(key, parts) for key, parts in self.state.items() if isinstance(parts, Mapping)]
+            return Covered(self.state | {f"{key}.{name}": part for key, parts in nested for name, part in parts.items()}
                            | {key: None for key, _ in nested})  # fmt: skip
 
     def is_tracked(self, name: str) -> bool:
         """Whether the name is that of a tracked variable, or of what it holds and saves."""
-        cuts = [*(found.start() for found in _CUT.finditer(name)), len(name)]
+        cuts = [*(cut.start() for cut in _CUT.finditer(name)), len(name)]
         ways = [name[:cut] for cut in cuts]
         return any(way in self._tracked for way in ways) and not any(way in self.kept for way in ways)
 
@@ -164,17 +157,17 @@ def _own_parts(target: object) -> Iterator[tuple[str, object]]:
         yield "", target
 
 
-def _set_by_script(name: str, value: object) -> Iterator[Held]:
+def _set_by_script(name: str, value: object) -> Iterator[NamedValue]:
     """The attributes that the script gives a tracked object, and the parameters and buffers of a module."""
     kind = type(value)
-    yield from (Held(f"{name}.{key}", part, name) for key, part in set_by_script(value))
-    yield from (Held(f"{name}{path}", part, name) for path, part in given_to(value))
+    yield from (NamedValue(f"{name}.{key}", part, name) for key, part in set_by_script(value))
+    yield from (NamedValue(f"{name}{path}", part, name) for path, part in given_to(value))
     if isinstance(value, torch.nn.Module):
-        yield from (Held(f"{name}.{key}", buffer, name) for key, buffer in unsaved_buffers(value))
+        yield from (NamedValue(f"{name}.{key}", buffer, name) for key, buffer in unsaved_buffers(value))
         for key, tensor in (*parameters_of(value).items(), *buffers_of(value).items()):
             if tensor is not None:
-                yield from (Held(f"{name}.{key}.{inner}", part) for inner, part in set_by_script(tensor))
-                yield from (Held(f"{name}.{key}{path}", part) for path, part in given_to(tensor))
+                yield from (NamedValue(f"{name}.{key}.{inner}", part) for inner, part in set_by_script(tensor))
+                yield from (NamedValue(f"{name}.{key}{path}", part) for path, part in given_to(tensor))
     yield from _of_classes(kind)
 
 
@@ -188,13 +181,13 @@ def plain_values(
     past = list[str]()
     try:
         roots = roots if isinstance(roots, Roots) else Roots(roots)
-        found = _Found(roots, past)
-        found.read(roots)
-        beyond += [one for one in past if not roots.is_tracked(one.partition(" (")[0])]
+        reading = _Reading(roots, past)
+        reading.read(roots)
+        beyond += [name for name in past if not roots.is_tracked(name.partition(" (")[0])]
         if unread is not None:
-            unread += [f"{name} ({kind})" for kind, name in found.unread.items() if not roots.is_tracked(name)]
+            unread += [f"{name} ({kind})" for kind, name in reading.unread.items() if not roots.is_tracked(name)]
             unread += [f"variables of {function} (threading.Thread)" for function in threads()]
-        return {name: text for name, text in found.values.items() if not roots.is_tracked(name)}
+        return {name: text for name, text in reading.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)
         beyond.append(f"the script's values ({type(e).__name__}: {e})")
@@ -212,22 +205,22 @@ class _Names:
         self._cells = dict[str, types.CellType]()  # by the bare names that are taken
         self._objects = dict[str, object]()  # by their names
 
-    def parts(self, held: Held) -> Iterator[Held]:
+    def parts(self, named: NamedValue) -> Iterator[NamedValue]:
         """What an object holds."""
-        value = held.value
-        self._objects.setdefault(held.name, value)
+        value = named.value
+        self._objects.setdefault(named.name, value)
         if isinstance(value, types.FunctionType):
             cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
-            for part in _parts(held):
+            for part in children(named):
                 is_bare = part.name not in cells or self._is_its(part.name, cells[part.name], value)
-                yield part if is_bare else Held(f"{held.name}.{part.name}", part.value, held.name)
+                yield part if is_bare else NamedValue(f"{named.name}.{part.name}", part.value, named.name)
         elif isinstance(value, types.MethodType):
-            for part in _parts(held):
+            for part in children(named):
                 known = self._objects.get(part.name, part.value)
                 is_bare = known is part.value or known is value
-                yield part if is_bare else Held(f"{held.name}.__self__", part.value, held.name)
+                yield part if is_bare else NamedValue(f"{named.name}.__self__", part.value, named.name)
         else:
-            yield from _parts(held)
+            yield from children(named)
 
     def _is_its(self, name: str, cell: types.CellType, function: types.FunctionType) -> bool:
         """Whether the name stands for this variable of the function's."""
@@ -238,7 +231,7 @@ class _Names:
         return self._cells.setdefault(name, cell) is cell
 
 
-class _Found:
+class _Reading:
     def __init__(self, roots: Roots, beyond: list[str]) -> None:
         self.values, self._beyond = Values(), beyond
         self.unread = dict[str, str]()  # the first name of each class
@@ -258,36 +251,36 @@ class _Found:
         if visited == VISITS or len(self.values) > MOST:
             self._beyond.append(f"what is behind the first {visited} objects")
 
-    def _look(self, held: Held) -> list[Held]:
+    def _look(self, named: NamedValue) -> list[NamedValue]:
         try:
-            if kind := not_read(held.value):
-                self.unread.setdefault(kind, held.name)
-            return self._parts_of(held)
+            if kind := not_read(named.value):
+                self.unread.setdefault(kind, named.name)
+            return self._parts_of(named)
         except Exception:  # a name that cannot be written; and as above
-            self._beyond.append(held.name)
+            self._beyond.append(named.name)
             return []
 
-    def _parts_of(self, held: Held) -> list[Held]:
+    def _parts_of(self, named: NamedValue) -> list[NamedValue]:
         """What an object holds, whose values are noted."""
-        parts = list(self._names.parts(held))
-        kind = type(held.value)
+        parts = list(self._names.parts(named))
+        kind = type(named.value)
         is_library = issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.")
         if len(self.values) <= MOST:
             by_script = is_library or (kind.__module__ != "builtins" and is_own(kind))
-            inner = [*parts, *_elements(held), *_of_classes(kind)]
+            inner = [*parts, *_of_classes(kind)]
             if is_library:  # of what is its own, tensors alone change, and these are read as such
-                inner = [Held(f"{held.name}.{key}", one) for key, one in set_by_script(held.value)]
-            for child in (*inner, *(part for one in inner for part in _of_class(one.name, one.value))):
+                inner = [NamedValue(f"{named.name}.{key}", part) for key, part in set_by_script(named.value)]
+            for child in (*inner, *(part for holder in inner for part in _of_class(holder.name, holder.value))):
                 self._add(child.name, child.value, by_script=by_script)
         return parts
 
-    def _ends(self, held: Held) -> None:
+    def _ends(self, named: NamedValue) -> None:
         """The walk does not go into it: what has names further inside has one digest here."""
-        text = self.values.get(held.name, "")
-        has_parts = length_of(held.value) is not None or parts_of_holder(held.value) is not None
-        if text and DIGEST not in text and (has_parts or _is_own(type(held.value))):
-            del self.values[held.name]
-            self._note(held.name, held.value, lambda name, value: f"{text}{self._digest(name, value)}")
+        text = self.values.get(named.name, "")
+        has_parts = length_of(named.value) is not None or parts_of_holder(named.value) is not None
+        if text and DIGEST not in text and (has_parts or _is_own(type(named.value))):
+            del self.values[named.name]
+            self._note(named.name, named.value, lambda name, value: f"{text}{self._digest(name, value)}")
 
     def _add(self, name: str, value: object, *, by_script: bool = False) -> None:
         """`by_script`: it is a variable of the script's, or an attribute of one of its objects."""
@@ -377,48 +370,17 @@ def _attributes(value: object) -> str:
     return f" with {count} attributes" if count else ""
 
 
-def _of_classes(kind: type) -> Iterator[Held]:
+def _of_classes(kind: type) -> Iterator[NamedValue]:
     """The attributes of a class of the script's, of those from which it is derived, and of its metaclass."""
     for base in (*kind.__mro__, type(kind)):
         yield from _of_class(base.__name__, base)
 
 
-def _of_class(name: str, value: object) -> list[Held]:
+def _of_class(name: str, value: object) -> list[NamedValue]:
     """The attributes of a class of the script's."""
     own = isinstance(value, type) and is_own(value)
     parts = list(vars(value).items()) if own else []
-    return [Held(f"{name}.{key}", part, name) for key, part in parts if not is_special(key)]
-
-
-def _parts(held: Held) -> Iterator[Held]:
-    """What an object holds, whatever methods its class has; and what functions and generators keep."""
-    name, value = held.name, held.value
-    inner = as_container(value, WIDE + 1)
-    if inner is not None and inner is not value:
-        yield from children(Held(name, inner, held.owner))
-        yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
-        return
-    if Mapping in type(value).__mro__ and is_open(type(value)):
-        yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
-        return
-    yield from children(held)
-    if issubclass(type(value), SUSPENDED):
-        for key, part in locals_of_suspended(value)[1] or ():
-            yield Held(f"{name}.gi_frame.f_locals[{key!r}]", part, name)
-    elif isinstance(value, types.FunctionType):
-        kept = state_of_function(value).items()
-        yield from (Held(f"{name}{key}", part, name) for key, part in kept if key.startswith("."))
-
-
-def _elements(held: Held) -> list[Held]:
-    """The first elements of a container."""
-    inner = as_container(held.value, FEW)
-    if isinstance(inner, dict):
-        pairs = islice(inner.items(), FEW)
-        return [Held(f"{held.name}[{key!r}]", part, held.name) for key, part in pairs if as_plain(key) is key]
-    if isinstance(inner, list | tuple):
-        return [Held(f"{held.name}[{i}]", part, held.name) for i, part in enumerate(inner[:FEW])]
-    return []
+    return [NamedValue(f"{name}.{key}", part, name) for key, part in parts if not is_special(key)]
 
 
 def _has_names(inner: Any) -> bool:
@@ -432,60 +394,60 @@ def untracked_values(
     """The same, without what is tracked, and with digests of the tensors and arrays that are not saved. `carried`: the
     names that the loop carries from step to step. Their tensors come first, and a warning names those of them that are
     beyond a bound."""
-    beyond, found = list[str](), Values()
+    beyond, values = list[str](), Values()
     try:
         roots = Roots(frame, state, far=elsewhere(frame, beyond))
-        found = plain_values(roots, beyond)
-        found |= _tensors(roots, carried, beyond)
+        values = plain_values(roots, beyond)
+        values |= _tensors(roots, carried, beyond)
         # How full a cache is says when its process began. What is read from it shows in the gradients.
-        found = {name: text for name, text in found.items() if text and CACHED not in name}
+        values = {name: text for name, text in values.items() if text and CACHED not in name}
     except Exception:  # as above
         log.warning("the script's tensors could not be read, and are not compared", exc_info=True)
-    unread = list(dict.fromkeys(one for one in beyond if one.partition(" (")[0] in carried))
+    unread = list(dict.fromkeys(name for name in beyond if name.partition(" (")[0] in carried))
     if not _unread.issuperset(unread):
         _unread.update(unread)
         log.warning(
             "not compared with those of other processes, because together they are more than %d MiB or %d tensors, or "
             "one has more parts than are read: %s", MOST_BYTES >> 20, MOST_TENSORS, listed(unread),
         )  # fmt: skip
-    return found
+    return values
 
 
 def _tensors(roots: Roots, carried: Mapping[str, Name], beyond: list[str]) -> Values:
-    left, found = MOST_BYTES, Values()
-    named = [(name, value_of(roots.values, parts)) for name, parts in carried.items()]
-    for where in (named, roots.all()):
-        for place, (_, one) in enumerate(own_tensors(where, roots, VISITS)):
-            if one.name in found:
+    left, texts = MOST_BYTES, Values()
+    carried_values = [(name, value_of(roots.values, parts)) for name, parts in carried.items()]
+    for where in (carried_values, roots.all()):
+        for position, (_, tensor) in enumerate(own_tensors(where, roots, VISITS)):
+            if tensor.name in texts:
                 continue
-            size = one.value.nbytes if isinstance(one.value, np.ndarray) else layouts.size_of(one.value)
+            size = tensor.value.nbytes if isinstance(tensor.value, np.ndarray) else layouts.size_of(tensor.value)
             with contextlib.suppress(Exception):  # a subclass of the script's may raise anything
-                if place < MOST_TENSORS and size <= left:
+                if position < MOST_TENSORS and size <= left:
                     left -= size
-                    found[one.name] = f"{shape_of(one.value)}{DIGEST}{digest_of(one.value)}"
+                    texts[tensor.name] = f"{shape_of(tensor.value)}{DIGEST}{digest_of(tensor.value)}"
                     continue
-            beyond.append(one.name)
+            beyond.append(tensor.name)
             if size <= MOST_BYTES:  # it may be read in another process, where those before it are smaller
-                found[one.name] = ""
-    return found
+                texts[tensor.name] = ""
+    return texts
 
 
-def own_tensors(where: Iterable[tuple[str, Any]], roots: Roots, visits: int) -> Iterator[tuple[str, Held]]:
+def own_tensors(where: Iterable[tuple[str, Any]], roots: Roots, visits: int) -> Iterator[tuple[str, NamedValue]]:
     """The tensors and arrays below `where` that nothing tracked holds, each with the name of the outermost container or
     module in which it stands."""
     outermost, covered = dict[str, str](), roots.covered
     closed = [*roots.state.values(), *roots.closed]
-    for held in islice(walk(where, closed, _Names(roots).parts, deepest=DEEPEST), visits):
-        value = held.value
+    for named in islice(walk(where, closed, _Names(roots).parts, deepest=DEEPEST), visits):
+        value = named.value
         if length_of(value) is not None or (isinstance(value, torch.nn.Module) and not _saves(value, covered)):
-            outermost[held.name] = outermost.get(held.owner, held.name)
+            outermost[named.name] = outermost.get(named.owner, named.name)
         elif _is_compared(value, covered):
-            yield outermost.get(held.owner, held.name), held
+            yield outermost.get(named.owner, named.name), named
 
 
 def _saves(module: torch.nn.Module, covered: Covered) -> bool:
     """Whether its parameters are tracked."""
-    return id(module) in covered.objects or any(covered.holds(one) for one in module.parameters())
+    return id(module) in covered.objects or any(covered.holds(parameter) for parameter in module.parameters())
 
 
 def _is_compared(value: object, covered: Covered) -> bool:
@@ -503,7 +465,7 @@ def differences(theirs: Values, mine: Values, leave_out: Callable[[str], bool] =
 
 def remedy(differing: list[str]) -> str:
     """What to do about `differences`."""
-    return f"{TRACK}. {OF_A_RANK}" if any("(tensor of" in one for one in differing) else TRACK
+    return f"{TRACK}. {OF_A_RANK}" if any("(tensor of" in difference for difference in differing) else TRACK
 
 
 def listed(differing: list[str]) -> str:

@@ -92,20 +92,20 @@ class Replicas:
         """Compare after a step that is complete on all ranks. `same`: whether all ranks have this number of 63 bits.
         `gather`: the number of each rank. Both are collective. `last`: no step follows. Raises `LoopError` if the
         ranks' parameters differ."""
-        places = self._shape.model_size  # places hold different things, so all of them compare
-        held = self._own or self._averaged or self._apart or self._values or self._cut or places > 1
-        if not held or world_size == 1:
+        size = self._shape.model_size  # places hold different things, so all of them compare
+        has_any = self._own or self._averaged or self._apart or self._values or self._cut or size > 1
+        if not has_any or world_size == 1:
             return
         self._steps += 1
         if self._steps & (self._steps - 1) and not last:
             return
         of_all = same
-        if places > 1 and gather is not None:
-            same = _same_by_place(gather, places)
-        if self._apart or places > 1:
+        if size > 1 and gather is not None:
+            same = _same_by_place(gather, size)
+        if self._apart or size > 1:
             self._compare_buffers(same)
         self._compare_values(of_all)
-        if self._shape.readers > places and gather is not None:
+        if self._shape.readers > size and gather is not None:
             self._compare_shards(gather)
         if same(_digest(p for _, p in [*self._own, *self._averaged])):
             return
@@ -136,10 +136,10 @@ class Replicas:
                 "`kept = {'count': 0}` and run.track(kept=kept) before the loop, or compute them from step.number. "
                 "With Trainer or Lightning keep them in attributes of a callback or module: numbers, texts, lists"
             )
-        if places > 1:
+        if size > 1:
             raise LoopError(
                 f"after step {self._steps} of this world the replicas differ: ranks with the same place in their "
-                f"replica (there are {places} places) hold different parameters"
+                f"replica (there are {size} places) hold different parameters"
                 f"{''.join(f', {n} among them' for n, _ in self._own[:1])}. Their gradients are not averaged: write "
                 "`run.average_gradients(model)` after the last backward() of a step, before the gradients are read"
             )
@@ -161,24 +161,24 @@ class Replicas:
     def _compare_shards(self, gather: Gather) -> None:
         """Compare the replicas shard by shard."""
         shards = self._shape.readers
-        told = gather((_digest(p for _, p in self._cut),))
-        if len({(rank % shards, digest) for rank, (digest,) in enumerate(told)}) > shards:
+        by_rank = gather((_digest(p for _, p in self._cut),))
+        if len({(rank % shards, digest) for rank, (digest,) in enumerate(by_rank)}) > shards:
             raise LoopError(
-                f"after step {self._steps} of this world its {len(told) // shards} replicas hold different parameters. "
-                f"The gradients of their shards ({self._cut[0][0]} is the first) are not averaged: write "
+                f"after step {self._steps} of this world its {len(by_rank) // shards} replicas hold different "
+                f"parameters. The gradients of their shards ({self._cut[0][0]} is the first) are not averaged: write "
                 "`run.average_gradients(model)` after the last backward() of a step, before the gradients are read"
             )
 
     def _compare_values(self, same: Callable[[int], bool]) -> None:
         """Compare tracked dictionaries, lists, tensors, and objects that are neither modules nor torch's own."""
-        held = {key: target for key, target in self._values.items() if not self._is_free(key)}
-        found = {key: _digest_of_values(key, target) for key, target in held.items()}
-        if same(xxhash.xxh3_64_intdigest(repr(sorted(found.items())).encode()) >> 1):
+        compared = {key: target for key, target in self._values.items() if not self._is_free(key)}
+        digests_by_name = {key: _digest_of_values(key, target) for key, target in compared.items()}
+        if same(xxhash.xxh3_64_intdigest(repr(sorted(digests_by_name.items())).encode()) >> 1):
             return
-        if not same(xxhash.xxh3_64_intdigest(repr(sorted(found)).encode()) >> 1):
+        if not same(xxhash.xxh3_64_intdigest(repr(sorted(digests_by_name)).encode()) >> 1):
             return  # ranks track different objects: the save, or a new member, reports that
-        names = [key for key, digest in sorted(found.items()) if not same(digest)]
-        parts = [part for name in names for part in _parts_that_differ(name, held[name], same)]
+        names = [key for key, digest in sorted(digests_by_name.items()) if not same(digest)]
+        parts = [part for name in names for part in _parts_that_differ(name, compared[name], same)]
         kept = ", ".join(name for name, _ in parts)
         is_tensor = any(isinstance(part, torch.Tensor | np.ndarray) for _, value in parts for part in _leaves(value))
         of_place = (
@@ -198,19 +198,19 @@ class Replicas:
     def _schedules_apart(self, same: Callable[[int], bool]) -> str:
         """The schedules whose states differ between ranks, with their classes; empty if there are none, or if ranks
         have different schedules. Collective."""
-        found = sorted(self._schedules.items())
-        if not same(xxhash.xxh3_64_intdigest(repr([key for key, _ in found]).encode()) >> 1):
+        schedules = sorted(self._schedules.items())
+        if not same(xxhash.xxh3_64_intdigest(repr([key for key, _ in schedules]).encode()) >> 1):
             return ""
-        apart = [(key, target) for key, target in found if not same(_digest_of_values(key, target))]
+        apart = [(key, target) for key, target in schedules if not same(_digest_of_values(key, target))]
         return ", ".join(f"{key} ({type(target).__name__})" for key, target in apart)
 
     def _compare_buffers(self, same: Callable[[int], bool]) -> None:
         """Compare the buffers of DDP with `broadcast_buffers=False`. Buffers that change alike on all ranks pass."""
         buffers = [(self._name(m, k), b) for m in self._apart for k, b in buffers_of(m).items() if b is not None]
-        held = [(name, b) for name, b in buffers if not self._is_free(name)]
-        if same(_digest(b for _, b in held)):
+        compared = [(name, b) for name, b in buffers if not self._is_free(name)]
+        if same(_digest(b for _, b in compared)):
             return
-        name = self._first_of(held, same) if held else "a buffer"
+        name = self._first_of(compared, same) if compared else "a buffer"
         if self._shape.readers > 1:
             raise LoopError(
                 f"after step {self._steps} of this world the ranks have different values of {name}: the buffers of a "
@@ -234,13 +234,13 @@ class Replicas:
             f"{self._or_lost(name)}"
         )
 
-    def _first_of(self, held: Sequence[tuple[str, torch.Tensor]], same: Callable[[int], bool]) -> str:
+    def _first_of(self, tensors: Sequence[tuple[str, torch.Tensor]], same: Callable[[int], bool]) -> str:
         """The name of the first one that differs, found by halves on all ranks alike. Different places have different
         tensors, so there it is the first of all. Collective."""
-        while len(held) > 1 and self._shape.model_size == 1:
-            half = held[: len(held) // 2]
-            held = held[len(half) :] if same(_digest(t for _, t in half)) else half
-        return held[0][0]
+        while len(tensors) > 1 and self._shape.model_size == 1:
+            half = tensors[: len(tensors) // 2]
+            tensors = tensors[len(half) :] if same(_digest(t for _, t in half)) else half
+        return tensors[0][0]
 
     def _or_lost(self, *names: str) -> str:
         if not self._frees:
@@ -252,20 +252,20 @@ class Replicas:
         return f"{self._names.get(id(module), type(module).__name__)}.{key}"
 
 
-def _same_by_place(gather: Gather, places: int) -> Callable[[int], bool]:
+def _same_by_place(gather: Gather, size: int) -> Callable[[int], bool]:
     def same(number: int) -> bool:
-        told = gather((number,))
-        return len({(rank % places, said) for rank, (said,) in enumerate(told)}) == places
+        by_rank = gather((number,))
+        return len({(rank % size, other) for rank, (other,) in enumerate(by_rank)}) == size
 
     return same
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> int:
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for tensor in tensors:
         if not is_lazy(tensor):
-            found.update(first_bytes(digests.local(tensor), BYTES))
-    return found.intdigest() >> 1
+            digest.update(first_bytes(digests.local(tensor), BYTES))
+    return digest.intdigest() >> 1
 
 
 def _parts_that_differ(key: str, target: Any, same: Callable[[int], bool]) -> list[tuple[str, Any]]:
@@ -275,8 +275,8 @@ def _parts_that_differ(key: str, target: Any, same: Callable[[int], bool]) -> li
     keys = xxhash.xxh3_64_intdigest(repr([part for part, _ in parts]).encode()) >> 1
     if not same(keys):
         return [(key, target)]
-    found = [(f"{key}[{part!r}]", value) for part, value in parts if not same(_digest_of_values(key, {"": value}))]
-    return found or [(key, target)]
+    differing = [(f"{key}[{part!r}]", value) for part, value in parts if not same(_digest_of_values(key, {"": value}))]
+    return differing or [(key, target)]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -289,10 +289,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _digest_of_values(key: str, target: Any) -> int:
     captured = capture({key: target}, 0)
-    found = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
+    digest = xxhash.xxh3_64(json.dumps(captured.values, sort_keys=True).encode())
     for name, tensor in sorted(captured.tensors.items()):
-        found.update(f"{name} {_digest([tensor])}".encode())
-    return found.intdigest() >> 1
+        digest.update(f"{name} {_digest([tensor])}".encode())
+    return digest.intdigest() >> 1
 
 
 def is_plain(key: str, target: Any) -> bool:

@@ -46,7 +46,7 @@ NAMED = 12  # names in one text
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Loop:
     """The loop over steps in `file`, or the function that takes one step, with the variables that it can read."""
 
     file: str
@@ -69,7 +69,7 @@ class ScriptCheck:
         self._changes, self._goes_on, self._strict = changes, goes_on, strict
         self._read_epoch = False
         self.carried = dict[str, Name]()  # and is not tracked
-        self._places = dict[str, str]()  # of each of these names, with a remark
+        self._lines = dict[str, str]()  # of each of these names, with a remark
         self._bound_anew = set[str]()  # names that each step binds before it reads them
         self.function: Any = None  # that takes a step, in `Run.train`
         self.called: list[Any] = []  # the functions given to `Run.evaluate`, called between two steps
@@ -100,83 +100,83 @@ class ScriptCheck:
 
     def warn(self) -> None:
         """List in the log what the loop carries."""
-        if self._places:
+        if self._lines:
             log.warning("%s", self._text())
 
     def may_differ(self, name: str) -> bool:
         """Whether a value with this name may rightly be another in a process that begins later."""
-        anew = any(name == one or name.startswith((f"{one}.", f"{one}[")) for one in self._bound_anew)
+        anew = any(name == bound or name.startswith((f"{bound}.", f"{bound}[")) for bound in self._bound_anew)
         return anew or self._is_untracked(name)
 
     def _refuse(self) -> None:
-        if self._strict and self._places:
+        if self._strict and self._lines:
             raise LoopError(f"{self._text()}. They are refused because the run is strict (start(strict=True) or "
                             "EVERSTEP_STRICT=1)")  # fmt: skip
 
     def _text(self) -> str:
-        places, names = list(self._places.values()), list(self._places)
+        lines, names = list(self._lines.values()), list(self._lines)
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         silent = ", ".join(f'"{name}"' for name in names[:NAMED])
         return (
-            f"carried by the loop and not tracked: {', '.join(places[:NAMED])}{more}. In a new process they begin "
+            f"carried by the loop and not tracked: {', '.join(lines[:NAMED])}{more}. In a new process they begin "
             "anew. Track those by which it trains (run.track(carried=carried) before the loop; numbers in a "
             f"dictionary); declare the others by run.untracked({silent}{', …' if more else ''}); or prove the script "
             "with `everstep rehearse`"
         )
 
     def _read(self, frame: types.FrameType, function: Any, data: Collection[int]) -> None:
-        found, unread = list[str](), False
+        texts, unread = list[str](), False
         try:
-            for place in _of_function(function) if function is not None else _of_frame(frame):
-                reader, file = self._note(place, data), Path(place.file).name
+            for loop in _of_function(function) if function is not None else _of_frame(frame):
+                reader, file = self._note(loop, data), Path(loop.file).name
                 if self._changes:
-                    found += script_rules.of_generator(place.loop, file)
-                    found += script_rules.of_ranks(place.tree, place.loop, reader.early, file)
+                    texts += script_rules.of_generator(loop.loop, file)
+                    texts += script_rules.of_ranks(loop.tree, loop.loop, reader.early, file)
         except Exception:  # an unforeseen script trains as it would without this check
             log.warning(UNREAD, exc_info=True)
             unread = True
         finally:
             forget()
-        if found:
-            more = f". And {len(found) - 1} more, in the log" if len(found) > 1 else ""
-            raise LoopError(". ".join(found), brief=found[0] + more)
+        if texts:
+            more = f". And {len(texts) - 1} more, in the log" if len(texts) > 1 else ""
+            raise LoopError(". ".join(texts), brief=texts[0] + more)
         if unread and self._strict:
             raise LoopError(f"{UNREAD} (the cause is in the log), and the run is strict: prove the script with "
                             "`everstep rehearse`, and leave out strict=True and EVERSTEP_STRICT=1")  # fmt: skip
 
-    def _note(self, place: _Place, data: Collection[int]) -> Reader:
+    def _note(self, loop: _Loop, data: Collection[int]) -> Reader:
         covered = Covered(self._state)
         # A loader is tracked for its position, and not for the data that it reads.
         covered.objects -= set(data) - {id(target) for target in self._state.values()}
-        reader = Reader(place.values, place.file)
-        if isinstance(place.loop, ast.FunctionDef):
-            reader.function(place.function, place.function.__name__)
+        reader = Reader(loop.values, loop.file)
+        if isinstance(loop.loop, ast.FunctionDef):
+            reader.function(loop.function, loop.function.__name__)
         else:
-            reader.loop(place.loop)
+            reader.loop(loop.loop)
         for function in self.called:
             reader.function(function, getattr(function, "__name__", ""), always=False)
         carried = reader.carried()
-        for one in carried:
-            if self._is_untracked(one.name) or _is_tracked(one, place.values, covered):
+        for entry in carried:
+            if self._is_untracked(entry.name) or _is_tracked(entry, loop.values, covered):
                 continue
             remark = (
-                ", another object than the tracked one" if _is_held(value_of(place.values, one.parts), covered) else ""
+                ", another object than the tracked one" if _is_held(value_of(loop.values, entry.parts), covered) else ""
             )
-            self.carried[one.name] = one.parts
-            self._places.setdefault(one.name, f"{one.name} ({Path(one.file).name}:{one.line}{remark})")
+            self.carried[entry.name] = entry.parts
+            self._lines.setdefault(entry.name, f"{entry.name} ({Path(entry.file).name}:{entry.line}{remark})")
         # Every value of these names is of the present step. A name in `always` is bound in each step before it is read.
         # A name that only some steps bind is among them if nothing else than the code that `reader` followed reads it.
         # A function that `reader` did not follow, such as a hook, may read what an earlier step has bound.
-        elsewhere = _read_elsewhere(place)
+        elsewhere = _read_elsewhere(loop)
         anew = {name for name in reader.bound if name in reader.always or name not in elsewhere}
-        self._bound_anew = (self._bound_anew | anew) - {one.name for one in carried}
+        self._bound_anew = (self._bound_anew | anew) - {entry.name for entry in carried}
         return reader
 
     def _check_names(self, frame: types.FrameType) -> None:
         """Raises `LoopError` for a name in `run.untracked` that is nothing of the script's."""
         if not self._untracked:
             return
-        known = {type(held.value).__name__ for held in walk(variables(frame))} | self._state.keys()
+        known = {type(named.value).__name__ for named in walk(variables(frame))} | self._state.keys()
         trees = [tree for file in loaded_files() | _files(frame) if (tree := tree_of(file)) is not None]
         for n in (n for tree in trees for n in ast.walk(tree)):
             parts = (getattr(n, part, None) for part in ("id", "attr", "arg", "name", "asname"))
@@ -190,37 +190,37 @@ class ScriptCheck:
                 )
 
 
-def _read_elsewhere(place: _Place) -> set[str]:
+def _read_elsewhere(loop: _Loop) -> set[str]:
     """The variables that are read by functions other than those around the loop. A function's own variables do not
     count."""
-    found = set[str]()
-    for n in ast.walk(place.tree):
+    names = set[str]()
+    for n in ast.walk(loop.tree):
         if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if not (n.lineno <= place.loop.lineno and end(place.loop) <= end(n)):
-            read = {one.id for one in ast.walk(n) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-            found |= read - own_names(n)
-    return found
+        if not (n.lineno <= loop.loop.lineno and end(loop.loop) <= end(n)):
+            read = {name.id for name in ast.walk(n) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
+            names |= read - own_names(n)
+    return names
 
 
-def _is_tracked(one: Carried, values: Mapping[str, Any], covered: Covered) -> bool:
+def _is_tracked(name: Carried, values: Mapping[str, Any], covered: Covered) -> bool:
     """Whether the value of this name is saved, because it belongs to a tracked object.
 
     A variable to which the loop assigns another object is not saved, even if its object is tracked now. An attribute of
     a tracked object is saved, whatever is assigned to it. A module is the exception: only its parameters and persistent
     buffers are saved, unless its class has `get_extra_state`, which may save any attribute."""
-    for i in range(1, len(one.parts)):
-        owner = value_of(values, one.parts[:i])
+    for i in range(1, len(name.parts)):
+        owner = value_of(values, name.parts[:i])
         if isinstance(owner, torch.nn.Module):
             saved = parameters_of(owner).keys() | buffers_of(owner).keys() - unsaved_of(owner)
             more = type(owner).get_extra_state is not torch.nn.Module.get_extra_state
-            held = id(owner) in covered.objects and i == len(one.parts) - 1
-            if held and (more or one.parts[i][1:] in saved):
+            is_own = id(owner) in covered.objects and i == len(name.parts) - 1
+            if is_own and (more or name.parts[i][1:] in saved):
                 return True
         elif _is_held(owner, covered):
             return True
-    value = value_of(values, one.parts)
-    return not one.rebound and (_is_held(value, covered) or _only_shows(value, covered))
+    value = value_of(values, name.parts)
+    return not name.rebound and (_is_held(value, covered) or _only_shows(value, covered))
 
 
 def _only_shows(value: Any, covered: Covered) -> bool:
@@ -229,7 +229,7 @@ def _only_shows(value: Any, covered: Covered) -> bool:
         parts = list(torch.nn.Module.parameters(value))
     else:
         parts = list(value) if type(value) in (list, tuple) else []
-    return bool(parts) and all(isinstance(one, torch.Tensor) and covered.holds(one) for one in parts)
+    return bool(parts) and all(isinstance(part, torch.Tensor) and covered.holds(part) for part in parts)
 
 
 def _is_held(value: Any, covered: Covered) -> bool:
@@ -244,32 +244,32 @@ def _is_held(value: Any, covered: Covered) -> bool:
 
 
 def _files(frame: types.FrameType | None) -> set[str]:
-    found = set[str]()
+    files = set[str]()
     while frame is not None:
         if is_script(frame.f_code.co_filename):
-            found.add(frame.f_code.co_filename)
+            files.add(frame.f_code.co_filename)
         frame = frame.f_back
-    return found
+    return files
 
 
-def _of_frame(frame: types.FrameType | None) -> Iterator[_Place]:
+def _of_frame(frame: types.FrameType | None) -> Iterator[_Loop]:
     """The loop that asks for the step. If that is in a generator function, also the loops that ask it for one."""
     for above in frames_that_ask(frame):
-        found = loop_at(above) if is_script(above.f_code.co_filename) else None
-        if found is not None:
+        loop = loop_at(above) if is_script(above.f_code.co_filename) else None
+        if loop is not None:
             values: dict[str, Any] = {"__name__": above.f_globals.get("__name__")}
             for name, value in variables(above):
                 values.setdefault(name, value)
-            yield _Place(above.f_code.co_filename, *found, values)
+            yield _Loop(above.f_code.co_filename, *loop, values)
 
 
-def _of_function(function: Any) -> Iterator[_Place]:
+def _of_function(function: Any) -> Iterator[_Loop]:
     own = {"self": function.__self__} if isinstance(function, types.MethodType) else {}
     code = code_of(getattr(function, "__func__", function))
     tree = tree_of(code.co_filename) if code is not None else None
-    found = definition(tree, code) if code is not None and tree is not None else None
-    if code is not None and tree is not None and found is not None:
+    body = definition(tree, code) if code is not None and tree is not None else None
+    if code is not None and tree is not None and body is not None:
         inner = inspect.unwrap(getattr(function, "__func__", function))
         cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
         own |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
-        yield _Place(code.co_filename, tree, found, {**inner.__globals__, **own}, function)
+        yield _Loop(code.co_filename, tree, body, {**inner.__globals__, **own}, function)

@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,15 +38,16 @@ from everstep.torch_private.modules import (
     unsaved_of,
 )
 from everstep.torch_private.tensors import hooks_of
+from everstep.train.guards.containers import MISSING, as_container, as_plain
 from everstep.train.guards.holders import parts_of_holder
 
 VISITS = 20_000
 DEPTH = 7
 WIDE = 4096  # largest number of elements of a container of tensors or modules
 NARROW = 512  # of another container
+FEW = 16  # of one that begins with plain values alone
 FRAMES = 64
 
-MISSING = object()
 Name = tuple[str, ...]  # `state.best['loss']` is ("state", ".best", "['loss']")
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
@@ -69,12 +70,14 @@ _OPEN = (
     "torch.distributed.algorithms",
 )  # fmt: skip
 MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that are read in another way
+SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+PREFIXES = ("gi", "cr", "ag")  # of the attributes of generators, coroutines and both
 _ABSTRACT = ("abc", "builtins", "typing")  # modules of bases that have no attributes of their own
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class NamedValue:
     """`value` under `name`. `owner`: the name of what holds it, empty for a variable of the script's."""
 
     name: str
@@ -111,16 +114,16 @@ def scopes(frame: types.FrameType | None) -> Iterator[Scope]:
                 done.append(frame.f_globals)
             owner = str(frame.f_globals.get("__name__", "")) if is_module else code.co_qualname
             yield Scope(owner, locals_of(frame), code.co_freevars)
-            if not any(frame.f_globals is one for one in modules):
+            if not any(frame.f_globals is module for module in modules):
                 modules.append(frame.f_globals)
         elif code.co_filename.startswith(_OURS):
             # A function of the script that our loop calls.
             functions = ((k, v) for k, v in locals_of(frame) if isinstance(v, types.FunctionType))
             yield Scope(code.co_qualname, [(k, v) for k, v in functions if is_script(v.__code__.co_filename)])
         frame = frame.f_back
-    for one in modules:
-        if not any(one is known for known in done):
-            yield Scope(str(one.get("__name__", "")), public(one))
+    for module in modules:
+        if not any(module is known for known in done):
+            yield Scope(str(module.get("__name__", "")), public(module))
 
 
 def value_of(values: Mapping[str, Any], name: Name) -> Any:
@@ -151,10 +154,10 @@ def value_of(values: Mapping[str, Any], name: Name) -> Any:
 def _own(value: Any) -> Mapping[str, Any]:
     """The object's own attributes, without a call of its class's `__getattr__`."""
     try:
-        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+        own: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return own
 
 
 def is_changed_by(owner: Any, method: str) -> bool:
@@ -170,93 +173,102 @@ def is_changed_by(owner: Any, method: str) -> bool:
 def walk(
     roots: Iterable[tuple[str, Any]],
     closed: Iterable[object] = (),
-    parts: Callable[[Held], Iterable[Held]] | None = None,
-    ends: Callable[[Held], None] = lambda _: None,
+    parts: Callable[[NamedValue], Iterable[NamedValue]] | None = None,
+    ends: Callable[[NamedValue], None] = lambda _: None,
     deepest: int = DEPTH,
-) -> Iterator[Held]:
+) -> Iterator[NamedValue]:
     """All objects that `roots` hold, each once, under its shortest name; but for those that are `closed`, and what only
     these hold. A parameter has the name of the module or list that holds it: a variable of the script that is the same
     parameter, left over from `for p in ema.parameters():`, is not what the script would track. `parts`: what an object
     holds; `children` of it, where nothing else is given. `ends`: is given what is `deepest`, and not looked into."""
     parts = parts or children
-    waiting, loose = deque[tuple[Held, int]](), deque[tuple[Held, int]]()
+    waiting, loose = deque[tuple[NamedValue, int]](), deque[tuple[NamedValue, int]]()
     for name, value in roots:
-        (loose if isinstance(value, torch.nn.Parameter) else waiting).append((Held(name, value), 0))
-    seen = {id(one) for one in closed}
+        (loose if isinstance(value, torch.nn.Parameter) else waiting).append((NamedValue(name, value), 0))
+    seen = {id(value) for value in closed}
     most = VISITS + len(seen)
     while (waiting and len(seen) < most) or loose:
-        held, depth = waiting.popleft() if waiting and len(seen) < most else loose.popleft()
-        if isinstance(held.value, _PLAIN) or id(held.value) in seen:
+        named, depth = waiting.popleft() if waiting and len(seen) < most else loose.popleft()
+        if isinstance(named.value, _PLAIN) or id(named.value) in seen:
             continue
-        seen.add(id(held.value))
-        yield held
+        seen.add(id(named.value))
+        yield named
         if depth < deepest:
-            waiting.extend((child, depth + 1) for child in parts(held))
+            waiting.extend((child, depth + 1) for child in parts(named))
         else:
-            ends(held)
+            ends(named)
 
 
-def _items(value: Mapping[Any, Any]) -> list[Any]:
-    try:
-        return list(_first(value.items()))
-    except Exception:  # for example a configuration whose values are computed when they are read
-        return []
-
-
-def children(held: Held) -> Iterator[Held]:
-    name, value = held.name, held.value
+def children(named: NamedValue) -> Iterator[NamedValue]:
+    """What an object holds, whatever methods its class has; and what functions and generators keep."""
+    name, value = named.name, named.value
+    kind = type(value)
     match value:
         case torch.Tensor() | np.ndarray():
-            yield from (Held(f"{name}.{k}", v, name) for k, v in set_by_script(value))
-            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
+            parts = ((f".{k}", v) for k, v in set_by_script(value))
+            yield from (NamedValue(f"{name}{k}", v, name) for k, v in (*parts, *given_to(value)))
         case torch.nn.Module():
             yield from _of_module(name, value)
-            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
-        case _ if (parts := parts_of_holder(value)) is not None:
-            own = ((f".{k}", v) for k, v in attributes(value) if is_own(type(value)))
-            yield from (Held(f"{name}{k}", v, name) for k, v in (*parts.items(), *own))
-        case Mapping():
-            if _worth(items := _items(value)):
-                yield from (Held(f"{name}[{key!r}]", v, name) for key, v in items)
-        case list() | tuple() | set() | frozenset() | deque():
-            if _worth(list(enumerate(islice(value, 8)))):
-                yield from (Held(f"{name}[{i}]", v, name) for i, v in enumerate(_first(value)))
+            yield from (NamedValue(f"{name}{k}", v, name) for k, v in given_to(value))
+        case _ if (parts_of := parts_of_holder(value)) is not None:
+            own = ((f".{k}", v) for k, v in attributes(value) if is_own(kind))
+            yield from (NamedValue(f"{name}{k}", v, name) for k, v in (*parts_of.items(), *own))
+        case _ if (inner := as_container(value, WIDE)) is not None:
+            yield from (NamedValue(f"{name}[{key!r}]", v, name) for key, v in _elements(inner))
+            if inner is not value:
+                yield from (NamedValue(f"{name}.{k}", v, name) for k, v in attributes(value))
         case types.FunctionType() | types.MethodType() | functools.partial():
             yield from _of_function(name, value)
+        case types.GeneratorType() | types.CoroutineType() | types.AsyncGeneratorType():
+            for key, part in locals_of_suspended(value)[1] or ():
+                yield NamedValue(f"{name}.gi_frame.f_locals[{key!r}]", part, name)
         case types.ModuleType():
             is_made = not (hasattr(value, "__file__") or getattr(value, "__spec__", None))  # by a call of its class
             if is_made or is_script(getattr(value, "__file__", None) or "<built-in>", named=True):
-                yield from (Held(f"{name}.{k}", v, name) for k, v in public(vars(value)))
-        case _ if is_open(type(value)) and not isinstance(value, Generator):
-            yield from (Held(f"{name}.{k}", v, name) for k, v in attributes(value))
-        case _ if not type(value).__module__.startswith("everstep"):
-            yield from (Held(f"{name}{k}", v, name) for k, v in given_to(value))
+                yield from (NamedValue(f"{name}.{k}", v, name) for k, v in public(vars(value)))
+        case _ if is_open(kind) and not isinstance(value, Generator):
+            yield from (NamedValue(f"{name}.{k}", v, name) for k, v in attributes(value))
+        case _ if not kind.__module__.startswith("everstep"):
+            yield from (NamedValue(f"{name}{k}", v, name) for k, v in given_to(value))
 
 
-def _of_function(name: str, value: Any) -> Iterator[Held]:
+def _elements(container: Any) -> list[tuple[Any, Any]]:
+    """The first elements of one of Python's own containers, with their keys or positions: of tensors and modules many,
+    of plain ones a few, where the script would write them so."""
+    pairs = list(islice(container.items() if isinstance(container, dict) else enumerate(container), WIDE))
+    first = [value for _, value in pairs[:8]]
+    if all(isinstance(value, _PLAIN) for value in first):
+        is_written = isinstance(container, dict | list | tuple)
+        return [(key, value) for key, value in pairs[:FEW] if is_written and as_plain(key) is key]
+    return pairs[: WIDE if any(isinstance(value, torch.Tensor | torch.nn.Module) for value in first) else NARROW]
+
+
+def _of_function(name: str, value: Any) -> Iterator[NamedValue]:
     match value:
         case types.FunctionType():
             for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if cell != types.CellType():  # nothing is in it yet
-                    yield Held(variable, cell.cell_contents, name)
+                    yield NamedValue(variable, cell.cell_contents, name)
+            kept = state_of_function(value).items()
+            yield from (NamedValue(f"{name}{key}", part, name) for key, part in kept if key.startswith("."))
         case types.MethodType():
-            yield Held(name.rpartition(".")[0] or name, value.__self__)
+            yield NamedValue(name.rpartition(".")[0] or name, value.__self__)
         case _:
-            yield from (Held(f"{name}.args[{i}]", v, name) for i, v in enumerate(value.args))
-            yield from (Held(f"{name}.keywords[{k!r}]", v, name) for k, v in value.keywords.items())
+            yield from (NamedValue(f"{name}.args[{i}]", v, name) for i, v in enumerate(value.args))
+            yield from (NamedValue(f"{name}.keywords[{k!r}]", v, name) for k, v in value.keywords.items())
 
 
-def _of_module(name: str, module: torch.nn.Module) -> Iterator[Held]:
-    yield from (Held(f"{name}.{k}", v, name) for k, v in children_of(module).items())
-    yield from (Held(f"{name}.{k}", v, name) for k, v in parameters_of(module).items())
+def _of_module(name: str, module: torch.nn.Module) -> Iterator[NamedValue]:
+    yield from (NamedValue(f"{name}.{k}", v, name) for k, v in children_of(module).items())
+    yield from (NamedValue(f"{name}.{k}", v, name) for k, v in parameters_of(module).items())
     # Normalisation does not read its running statistics in training: only an evaluation needs them.
     if not is_normalization(module):
-        yield from (Held(f"{name}.{k}", v, name) for k, v in buffers_of(module).items())
+        yield from (NamedValue(f"{name}.{k}", v, name) for k, v in buffers_of(module).items())
     if type(module).__module__.startswith("torch."):
         extra = set_by_script(module)
     else:
         extra = ((k, v) for k, v in list(vars(module).items()) if k not in MODULE_PARTS)
-    yield from (Held(f"{name}.{k}", v, name) for k, v in extra)
+    yield from (NamedValue(f"{name}.{k}", v, name) for k, v in extra)
 
 
 def set_by_script(value: Any) -> Iterator[tuple[str, Any]]:
@@ -305,8 +317,8 @@ def _names_in(kind: type) -> Iterator[str]:
     """The names that a class and the texts of its methods mention."""
     yield from vars(kind)
     yield from vars(kind).get("__annotations__", ())
-    for one in list(vars(kind).values()):
-        for function in (one.fget, one.fset) if isinstance(one, property) else (one,):
+    for member in list(vars(kind).values()):
+        for function in (member.fget, member.fset) if isinstance(member, property) else (member,):
             plain = function.__func__ if isinstance(function, staticmethod | classmethod) else function
             while isinstance(plain, types.FunctionType):
                 yield from _names_in_code(plain.__code__)
@@ -315,11 +327,11 @@ def _names_in(kind: type) -> Iterator[str]:
 
 def _names_in_code(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, str):
-            yield one  # of `setattr(self, "name", …)`
-        elif isinstance(one, types.CodeType):
-            yield from _names_in_code(one)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant  # of `setattr(self, "name", …)`
+        elif isinstance(constant, types.CodeType):
+            yield from _names_in_code(constant)
 
 
 def unsaved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -402,13 +414,36 @@ def _mangled(kind: type, name: str) -> str:
 
 def locals_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     """The variables of a running or suspended function."""
-    found = frame.f_locals
-    variables = public(found)
+    own = frame.f_locals
+    variables = public(own)
     # The frame keeps this copy, and with it each tensor that the step releases. Two references are the frame's and
     # ours, and one is the call's. A script that has called `locals()` holds another.
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(found) == 3:
-        found.clear()
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(own) == 3:
+        own.clear()
     return variables
+
+
+def locals_of_suspended(value: Any) -> tuple[types.CodeType, list[tuple[str, Any]] | None]:
+    """The text of a generator or coroutine, and its variables; None for one of a library, one that runs, whose frame is
+    read as the script's own are, and one that has ended."""
+    prefix = next(letters for letters in PREFIXES if hasattr(value, f"{letters}_frame"))
+    code, frame = getattr(value, f"{prefix}_code"), getattr(value, f"{prefix}_frame")
+    own = frame is not None and is_script(code.co_filename) and not getattr(value, f"{prefix}_running")
+    return code, locals_of(frame) if own else None
+
+
+def state_of_function(function: types.FunctionType) -> dict[str, Any]:
+    """What a function of the script keeps from call to call, by the names by which it can be read: defaults,
+    attributes, and its variables outside of it."""
+    if not is_script(function.__code__.co_filename):
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {
+        **{f".__defaults__[{i}]": value for i, value in enumerate(function.__defaults__ or ())},
+        **{f".__kwdefaults__[{key!r}]": value for key, value in (function.__kwdefaults__ or {}).items()},
+        **{f".{key}": value for key, value in function.__dict__.items() if key != "__wrapped__"},
+        **{name: cell.cell_contents for name, cell in cells if cell != types.CellType()},
+    }
 
 
 def public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -419,24 +454,6 @@ def public(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def is_special(name: str) -> bool:
     """Whether a name is one of Python's own, such as `__doc__`."""
     return name.startswith("__") and name.endswith("__")
-
-
-def _first(values: Any) -> Iterator[Any]:
-    """The first elements, or the first pairs of a key and an element."""
-    bound = NARROW
-    values = values if isinstance(values, Sized) else list(values)  # a weak dictionary's
-    for i, value in enumerate(list(values) if len(values) <= WIDE else values):
-        element = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        if i < 8 and isinstance(element, torch.Tensor | torch.nn.Module):
-            bound = WIDE
-        if i == bound:
-            return
-        yield value
-
-
-def _worth(pairs: list[tuple[Any, Any]]) -> bool:
-    """Whether the elements are more than numbers or texts, judged by the first."""
-    return any(not isinstance(value, _PLAIN) for _, value in pairs[:8])
 
 
 def is_open(kind: type) -> bool:

@@ -28,9 +28,9 @@ def of_generator(loop: ast.stmt, file: str) -> Iterator[str]:
     for block in ast.walk(loop):
         if not isinstance(block, ast.With) or not steps & {path_of(item.context_expr) for item in block.items}:
             continue
-        if (found := next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)) is not None:
+        if (inner := next((n for n in ast.walk(block) if isinstance(n, ast.Yield | ast.YieldFrom)), None)) is not None:
             yield (
-                f"line {found.lineno} of {file} is in a generator function that yields from within `with step`: "
+                f"line {inner.lineno} of {file} is in a generator function that yields from within `with step`: "
                 "an error in the code that takes the batches (the loss of a peer, for example) would not reach the "
                 "step. Yield the step, `for step in run.steps(…): yield step`, and write `with step as batch:` around "
                 "the work"
@@ -102,12 +102,12 @@ def read_ranks(tree: ast.Module, within: tuple[int, int]) -> dict[str, ast.expr]
     """The path of each variable that holds a rank and is bound outside of the lines `within`, and its value. It holds
     one if it was assigned one, a value computed from one, or the answer to a question about one (`main = RANK == 0`).
     The result of a call is not a rank, and neither is the answer to whether there are ranks at all (`rank != -1`)."""
-    found = dict[str, ast.expr]()
+    ranks = dict[str, ast.expr]()
     changed = ((n.target, _sum_of(n)) for n in ast.walk(tree) if isinstance(n, ast.AugAssign))  # `accumulate //= world`
     for target, value in sorted((*_bound(tree), *changed), key=lambda pair: pair[1].lineno):
-        if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, found):
-            found[path] = value
-    return found
+        if not within[0] <= value.lineno <= within[1] and (path := path_of(target)) is not None and holds(value, ranks):
+            ranks[path] = value
+    return ranks
 
 
 def _sum_of(n: ast.AugAssign) -> ast.expr:
@@ -119,8 +119,8 @@ def _sum_of(n: ast.AugAssign) -> ast.expr:
 
 def _bound(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr]]:
     """The assignments in the order of the lines; `a, b = c, d` is two."""
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign)]
-    for n in sorted(found, key=lambda n: n.lineno):
+    assignments = [n for n in ast.walk(tree) if isinstance(n, ast.Assign | ast.AnnAssign)]
+    for n in sorted(assignments, key=lambda n: n.lineno):
         if n.value is None:
             continue
         for target in n.targets if isinstance(n, ast.Assign) else [n.target]:

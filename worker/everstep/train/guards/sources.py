@@ -50,15 +50,15 @@ def loaded_files() -> set[str]:
 def code_of(function: Any) -> types.CodeType | None:
     """The code of a function of the script, without its decorators."""
     function = inspect.unwrap(function) if callable(function) else None
-    found = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
-    return function.__code__ if found else None
+    is_own = isinstance(function, types.FunctionType) and is_script(function.__code__.co_filename)
+    return function.__code__ if is_own else None
 
 
 def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None:
     """The definition of a function. A lambda counts as one, if it is the only one in its line."""
     if code.co_name == "<lambda>":
-        found = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
-        return _named(found[0]) if len(found) == 1 else None
+        lambdas = [n for n in ast.walk(tree) if isinstance(n, ast.Lambda) and n.lineno == code.co_firstlineno]
+        return _named(lambdas[0]) if len(lambdas) == 1 else None
     lines = range(code.co_firstlineno, code.co_firstlineno + DECORATORS)
     named = (n for n in _definitions(tree).get(code.co_name, ()) if n.lineno in lines)
     return min(named, key=lambda n: n.lineno, default=None)
@@ -66,11 +66,11 @@ def definition(tree: ast.Module, code: types.CodeType) -> ast.FunctionDef | None
 
 @functools.lru_cache(maxsize=64)
 def _definitions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
-    found = dict[str, list[ast.FunctionDef]]()
+    by_name = dict[str, list[ast.FunctionDef]]()
     for n in ast.walk(tree):
         if isinstance(n, ast.FunctionDef):
-            found.setdefault(n.name, []).append(n)
-    return found
+            by_name.setdefault(n.name, []).append(n)
+    return by_name
 
 
 def frames_that_ask(frame: types.FrameType | None) -> Iterator[types.FrameType]:
@@ -132,7 +132,7 @@ def own_names(function: Function) -> set[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 own.add(n.name)
             case ast.Import() | ast.ImportFrom():
-                own.update(one.asname or one.name.partition(".")[0] for one in n.names)
+                own.update(alias.asname or alias.name.partition(".")[0] for alias in n.names)
         if not isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             waiting.extend(ast.iter_child_nodes(n))
     return own - others

@@ -35,19 +35,19 @@ class LocalGradients:
     """The sums for the parameters of all tracked modules and optimizers, from `begin` to `end`."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        parameters: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for key, target in state.items():
             if isinstance(target, torch.nn.Module):
                 for name, parameter in target.named_parameters():
-                    found.setdefault(id(parameter), (f"{key}.{name}", parameter))
+                    parameters.setdefault(id(parameter), (f"{key}.{name}", parameter))
         for key, target in state.items():
             if isinstance(target, torch.optim.Optimizer):
                 of_groups = [p for group in target.param_groups for p in group["params"]]
                 for i, parameter in enumerate(of_groups):
-                    found.setdefault(id(parameter), (f"parameter {i} of {key}", parameter))
-        self.names = [name for name, _ in found.values()]
-        self.name_of = {key: name for key, (name, _) in found.items()}  # by a parameter's identity
-        self._parameters = [parameter for _, parameter in found.values()]
+                    parameters.setdefault(id(parameter), (f"parameter {i} of {key}", parameter))
+        self.names = [name for name, _ in parameters.values()]
+        self.name_of = {key: name for key, (name, _) in parameters.items()}  # by a parameter's identity
+        self._parameters = [parameter for _, parameter in parameters.values()]
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._counts = [0] * len(self._parameters)
         self._hooks: list[Any] = []
@@ -76,13 +76,13 @@ class LocalGradients:
         self._closed = self._closed or not own
         return own
 
-    def told(self) -> torch.Tensor:
+    def totals(self) -> torch.Tensor:
         """For each parameter the number of its gradients, their norm and their sums: [parameters, 2 + COLUMNS + 1]."""
-        found = torch.zeros(len(self.names), 3 + COLUMNS, dtype=torch.float64)
+        totals = torch.zeros(len(self.names), 3 + COLUMNS, dtype=torch.float64)
         for i, (count, sums) in enumerate(zip(self._counts, self._sums, strict=True)):
             if sums is not None:
-                found[i, 0], found[i, 1:] = count, sums.cpu()
-        return found
+                totals[i, 0], totals[i, 1:] = count, sums.cpu()
+        return totals
 
     def _adder(self, i: int) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
@@ -170,8 +170,8 @@ def is_own(name: str) -> bool:
     if backward_pass() >= 0:
         return name == "allreduce"
     looked_up = name == "broadcast" or (name == "allreduce" and uneven_inputs.is_entered())
-    asked = script_call_site(sys._getframe(1)) if looked_up else None
-    return name == "barrier" or (asked is not None and not asked.own)
+    caller = script_call_site(sys._getframe(1)) if looked_up else None
+    return name == "barrier" or (caller is not None and not caller.own)
 
 
 def sums_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def look_up(schedule: SaveSchedule | None) -> Stamp | None:
         return None
     why = ""
     try:
-        for where, data in _found(script, schedule):
+        for where, data in _candidates(script, schedule):
             try:
                 stamp = Stamp.decode(data)
                 differs = stamp.program.difference(program_of_process(stamp.program))
@@ -57,7 +57,7 @@ def look_up(schedule: SaveSchedule | None) -> Stamp | None:
     return None
 
 
-def _found(script: str, schedule: SaveSchedule | None) -> Iterator[tuple[str, bytes]]:
+def _candidates(script: str, schedule: SaveSchedule | None) -> Iterator[tuple[str, bytes]]:
     """What may be the stamp of the script, with its place."""
     name = object_name(script)
     beside = Path(script).parent / BESIDE_SCRIPT / name
@@ -120,13 +120,13 @@ def _file_of(module: str) -> str | None:
 
 
 def _versions(libraries: Collection[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in libraries:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # it lies beside the script, or on the path without a package
             continue
-    return found
+    return versions
 
 
 def _digest(file: str) -> str:
@@ -135,13 +135,13 @@ def _digest(file: str) -> str:
 
 
 def _digest_of_arguments(arguments: list[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for argument in arguments:
-        found.update(argument.encode(errors="surrogateescape") + b"\0")
+        digest.update(argument.encode(errors="surrogateescape") + b"\0")
         for part in (argument, argument.rpartition("=")[2]):
             try:
                 if Path(part).is_file() and Path(part).stat().st_size <= LARGEST:
-                    found.update(Path(part).read_bytes() + b"\0")
+                    digest.update(Path(part).read_bytes() + b"\0")
             except (OSError, ValueError):
                 continue
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -101,7 +101,7 @@ class RestartCheck:
         """End the comparison: the step's block has ended, or its first optimizer steps."""
         if self._gradients is not None and self._sums is None:
             self._gradients.end()
-            self._sums = self._gradients.told()
+            self._sums = self._gradients.totals()
 
     def completed(self) -> None:
         """Compare the completed step, before anything is saved. Raises `LoopError` on rank 0."""
@@ -135,12 +135,12 @@ class RestartCheck:
     def _compare(self, sums: torch.Tensor) -> None:
         schedule = self._coordinator.schedule
         assert schedule is not None
-        told = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
-        if NEXT not in told:
+        notes = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
+        if NEXT not in notes:
             self._refuse_again()
             log.warning("the first step after this restart is not compared: none is noted behind the commit")
             return
-        theirs, head = told[NEXT]
+        theirs, head = notes[NEXT]
         differing = differences(head["values"], self._values, self._may_differ)
         if head["world_size"] != self._size or head["hears"] != self._hears:
             log.warning("the gradients of the first step after this restart are not compared: the world had %s ranks, "
@@ -150,30 +150,30 @@ class RestartCheck:
                             listed(differing), remedy(differing))  # fmt: skip
             return
         alike = head.get("kernels") == kernels()
-        found = self._difference(sums, theirs, head, alike)
-        if not found:
+        difference = self._difference(sums, theirs, head, alike)
+        if not difference:
             if differing:
                 log.warning(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
                     "track those that later steps read", listed(differing),
                 )  # fmt: skip
             return
-        text = refusal(found, self._step, differing)
+        text = refusal(difference, self._step, differing)
         if self._program is None or head.get("program") != self._program:
             log.warning("%s. The run goes on, because the script or its arguments were changed since", text)
             return
-        if AGAIN in told and self._difference(sums, *told[AGAIN], alike):
+        if AGAIN in notes and self._difference(sums, *notes[AGAIN], alike):
             log.warning(
                 "step %d has another result each time it is computed from the same samples, random numbers and "
                 "tracked state: it %s. So it cannot be compared, and the run goes on, but does not end as an "
                 "undisturbed run would. For equal results draw random numbers only from torch's, numpy's or Python's "
-                "own generators, or from one that is tracked", self._step, found,
+                "own generators, or from one that is tracked", self._step, difference,
             )  # fmt: skip
             return
-        if AGAIN not in told:
+        if AGAIN not in notes:
             schedule.attach_to_restored(AGAIN, pack(sums, self._head()))
         # The next process may find that each one computes another step: a restart may help, once.
-        raise LoopError(text, certain=AGAIN in told)
+        raise LoopError(text, certain=AGAIN in notes)
 
     def note_refusal(self, text: str) -> None:
         """Note for the processes that may be started again that a new one was refused as `text` says. By rank 0."""
@@ -238,11 +238,11 @@ def _unpacked(data: bytes) -> tuple[torch.Tensor, dict[str, Any]] | None:
     return (sums, head) if sums is not None and usable else None
 
 
-def refusal(found: str, step: int, differing: list[str]) -> str:
+def refusal(difference: str, step: int, differing: list[str]) -> str:
     """What is said of a step that is not the one noted behind the commit of `step`."""
     text = (
         f"the run was started again from the commit of step {step}, and from the same samples, random numbers and "
-        f"tracked state the step after it {found}. So the step reads something that a new process does not have. "
+        f"tracked state the step after it {difference}. So the step reads something that a new process does not have. "
         "Nothing was saved since"
     )
     if differing:

@@ -87,10 +87,10 @@ class ShadowStep:
         self._foreign = False  # whether a step has asked other ranks for their values
         self._may_be_left = False  # whether the block of the shadow step may be left
         self._stood_in = 0  # collectives of others' values in the shadow step
-        self._asked = False  # whether a shadow step has asked for the rank, and may have kept it
+        self._knows_rank = False  # whether a shadow step has asked for the rank, and may have kept it
         self.playing = False
         self._gradients: LocalGradients | None = None
-        self._found: torch.Tensor | None = None
+        self._totals: torch.Tensor | None = None
         self._first: Values | None = None  # the script's values before this process's first step
         self._values: Values = {}
         self._warned = set[str]()  # values that the log has named
@@ -98,15 +98,15 @@ class ShadowStep:
         self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them that were empty before
         self._missed: dict[int, int] = {}  # misses of each cache before the first shadow step, by identity
 
-    def meet(self, *, joins: bool, step: int) -> None:
+    def agree(self, *, joins: bool, step: int) -> None:
         """Agree on the next shadow step, when the members of a round have the same state, that of `step`. `joins`: this
         process was given it. Collective."""
         if joins:
             self._age, self._left = 0, self._leaves_out(step)
-        told = self._members.gather((self._age, int(self._foreign), self._left))
-        self._ages = [age for age, _, _ in told]
-        self._lefts = [left for _, _, left in told]
-        self._foreign = any(foreign for _, foreign, _ in told)
+        by_rank = self._members.gather((self._age, int(self._foreign), self._left))
+        self._ages = [age for age, _, _ in by_rank]
+        self._lefts = [left for _, _, left in by_rank]
+        self._foreign = any(foreign for _, foreign, _ in by_rank)
         self._plan()
 
     def _leaves_out(self, step: int) -> int:
@@ -215,11 +215,11 @@ class ShadowStep:
 
     def asks_rank(self) -> None:
         """Note that the script asks for its rank."""
-        self._asked = self._asked or (self.playing and self._found is None)
+        self._knows_rank = self._knows_rank or (self.playing and self._totals is None)
 
     def _in_group(self) -> None:
-        asked = script_call_site(sys._getframe(1))
-        if asked is not None and (not asked.function or asked.function.startswith("get_")):
+        caller = script_call_site(sys._getframe(1))
+        if caller is not None and (not caller.function or caller.function.startswith("get_")):
             self.asks_rank()
 
     def update(self, _: torch.optim.Optimizer, closure: bool) -> None:
@@ -227,7 +227,7 @@ class ShadowStep:
         `ShadowStepOver`."""
         if closure:
             return
-        if self._gradients is not None and self._found is None:
+        if self._gradients is not None and self._totals is None:
             self._end_counting()
         if self.playing and self._may_be_left:
             raise ShadowStepOver("the shadow step is over")
@@ -238,7 +238,7 @@ class ShadowStep:
 
     def over(self) -> None:
         """End a step's block."""
-        if self._gradients is not None and self._found is None:
+        if self._gradients is not None and self._totals is None:
             self._end_counting()
 
     @contextmanager
@@ -258,7 +258,7 @@ class ShadowStep:
             log.warning(
                 "the shadow step as rank %s ended with %r: this new process is not compared", self._model, error
             )
-            self._found = None
+            self._totals = None
 
     def forget_cached(self) -> None:
         """Clear the caches that were empty before the shadow step. Otherwise a mask cached by the step's number would
@@ -276,18 +276,18 @@ class ShadowStep:
         self._plan()
 
     def _compare(self, model: int) -> None:
-        members, mine = self._members, self._found
+        members, mine = self._members, self._totals
         is_model = members.rank == model
-        told = members.from_rank(model, pack(mine, {"values": self._moved()}) if is_model else b"")
-        found = ""
-        theirs, head = unpack(told)
+        data = members.from_rank(model, pack(mine, {"values": self._moved()}) if is_model else b"")
+        refused = ""
+        theirs, head = unpack(data)
         differing = differences(head["values"], self._values, self._may_differ)
         if not is_model and mine is not None and self._gradients is not None:
             name = self._gradients.first_difference(mine, theirs) if theirs is not None else None
             if name is not None and model != 0 and self._buffers() and bool((mine[:, 0] > 1).any()):
                 # A second forward pass of the step takes rank 0's buffers again, as rank 0's first pass has left them.
                 log.info("%s has other gradients than on rank %s; but its buffers are rank 0's", name, model)
-            elif name is not None and self._asked:
+            elif name is not None and self._knows_rank:
                 log.warning(
                     "this new process is not compared: %s has other gradients than on rank %s, but the step asks for "
                     "its rank, which may be why%s. Ask for the rank behind the block (`if step.completed and run.rank "
@@ -295,13 +295,13 @@ class ShadowStep:
                     name, model, f". Of the script's variables these differ: {listed(differing)}" if differing else "",
                 )  # fmt: skip
             elif name is not None:
-                found = _refusal(name, members.rank, model, self._age, self._left, differing)
-        if not found and not is_model:
+                refused = _refusal(name, members.rank, model, self._age, self._left, differing)
+        if not refused and not is_model:
             self._warn(model, differing)
-        said = members.gather((int(bool(found)),))
-        worst = next((rank for rank, (bad,) in enumerate(said) if bad), None)
+        verdicts = members.gather((int(bool(refused)),))
+        worst = next((rank for rank, (bad,) in enumerate(verdicts) if bad), None)
         if worst is not None:
-            raise LoopError(members.from_rank(worst, found.encode()).decode())
+            raise LoopError(members.from_rank(worst, refused.encode()).decode())
 
     def _moved(self) -> Values:
         """The values that have changed since this process's first step. Others are the same in all processes, or are
@@ -309,8 +309,8 @@ class ShadowStep:
         return {name: value for name, value in self._values.items() if (self._first or {}).get(name) != value}
 
     def _warn(self, model: int, differing: list[str]) -> None:
-        new = [one for one in differing if one.partition(" (")[0] not in self._warned]
-        self._warned |= {one.partition(" (")[0] for one in new}
+        new = [difference for difference in differing if difference.partition(" (")[0] not in self._warned]
+        self._warned |= {difference.partition(" (")[0] for difference in new}
         if new:
             log.warning(
                 "rank %d is a new process, and of the values that the script's steps change these are not those of "
@@ -320,12 +320,12 @@ class ShadowStep:
     def _end_counting(self) -> None:
         assert self._gradients is not None
         self._gradients.end()
-        self._found = self._gradients.told()
+        self._totals = self._gradients.totals()
 
     def _forget(self) -> None:
         if self._gradients is not None:
             self._gradients.end()
-        self._gradients, self._found, self._values = None, None, {}
+        self._gradients, self._totals, self._values = None, None, {}
 
 
 def is_compared(age: int, left: int) -> bool:
@@ -336,8 +336,8 @@ def is_compared(age: int, left: int) -> bool:
 
 def caches(frame: FrameType | None) -> list[functools._lru_cache_wrapper[Any]]:
     """The script's functions under `functools.cache` or `lru_cache`."""
-    held = (held.value for held in walk(variables(frame)))
-    return [value for value in held if isinstance(value, functools._lru_cache_wrapper)]
+    values = (named.value for named in walk(variables(frame)))
+    return [value for value in values if isinstance(value, functools._lru_cache_wrapper)]
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor], most: int) -> bytes:
@@ -361,8 +361,8 @@ def unpack_tensors(data: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
         for tensor in tensors.values():
             size = tensor.numel() * tensor.element_size()
             if size:
-                told = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
-                tensor.copy_(told.view(tensor.dtype).view(tensor.shape))
+                part = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8)
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
             at += size
 
 

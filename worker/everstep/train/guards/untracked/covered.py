@@ -84,19 +84,19 @@ class Covered:
                 self._add_schedule(part)
 
     def _add_container(self, key: str, target: Any) -> None:
-        for held in walk([(key, target)]):
-            if isinstance(held.value, _OWN) or (
-                callable(getattr(held.value, "state_dict", None)) and not isinstance(held.value, torch.Tensor)
+        for named in walk([(key, target)]):
+            if isinstance(named.value, _OWN) or (
+                callable(getattr(named.value, "state_dict", None)) and not isinstance(named.value, torch.Tensor)
             ):
                 raise LoopError(
-                    f"track({key}=…): {held.name} is a {type(held.value).__name__}, which cannot be saved as a part of "
-                    f"a {type(target).__name__}. Track it by a name of its own before the loop: "
-                    f"run.track({word(held.name)}={held.name})"
+                    f"track({key}=…): {named.name} is a {type(named.value).__name__}, which cannot be saved as a part "
+                    f"of a {type(target).__name__}. Track it by a name of its own before the loop: "
+                    f"run.track({word(named.name)}={named.name})"
                     + (f", or all at once: run.track(**{key})" if isinstance(target, Mapping) else "")
                 )
-            self.objects.add(id(held.value))
-            if isinstance(held.value, torch.Tensor):
-                self._add_tensor(held.value)
+            self.objects.add(id(named.value))
+            if isinstance(named.value, torch.Tensor):
+                self._add_tensor(named.value)
 
     def _add_other(self, key: str, target: Any) -> None:
         if key == SWITCHES:
@@ -105,7 +105,7 @@ class Covered:
             for name, part in vars(target).items():  # a loader's dataset and generators: the loader saves what it needs
                 self._reach(name, part, saved=True)
             return
-        found = self._reach(key, target)
+        optimizers = self._reach(key, target)
         if not callable(getattr(target, "state_dict", None)):
             return
         try:
@@ -117,18 +117,18 @@ class Covered:
         self._memory |= {_memory(h.value) for h in saved if isinstance(h.value, torch.Tensor)} & reached - {None}
         # An object that only refers to an optimizer, as schedules do, saves none.
         if any(isinstance(h.value, Mapping) and "param_groups" in h.value for h in saved):
-            self.optimizers |= found
+            self.optimizers |= optimizers
 
     def _reach(self, key: str, target: Any, *, saved: bool = False) -> dict[str, torch.optim.Optimizer]:
         """Count all that the object reaches as its own, except parameters of modules. Return the optimizers among
         it. `saved`: it is known to save what it needs of this."""
-        found: dict[str, torch.optim.Optimizer] = {}
-        for held in walk([(key, target)]):
-            value = held.value
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        for named in walk([(key, target)]):
+            value = named.value
             if isinstance(value, torch.nn.Module) and value is not target:
                 continue
             if isinstance(value, torch.optim.Optimizer):
-                found[held.name] = value
+                optimizers[named.name] = value
             elif isinstance(value, torch.nn.Parameter):
                 continue
             if saved:
@@ -137,14 +137,14 @@ class Covered:
                 self.reached.add(id(value))
             self.objects.add(id(value))
         if isinstance(target, torch.optim.Optimizer):
-            self.optimizers |= found  # the wrapper may be an optimizer itself
-        return found
+            self.optimizers |= optimizers  # the wrapper may be an optimizer itself
+        return optimizers
 
     def _add_tensor(self, tensor: torch.Tensor | None) -> None:
         if tensor is not None:
             self._tensors.add(id(tensor))
-            if (place := _memory(tensor)) is not None:
-                self._memory.add(place)
+            if (memory := _memory(tensor)) is not None:
+                self._memory.add(memory)
 
 
 def word(name: str) -> str:
@@ -157,12 +157,12 @@ def word(name: str) -> str:
 
 def keyword(name: str, taken: Collection[str]) -> str:
     """The same, but a keyword that neither the session uses nor `taken` contains."""
-    found, used = word(name), {*taken, *OWN_NAMES}
-    if found in used:
-        found = "_".join(part for part in name.replace("[", ".").split(".") if part.isidentifier()) or found
-    while found in used:
-        found = f"{found}_2"
-    return found
+    key, used = word(name), {*taken, *OWN_NAMES}
+    if key in used:
+        key = "_".join(part for part in name.replace("[", ".").split(".") if part.isidentifier()) or key
+    while key in used:
+        key = f"{key}_2"
+    return key
 
 
 def _memory(tensor: Any) -> int | None:

@@ -35,7 +35,7 @@ from everstep.recovery.errors import LoopError
 from everstep.torch_private.modules import children_of
 from everstep.torch_private.tensors import version
 from everstep.train.guards.contents import Contents
-from everstep.train.guards.script_objects import Generator, Held, variables, walk
+from everstep.train.guards.script_objects import Generator, NamedValue, variables, walk
 from everstep.train.guards.untracked.covered import Covered, keyword
 
 NAMED = 8  # names in one text
@@ -123,7 +123,8 @@ class UntrackedStateCheck:
     def over(self) -> None:
         """End a step's block, whether it ended well or not."""
         self.in_step = False
-        self._drawn = {name for name, (one, before) in self._generators.items() if Contents().digest(one) != before}
+        states = self._generators.items()
+        self._drawn = {name for name, (generator, before) in states if Contents().digest(generator) != before}
         self._generators = {}
 
     def completed(self, world_size: int, same: Callable[[int], bool]) -> None:
@@ -162,33 +163,33 @@ class UntrackedStateCheck:
             findings.setdefault(name, Finding(name, "is a random generator that moves in a step", line))
         return [findings[name] for name in sorted(findings) if not self.is_untracked(name)]
 
-    def _look(self, free: Iterable[Held]) -> list[str]:
+    def _look(self, free: Iterable[NamedValue]) -> list[str]:
         """The names of the parameters that have moved since they were first seen."""
         moved = list[str]()
-        for held in free:
-            if not _is_parameter(held.value):
+        for named in free:
+            if not _is_parameter(named.value):
                 continue
-            first, mark = self._parameters.get(held.name), _mark(held.value)
-            if first is None or first[0]() is not held.value:
-                self._parameters[held.name] = weakref.ref(held.value), mark
+            first, mark = self._parameters.get(named.name), _mark(named.value)
+            if first is None or first[0]() is not named.value:
+                self._parameters[named.name] = weakref.ref(named.value), mark
             elif first[1] != mark:
-                moved.append(held.name)
+                moved.append(named.name)
         return sorted(moved)
 
-    def _free(self) -> list[Held]:
+    def _free(self) -> list[NamedValue]:
         """The script's objects that nothing tracked holds, and modules older than the loop that it holds in hidden
         ways, each under a name of its own."""
         named = _named()
         hidden = [m for m in self._modules if id(m) not in named]
         inner = {id(c) for m in hidden for c in children_of(m).values()}
         more = walk((type(m).__name__, m) for m in hidden if id(m) not in inner)
-        names: dict[str, Held] = {}
+        names: dict[str, NamedValue] = {}
         for h in (*named.values(), *(h for h in more if id(h.value) not in named)):
             names.setdefault(h.name, h)
         return [h for h in names.values() if self._is_free(h)]
 
-    def _is_free(self, held: Held) -> bool:
-        return not self._holds(held.value) and not self.is_untracked(held.name, type(held.value).__name__)
+    def _is_free(self, named: NamedValue) -> bool:
+        return not self._holds(named.value) and not self.is_untracked(named.name, type(named.value).__name__)
 
     def _holds(self, value: Any) -> bool:
         return id(value) in self._covered.objects or (isinstance(value, torch.Tensor) and self._covered.holds(value))
@@ -213,7 +214,7 @@ class UntrackedStateCheck:
         del listed
         for o in objects:
             name = named[id(o)].name if id(o) in named else type(o).__name__
-            if not self._is_free(Held(name, o)):
+            if not self._is_free(NamedValue(name, o)):
                 continue
             if isinstance(o, Optimizer):
                 self._untracked_since[o] = 0
@@ -314,11 +315,11 @@ class UntrackedStateCheck:
         _refuse([first, *sorted(more, key=lambda finding: finding.name)])
 
 
-def _refuse(found: list[Finding]) -> None:
+def _refuse(findings: list[Finding]) -> None:
     """Raises `LoopError` that tells all of them, if there are any."""
-    if found:
-        more = f". And {len(found) - 1} more, in the log" if len(found) > 1 else ""
-        raise LoopError("; ".join(map(str, found[:NAMED])), brief=f"{found[0]}{more}")
+    if findings:
+        more = f". And {len(findings) - 1} more, in the log" if len(findings) > 1 else ""
+        raise LoopError("; ".join(map(str, findings[:NAMED])), brief=f"{findings[0]}{more}")
 
 
 def _state_names(optimizer: Optimizer) -> set[str]:
@@ -329,9 +330,9 @@ def _size(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _named() -> dict[int, Held]:
+def _named() -> dict[int, NamedValue]:
     """The script's objects, by identity."""
-    return {id(held.value): held for held in walk(variables(sys._getframe(1)))}
+    return {id(named.value): named for named in walk(variables(sys._getframe(1)))}
 
 
 def _mark(tensor: torch.Tensor) -> object:
@@ -352,10 +353,10 @@ def track(name: str, taken: Collection[str] = ()) -> str:
     return f"run.track({keyword(name, taken)}={name}) before run.steps()"
 
 
-def subject_of(name: str, held: Mapping[str, Held]) -> str:
+def subject_of(name: str, by_name: Mapping[str, NamedValue]) -> str:
     """What has to be tracked so that `name` is: the whole module, list or mapping of which it is a part."""
     for _ in range(32):
-        owner = held.get(held[name].owner) if name in held else None
+        owner = by_name.get(by_name[name].owner) if name in by_name else None
         if owner is None or not isinstance(owner.value, torch.nn.Module | Mapping | list | tuple):
             return name
         name = owner.name
