@@ -21,8 +21,8 @@ def of_pass(facts: Facts, observed: Status) -> tuple[Event, ...]:
 def of_size(change: Publish, wanted_before: int) -> tuple[Event, ...]:
     """The event of another number of workers that is published with a change which has an event of its own."""
     wanted = change.roster.wanted
-    told = change.event is not None and change.event.reason is EventReason.WORLD_RESIZED
-    if told or wanted == wanted_before or 0 in (wanted, wanted_before):
+    announced = change.event is not None and change.event.reason is EventReason.WORLD_RESIZED
+    if announced or wanted == wanted_before or 0 in (wanted, wanted_before):
         return ()
     return (Event(EventReason.WORLD_RESIZED, resizing(wanted_before, wanted)),)
 
