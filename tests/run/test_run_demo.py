@@ -60,6 +60,16 @@ def test_make_demo_kills_and_adds_workers_while_the_others_train_on_and_draws_wh
     assert "kill" in words
 
 
+def test_picture_and_output_in_the_readme_are_of_one_run_of_the_demo() -> None:
+    """`everstep demo` leaves `timeline.svg`, which is docs/assets/demo.svg."""
+    title = ElementTree.parse(ROOT / "docs/assets/demo.svg").getroot().findtext("{http://www.w3.org/2000/svg}title")
+    seconds = re.fullmatch(rf"{SCRIPT.stem}: Complete after ([\d.]+) s", title or "")
+    assert seconds is not None, title
+    readme = (ROOT / "README.md").read_text()
+    assert f"  {seconds[1]}s  JobCompleted: all 4 workers succeeded\n" in readme
+    assert f"> kill {SCRIPT.stem}-w1-0\n" in readme
+
+
 def test_demo_takes_away_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
     theirs = tmp_path / "thesis"
     theirs.mkdir()
