@@ -271,7 +271,7 @@ def main() -> int:
         "stock_default": args.default_trials, "stock_tuned": max(1, args.trials // 10),
         "torchft": max(1, args.trials // 5), "torchft_1s": max(1, args.trials // 5),
         "torchrun_etcd": max(1, args.trials // 5), "everstep_run": max(1, args.trials // 2),
-        "session_rehearsed": max(1, args.trials // 5),
+        "session_rehearsed": args.trials if names == ["session", "session_rehearsed"] else max(1, args.trials // 5),
         "session_etcd3": max(1, args.trials // 5), "session_operator": max(1, args.trials // 5),
     }  # fmt: skip
     faults, deadline = tuple(args.faults.split(",")), float("inf")
