@@ -109,6 +109,18 @@ def test_two_monitors_are_refused(helm: Any) -> None:
     assert "choose one" in helm("template", "everstep", *flags, expect_failure=True).stderr
 
 
+def test_collector_of_traces_is_the_operators_if_a_value_names_one(helm: Any) -> None:
+    def variables(*values: str) -> dict[str, str]:
+        (container,) = pod_of(rendered(helm, *values))["spec"]["containers"]
+        return {v["name"]: v.get("value", "") for v in container["env"] if v["name"].startswith("OTEL_")}
+
+    assert variables() == {}
+    endpoint = "http://collector.observability.svc:4318"
+    assert variables(f"traces.endpoint={endpoint}") == {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint}
+    refused = helm("template", "everstep", "--set", "traces.endpoint=collector:4317", expect_failure=True).stderr
+    assert "traces" in refused
+
+
 def test_dashboard_is_the_file_with_the_side_cars_label(helm: Any) -> None:
     found = only(rendered(helm, enabled=("dashboard",)), "ConfigMap", "everstep-dashboard")
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"

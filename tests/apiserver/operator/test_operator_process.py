@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from everstep_operator.kube.errors import NotFound
 from everstep_operator.kube.resources import LEASES
+from everstep_operator.main import JOBS
 from support.apiserver.operators import Place
 from support.apiserver.replica import Replica
 from support.apiserver.waiting import eventually
@@ -27,8 +29,8 @@ pytestmark = pytest.mark.apiserver
 def start(crd: Any, place: Place, tmp_path: Path) -> Iterator[Callable[..., Replica]]:
     made: list[Replica] = []
 
-    def begin(name: str, in_pod: bool = False) -> Replica:
-        made.append(Replica(crd, place.namespace, name, tmp_path, in_pod=in_pod))
+    def begin(name: str, in_pod: bool = False, **options: Any) -> Replica:
+        made.append(Replica(crd, place.namespace, name, tmp_path, in_pod=in_pod, **options))
         return made[-1]
 
     yield begin
@@ -119,7 +121,30 @@ async def test_operator_in_a_pod_runs_a_job_without_the_official_client(
     assert await asyncio.to_thread(replica.process.wait, 30) == 0, replica.log.read_text()
     modules = replica.printed.read_text().split()
     assert "everstep_operator.controller.apply" in modules
-    assert [name for name in modules if name.partition(".")[0] == "kubernetes"] == []
+    # What reads kubeconfigs, and what sends traces to a collector that nobody named.
+    assert [name for name in modules if name.partition(".")[0] in ("kubernetes", "opentelemetry")] == []
+
+
+async def test_operator_whose_collector_of_traces_is_away_runs_a_job_and_ends_in_time(
+    place: Place, start: Callable[..., Replica]
+) -> None:
+    with socket.socket() as silent:  # it takes connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        silent.settimeout(60)
+        collector = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        replica = start("replica-a", environ={"OTEL_EXPORTER_OTLP_ENDPOINT": collector, "OTEL_BSP_SCHEDULE_DELAY": "9"})
+        await place.create_job(recovery={"backoffSeconds": {"initial": 0, "max": 0}})
+        await place.running("digits-w0-0", "digits-w1-0")
+        await place.end("digits-w1-0", 137)
+        await place.running("digits-w0-1", "digits-w1-1")
+        await place.client.delete(JOBS, place.namespace, "digits", propagation="Background")
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            assert await replica.is_ready()
+            replica.send(signal.SIGTERM)
+            assert await asyncio.to_thread(replica.process.wait, 10) == 0, "the grace period of the chart"
+            assert await holder(place) == ""
 
 
 def test_setting_that_cannot_be_used_is_named_and_nothing_starts() -> None:
