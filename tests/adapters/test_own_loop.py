@@ -275,12 +275,10 @@ def test_own_loop_that_adds_up_its_batches_is_warned_of_the_sum(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_own_loop_that_carries_what_nothing_tracks_is_refused_where_runs_are_strict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERSTEP_STRICT", "1")
+def test_own_loop_that_carries_what_nothing_tracks_is_refused_where_runs_are_strict(tmp_path: Path) -> None:
     script = tmp_path / "changed.py"
-    text = (HERE / "loop" / "after.py").read_text()
+    strict = '    __import__("os").environ["EVERSTEP_STRICT"] = "1"; run = start('
+    text = (HERE / "loop" / "after.py").read_text().replace("    run = start(", strict)
     script.write_text(text.replace(BACKWARD, BACKWARD + '            config["seed"] += 1\n'))
     played = play(tmp_path / "refused", script, restarts=0)
     assert played.code != 0

@@ -27,5 +27,5 @@ def _has_moved(value: object) -> bool:
     if not isinstance(value, torch.optim.Optimizer):
         return False
     # Some make a state without a step when they are made, as Adagrad does.
-    parts = [one for one in value.state.values() if isinstance(one, Mapping) and one]
-    return any(float(one["step"]) > 0 if "step" in one else True for one in parts[:1])
+    states = [state for state in value.state.values() if isinstance(state, Mapping) and state]
+    return any(float(state["step"]) > 0 if "step" in state else True for state in states[:1])
