@@ -31,6 +31,7 @@ ALIKE = (  # the rest of the advice on running statistics
     "`if buffer.is_floating_point(): dist.all_reduce(buffer); buffer /= run.world_size`"
 )
 _STAMP = re.compile(r"^\d\d:\d\d:\d\d\S* everstep-run: (exit code \d+: )?")
+_CODE_ALONE = re.compile(r"rank \d+: exit code \d+")
 TRACK = (
     "Track what steps change (`run.track(name=value)`; a number inside of a dictionary), or compute it anew in each "
     "step from run.step"
@@ -362,8 +363,13 @@ def _at(run: Played, text: str = "") -> str:
 
 
 def _last_line(run: Played) -> str:
+    """Of the log. Where that is the agent's and has nothing but an exit code, the script's last line says more."""
     lines = [line for line in run.log.splitlines() if line.strip()]
-    return _STAMP.sub("", lines[-1])[:300] if lines else "no output"
+    last = _STAMP.sub("", lines[-1]) if lines else "no output"
+    printed = [line.strip() for line in lines if not _STAMP.match(line)]
+    if printed and _CODE_ALONE.fullmatch(last):
+        last += f", behind the line: {printed[-1]}"
+    return last[:300]
 
 
 def _went_on(run: Played) -> bool:
