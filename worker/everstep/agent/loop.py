@@ -241,7 +241,7 @@ class Agent:
     def _carry_out(self, instruction: e.Instruction) -> None:
         match instruction:
             case e.JoinNext(after):
-                self._membership.join(after, self._control_socket.open_store())
+                self._membership.join(after, self._control_socket.open_store(), prepared=self._state.keeps)
             case e.Fork(slots, round_):
                 self._tasks.start(self._fork(slots, round_))
             case e.Announce() | e.Drained() | e.Signal():

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from everstep.agent.arguments import Arguments, UsageError
-from everstep.agent.decide.events import Changed, Charged, Event, Formed, MemberCommand, NotFormed
+from everstep.agent.decide.events import Changed, Charged, Event, Formed, MemberCommand, NotFormed, ProcessesFirst
 from everstep.agent.tasks import Tasks
 from everstep.contract import env
 from everstep.contract.addresses import loopback
@@ -24,7 +24,14 @@ from everstep.membership.backends.opening import open_store
 from everstep.membership.commands import Charge
 from everstep.membership.draining import another_asked, enough_stay
 from everstep.membership.driver import CROWDED, WHOLE, Driver
-from everstep.membership.errors import JoinRefused, JoinTimedOut, RendezvousClosed, RendezvousFailed, StoreRefused
+from everstep.membership.errors import (
+    JoinRefused,
+    JoinTimedOut,
+    ProcessesNeeded,
+    RendezvousClosed,
+    RendezvousFailed,
+    StoreRefused,
+)
 from everstep.membership.identity import agent_id, own_address
 from everstep.membership.joining import JoinSettings
 from everstep.membership.machine import Rejected
@@ -75,11 +82,12 @@ class Membership:
     def change(self, change: MemberCommand) -> None:
         self._changes.put_nowait((change, None))
 
-    def join(self, after: int, store_port: int) -> None:
-        """Ask for a round newer than `after`, once all changes are made; `Formed` or `NotFormed` answers."""
+    def join(self, after: int, store_port: int, *, prepared: bool) -> None:
+        """Ask for a round newer than `after`, once all changes are made; `Formed`, `NotFormed` or, if this agent is not
+        `prepared`, `ProcessesFirst` answers."""
 
         def begin() -> None:
-            self._tasks.start(self._join(after, store_port))
+            self._tasks.start(self._join(after, store_port, prepared))
 
         self._changes.put_nowait((None, begin))
 
@@ -143,9 +151,15 @@ class Membership:
             return None
         return done
 
-    async def _join(self, after: int, store_port: int) -> None:
+    async def _join(self, after: int, store_port: int, prepared: bool) -> None:
         try:
-            formed = await asyncio.to_thread(self._driver.join, self._timeout, store_port=store_port, after=after)
+            formed = await asyncio.to_thread(
+                self._driver.join, self._timeout, store_port=store_port, after=after, prepared=prepared
+            )
+        except ProcessesNeeded as e:
+            log.info("%s", e)
+            self._post(ProcessesFirst())
+            return
         except RendezvousClosed as e:
             if e.before and self._spent:
                 self._post(NotFormed(f"{e}; {self._spent}"))

@@ -17,7 +17,7 @@ from random import Random
 from everstep.contract.document import Document, JoinRequest, Member, Report, Sizes, encode
 from everstep.membership import proposals
 from everstep.membership.commands import CloseJob, Command, Evict, Leave, Reach
-from everstep.membership.errors import JoinTimedOut, RendezvousFailed, StoreUnavailable
+from everstep.membership.errors import JoinTimedOut, ProcessesNeeded, RendezvousFailed, StoreUnavailable
 from everstep.membership.joining import Joining, JoinSettings, decoded, read_join_requests
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply, is_here
 from everstep.membership.peers.peer_monitor import PeerMonitor
@@ -72,10 +72,13 @@ class Driver:
 
     # --- joining
 
-    def join(self, timeout: float, *, store_port: int | None = None, after: int | None = None) -> Round:
-        """Join a round newer than the last one (or than `after`); blocks for at most `timeout` seconds.
+    def join(
+        self, timeout: float, *, store_port: int | None = None, after: int | None = None, prepared: bool = True
+    ) -> Round:
+        """Join a round newer than the last one (or than `after`); blocks for at most `timeout` seconds. `prepared`: the
+        agent has its processes, or knows of no reason to start them before.
 
-        Raises JoinTimedOut, JoinRefused, RendezvousClosed, or the store's final error. After a failure the others do
+        Raises JoinTimedOut, JoinRefused, RendezvousClosed, ProcessesNeeded, or the store's final error. After a failure the others do
         not wait for this agent.
         """
         member = self._member if store_port is None else replace(self._member, store_port=store_port)
@@ -86,10 +89,11 @@ class Driver:
             self._world_state = Broken("joining")
         try:
             joining = Joining(
-                self._store, join_request, self._settings, self._random, self._clock, self._ask, self._stopping
-            )
+                self._store, join_request, self._settings, self._random, self._clock, self._ask, self._stopping,
+                prepared=prepared,
+            )  # fmt: skip
             view, formed = joining.run(timeout)
-        except JoinTimedOut:
+        except (JoinTimedOut, ProcessesNeeded):
             self._withdraw()
             raise
         finally:

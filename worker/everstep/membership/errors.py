@@ -8,6 +8,7 @@ __all__ = [
     "DocumentInvalid",
     "JoinRefused",
     "JoinTimedOut",
+    "ProcessesNeeded",
     "RendezvousClosed",
     "RendezvousFailed",
     "StoreRefused",
@@ -38,3 +39,8 @@ class JoinRefused(RendezvousFailed):
 
 class JoinTimedOut(RendezvousFailed):
     """No round with this agent was formed in time; the message says what it waited for."""
+
+
+class ProcessesNeeded(RendezvousFailed):
+    """The job's processes keep their memory from round to round, and this agent waits without any: it is to start them
+    before it joins, because the others would wait for them."""

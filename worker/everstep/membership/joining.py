@@ -17,7 +17,14 @@ from typing import assert_never
 
 from everstep.contract.document import Document, JoinRequest, decode, decode_join_request, encode
 from everstep.membership import proposals
-from everstep.membership.errors import DocumentInvalid, JoinRefused, JoinTimedOut, RendezvousClosed, StoreUnavailable
+from everstep.membership.errors import (
+    DocumentInvalid,
+    JoinRefused,
+    JoinTimedOut,
+    ProcessesNeeded,
+    RendezvousClosed,
+    StoreUnavailable,
+)
 from everstep.membership.formation.selection import is_spare
 from everstep.membership.proposals import Admitted, Barred, Patience, Proposal, Wait
 from everstep.membership.store import Backoff, RoundStore, View
@@ -46,7 +53,7 @@ class JoinSettings:
 class Joining:
     """`ask` announces the join request, and returns how many seconds to leave the writing of it to the store.
 
-    `clock` is monotonic seconds.
+    `prepared`: the agent needs no processes before it joins, or has them. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -58,9 +65,12 @@ class Joining:
         clock: Callable[[], float],
         ask: Callable[[JoinRequest], float],
         stopped: threading.Event,
+        *,
+        prepared: bool = True,
     ) -> None:
         self._store, self._join_request, self._settings = store, join_request, settings
         self._random, self._clock, self._ask, self._stopped = random, clock, ask, stopped
+        self._prepared = prepared
         self._agent = join_request.member.agent
         self._view = View(None, 0)
         self._since = self._act_at = self._not_before = self._began = clock()
@@ -69,7 +79,8 @@ class Joining:
         self._reason = "the store has not answered"
 
     def run(self, timeout: float) -> tuple[View, Round]:
-        """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed.
+        """The round, and the view in which it was found. Raises JoinTimedOut, JoinRefused, RendezvousClosed,
+        ProcessesNeeded.
 
         The timeout does not run while this agent is a spare: a round runs that has no place for it.
         """
@@ -91,6 +102,8 @@ class Joining:
                 if isinstance(outcome, Closed):
                     why = f"{self._agent} cannot join, the job is closed: {outcome.why}"
                     raise RendezvousClosed(why, outcome.why, before=not waited and self._join_request.after == 0)
+                if document is not None and document.in_process and not self._prepared:
+                    raise ProcessesNeeded(f"{self._agent} waits without processes, and those of the others keep theirs")
                 waited = True
                 now = self._clock()  # after the calls above: a store in trouble takes seconds to answer
                 if document is not None and is_spare(document, self._agent):

@@ -35,7 +35,8 @@ T = TypeVar("T")
 # A round that admits new members forms when its present members come to the end of their step. A newer round ends the
 # wait.
 FORM_SECONDS = 600.0
-JOIN_SECONDS = 2 * 24 * 3600.0  # long, because the agent ends the process if no round will come
+# Long, because the agent ends the process if no round will come. A spare may wait as long as its job runs.
+JOIN_SECONDS = 366 * 24 * 3600.0
 ATTEMPTS = 100
 
 

@@ -38,6 +38,12 @@ class NotFormed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessesFirst:
+    """This agent has given up its place in the queue: the job's processes keep their memory, so it starts its own
+    before it joins."""
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """The world state of this agent's round has changed."""
 
@@ -161,7 +167,7 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | Changed | Exited | Hello | Ready | Entered | Trains | Hurt | Hung | Stuck | Mismatched
+    Began | Formed | NotFormed | ProcessesFirst | Changed | Exited | Hello | Ready | Entered | Trains | Hurt | Hung | Stuck | Mismatched
     | Charged | StopRequested | Elapsed
 )  # fmt: skip
 

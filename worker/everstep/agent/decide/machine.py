@@ -37,6 +37,7 @@ from everstep.agent.decide.events import (
     JoinNext,
     Mismatched,
     NotFormed,
+    ProcessesFirst,
     Purpose,
     Ready,
     StopRequested,
@@ -213,6 +214,8 @@ def _apply(state: State, event: Event) -> Step:
         case NotFormed(why, finished):
             code = exit_codes.OK if finished else exit_codes.PREEMPTED if state.notice is not None else 1
             return end(replace(state, joining=False), Ending(code, why), signal.SIGKILL)
+        case ProcessesFirst():
+            return replace(state, keeps=True, announced=True, joining=False), ()
         case Changed():
             return _changed(state, event)
         case Exited():
