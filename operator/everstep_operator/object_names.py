@@ -71,6 +71,11 @@ def resizing(before: int, wanted: int) -> str:
     return f"resizing from {before} to {number_of_workers(wanted)}"
 
 
+def number_of_spares(count: int) -> str:
+    """`1 spare`, `3 spares`."""
+    return f"{count} spare{'' if count == 1 else 's'}"
+
+
 def rendezvous_host(job: str, namespace: str, round_: int) -> str:
     """The host name of worker 0 in exactly this round. No other round or job ever has this name."""
     return f"{pod_name(job, 0, incarnation_of_round(round_))}.{service_name(job)}.{namespace}.svc"

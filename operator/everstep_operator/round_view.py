@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from everstep.contract.document import Sizes
 
@@ -19,3 +20,7 @@ class RoundView:
     closed: str | None = None  # why there will be no further round
     finished: bool = False  # closed because the processes of all members have succeeded
     sizes: Sizes | None = None  # that the operator set; None: agents keep those that they were started with
+    # As far as this leader has seen: (index, incarnation) of members of earlier rounds that have not come back since,
+    # and when the newest of them left.
+    left: tuple[tuple[int, int], ...] = ()
+    left_at: datetime | None = None

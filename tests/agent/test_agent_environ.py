@@ -118,6 +118,9 @@ def test_what_a_process_is_started_with_and_what_it_is_told_of_a_round_is_the_sa
     expected = [n for n in part if n.endswith(("RANK", "WORLD_SIZE"))]
     assert [again[n] for n in expected] == [part[n] for n in expected]
     assert (again["MASTER_PORT"], "EVERSTEP_ROUND" in again) == ("0", False)
+    spare = environment(setting, 1, None, "/error", expected=(1, 3))
+    assert [spare[n] for n in ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")] == ["3", "6", "1", "3"]
+    assert "EVERSTEP_LAST_RANK" not in spare
 
 
 @pytest.mark.parametrize(

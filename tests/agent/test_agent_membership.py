@@ -32,7 +32,7 @@ async def test_a_rendezvous_that_fails_in_a_way_nobody_thought_of_is_told_and_no
     member = Member(0, "a", address="127.0.0.1")
     membership = Membership(Driver(Odd(), member, Sizes(1, 1)), 30.0, told.put_nowait)
     membership.start()
-    membership.join(0, 4000)
+    membership.join(0, 4000, prepared=True)
     async with asyncio.timeout(60):
         assert await told.get() == NotFormed("the rendezvous failed: RuntimeError: can't start new thread")
     await membership.leave()

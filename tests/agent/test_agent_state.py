@@ -265,7 +265,7 @@ def test_a_new_agent_of_a_job_that_keeps_its_processes_joins_when_its_own_is_rea
     assert play.take(e.Ready(0, play.pid())) == (e.JoinNext(0),)
 
 
-def test_an_agent_that_waits_without_processes_starts_them_before_it_asks_again_where_those_of_the_others_stay() -> None:
+def test_an_agent_that_waits_without_processes_starts_them_and_asks_again_where_those_of_the_others_stay() -> None:
     play = Play()
     assert play.take(e.Began(False)) == (e.JoinNext(0),)
     assert play.take(e.ProcessesFirst()) == (e.Fork((0,), None),)

@@ -44,13 +44,23 @@ from everstep.membership.commands import (
     Withdraw,
 )
 from everstep.membership.errors import DocumentInvalid
-from everstep.membership.formation.selection import EXACT, growth, largest_set
+from everstep.membership.formation.selection import EXACT, expected_rank, growth, largest_set
 from everstep.membership.machine import MAX_FLAPS, Rejected, apply
 from everstep.membership.world_state import Broken, Finishing, Growing, Left, Stopping, Whole, world_state
 from everstep_operator.rounds.rules import with_pinned_sizes
 from support.rendezvous.documents import TWO_OR_THREE, after, agent, formed, joined, names, refused
 
 # --- forming
+
+
+def test_new_agent_expects_the_rank_of_its_worker_and_the_size_that_the_next_round_will_have() -> None:
+    document = formed(TWO_OR_THREE, "a", "b", "c")
+    assert expected_rank(document, 1) == (1, 3)
+    assert expected_rank(document, 3) == (2, 3), "a spare takes anybody's place"
+    assert expected_rank(document, -1) == (2, 3)
+    shrunk = after(document, Leave("c"))
+    assert expected_rank(shrunk, 2) == (2, 3), "it takes the place that is free"
+    assert expected_rank(Document(TWO_OR_THREE), 0) is None
 
 
 def test_first_round_with_all_there_is_formed_at_once() -> None:

@@ -98,7 +98,7 @@ def test_columns_are_those_of_the_design_in_order() -> None:
     shown = [column["name"] for column in columns if not column.get("priority")]
     wide = [column["name"] for column in columns if column.get("priority")]
     assert shown == ["Status", "Ready", "Desired", "Min", "Max", "Step", "Ckpt", "Restarts", "Goodput", "Age"]
-    assert wide == ["Round", "Last-Failure", "ETA", "Image"]
+    assert wide == ["Round", "Spares", "Last-Failure", "ETA", "Image"]
 
 
 def test_status_type_writes_only_fields_that_the_schema_has() -> None:

@@ -142,6 +142,15 @@ def test_nulls_are_absent_fields_but_stay_in_the_template() -> None:
         ({"checkpoint": {"url": "s3://b/../c"}}, "spec.checkpoint.url"),
         ({"elastic": {"minReplicas": 4, "maxReplicas": 2}}, "spec.elastic.minReplicas"),
         ({"elastic": {"minReplicas": 1, "maxReplicas": 4}, "rendezvous": {"backend": "c10d"}}, "spec.elastic"),
+        (
+            {
+                "elastic": {"minReplicas": 1, "maxReplicas": 4, "spares": 1},
+                "rendezvous": {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}},
+            },
+            "spec.elastic.spares",
+        ),
+        ({"elastic": {"minReplicas": 1, "maxReplicas": 4096, "spares": 1}}, "spec.elastic.spares"),
+        ({"elastic": {"minReplicas": 1, "maxReplicas": 4, "spares": -1}}, "spec.elastic.spares"),
         (elastic(sizes=[4]), "spec.replicas"),
         (elastic(shrinkAfterSeconds=5, regrow=False), "spec.elastic.shrinkAfterSeconds"),
         ({"rendezvous": {"backend": "etcd"}}, "spec.rendezvous.etcd"),

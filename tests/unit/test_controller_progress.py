@@ -112,6 +112,17 @@ def test_steps_of_an_earlier_jobs_checkpoints_are_not_productive() -> None:
     assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (1010, 5.0)
 
 
+def test_steps_that_came_before_a_loss_was_noticed_are_not_those_before_it() -> None:
+    """The agents were in their next round first. The steps before it are known, so that none looks repeated."""
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=40, round=1), at(1))
+    progress.accept(report(Phase.TRAIN, step=41, round=2), at(2))
+    progress.accept(report(Phase.TRAIN, step=55, round=2), at(3))
+    progress.lost(at(1.5))
+    seen = progress.snapshot()
+    assert (seen.step_before, seen.resumed_step, seen.step, seen.lost_at) == (40, 40, 55, at(1.5))
+
+
 def test_operator_that_restarts_goes_on_from_what_the_status_remembers() -> None:
     begun = {"startTime": at(-100), "progress": {"step": 40}, "goodputPercent": 90}
     progress = fresh(**begun)

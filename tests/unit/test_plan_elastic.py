@@ -53,6 +53,7 @@ faults = st.one_of(
     st.tuples(st.just("scale"), st.integers(2, 6)),
     st.tuples(st.just("bounds"), st.integers(1, 2), st.integers(6, 8)),
     st.tuples(st.just("regrow"), st.booleans()),
+    st.tuples(st.just("spares"), st.integers(0, 2)),
     st.tuples(st.just("suspend"), st.booleans()),
     st.tuples(st.just("image"), st.integers(1, 3)),
     st.tuples(st.just("linger")),
@@ -116,6 +117,10 @@ class History(PodFaults):
 
     def regrow(self, wanted: bool) -> None:
         self.world.spec["elastic"]["regrow"] = wanted
+
+    def spares(self, wanted: int) -> None:
+        if self.world.spec["rendezvous"]["backend"] == "everstep":
+            self.world.spec["elastic"]["spares"] = wanted
 
     def suspend(self, wanted: bool) -> None:
         self.world.spec["suspend"] = wanted
@@ -203,7 +208,7 @@ class History(PodFaults):
             pod, life = pods[name], made.workers.get(pods[name].index)
             assert over or life is None or life.number != pod.incarnation, f"{name} is wanted, and was deleted"
         current = made.current("digits", self.world.pods.values())
-        assert len(current) <= made.wanted or over
+        assert len(current) <= made.wanted + made.spares or over
         if over and self.finished is None:
             self.finished = status.to_wire()
 
@@ -232,8 +237,10 @@ class History(PodFaults):
         alive = {p.index: p.incarnation for p in self.world.pods.values() if p.deleted_at is None}
         whole = {i: life.number for i, life in lives.items()} == alive
         done = any(p.finished for p in self.world.pods.values())
-        trains = self.world.view is None or dict(self.world.view.members) == alive or done
-        return whole and len(lives) == self.world.spec["replicas"] and trains and all_of_the_present_spec(self.world)
+        wanted, spares = self.world.spec["replicas"], self.world.spec["elastic"].get("spares", 0)
+        view = self.world.view
+        trains = view is None or done or (len(view.members) == wanted and set(view.members) <= alive.items())
+        return whole and len(lives) == wanted + spares and trains and all_of_the_present_spec(self.world)
 
 
 def is_complete(status: Status) -> bool:
@@ -390,19 +397,21 @@ def test_roster_written_and_read_again_is_the_same(
     assert roster.from_status(roster.to_status(before)) == before
 
 
-@given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans())
+@given(lives, st.integers(0, 60), st.sets(st.integers(0, 4095)), st.booleans(), st.integers(0, 3))
 def test_revised_roster_never_uses_a_name_twice(
-    made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool
+    made: dict[int, tuple[int, bool]], wanted: int, lost: set[int], replaced: bool, spares: int
 ) -> None:
     snapshot = elastic_world.ElasticWorld().snapshot()
     known = {i: roster.Incarnation(min(n, 1000), s) for i, (n, s) in sorted(made.items())}
     old = roster.Roster(len(known), 0, known)
     lost &= set(known)
-    new = roster.successor(snapshot, old, wanted, lost, replaced=replaced)
+    members = [i for i in known if i % 2 and i not in lost]
+    new = roster.successor(snapshot, old, wanted, lost, replaced=replaced, spares=spares, members=members)
     back = roster.successor(snapshot, new, len(known), (), replaced=True)
     used = {(i, life.number) for i, life in known.items()}
     for i, life in new.workers.items():
         assert (i in known and i not in lost) == ((i, life.number) in used)
+    assert len(new.workers.keys() & set(members)) <= wanted
     gone = used - {(i, life.number) for i, life in new.workers.items()}
     assert not gone & {(i, life.number) for i, life in back.workers.items()}
     assert len(back.workers) == len(known)

@@ -40,6 +40,9 @@ def run(
             help="Fewest and most workers: after a loss the others go on. everstep-run then starts a script.",
         ),
     ] = None,
+    spares: Annotated[
+        int | None, typer.Option(min=0, max=64, help="Workers beside them that wait to take the place of a lost one.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, max=16, help="Simulated nodes to spread the workers over.")] = 1,
     name: Annotated[str | None, typer.Option(help="Name of the job, instead of the file's.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder or URL for commits, instead of the file's.")] = None,
@@ -62,7 +65,7 @@ def run(
         if not equals:
             raise JobFileError(f"--secret {option}: expected NAME=FILE")
         secrets[secret_name] = read_secret(Path(path))
-    overrides = Overrides(name, workers, checkpoint, parse_elastic(elastic), secrets)
+    overrides = Overrides(name, workers, checkpoint, parse_elastic(elastic), spares, secrets)
     story = tuple(parse(text) for text in at or ())
     code = running.run(job, arguments or [], overrides, nodes=nodes, out=out, plain=plain, story=story, page=ui)
     raise typer.Exit(code)

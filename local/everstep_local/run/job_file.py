@@ -26,6 +26,7 @@ class Overrides:
     workers: int | None = None
     checkpoint: str | None = None
     elastic: tuple[int, int] | None = None  # the fewest and the most workers
+    spares: int | None = None
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -75,6 +76,11 @@ def load(path: Path, arguments: Sequence[str], overrides: Overrides) -> Prepared
         if overrides.elastic is not None:
             fewest, most = overrides.elastic
             spec["elastic"] = {**(spec.get("elastic") or {}), "minReplicas": fewest, "maxReplicas": most}
+        if overrides.spares is not None:
+            if not isinstance(elastic := spec.get("elastic"), dict):
+                problem = "a job of a fixed size has none; give --elastic MIN:MAX too"
+                raise JobFileError(f"--spares {overrides.spares}: {problem}")
+            spec["elastic"] = {**elastic, "spares": overrides.spares}
         if overrides.workers is not None:
             spec["replicas"] = overrides.workers
     return Prepared(manifest, path.resolve().parent)

@@ -66,6 +66,7 @@ class Rung(StrEnum):
     """How the operator brought the training back. Recoveries that the agents make alone are not in the status."""
 
     RECREATE = "recreate"
+    SPARE = "spare"
     SHRINK = "shrink"
     REGROW = "regrow"
 

@@ -137,6 +137,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     _column("Goodput", ".status.goodput", "string", "Productive step time as a share of wall time."),
     _column("Age", ".metadata.creationTimestamp", "date", "Time since its creation."),
     _column("Round", ".status.world.round", "integer", "Number of the last published round.", wide=True),
+    _column("Spares", ".status.spares.ready", "integer", "Spares that wait; empty: the job has none.", wide=True),
     _column("Last-Failure", ".status.recoveries[0].cause", "string", "Cause of the newest recovery.", wide=True),
     _column("ETA", ".status.progress.etaSeconds", "integer", "Seconds to the last step.", wide=True),
     _column(

@@ -16,6 +16,7 @@ class EventReason(StrEnum):
     WORLD_RESIZED = "WorldResized"
     WORKER_LOST = "WorkerLost"
     WORKER_REPLACED = "WorkerReplaced"
+    SPARE_LOST = "SpareLost"
     WORKERS_UPDATED = "WorkersUpdated"
     QUORUM_LOST = "QuorumLost"
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"

@@ -59,6 +59,7 @@ FAILED: dict[FailedReason, str] = {
 
 RUNGS: dict[Rung, str] = {
     Rung.RECREATE: "The lost worker was replaced.",
+    Rung.SPARE: "A spare took the place of the lost worker.",
     Rung.SHRINK: "Of an elastic job: the training resumed with fewer workers.",
     Rung.REGROW: "Of an elastic job: it has its full size again, after a shrink.",
 }
@@ -88,6 +89,7 @@ EVENTS: dict[EventReason, str] = {
     EventReason.WORLD_RESIZED: "The number of workers changed: by the spec, or after a loss, with fewer.",
     EventReason.WORKER_LOST: "Workers were lost: which ones, where, by what cause, and what the operator does.",
     EventReason.WORKER_REPLACED: "A recovery ended: the world has its workers again.",
+    EventReason.SPARE_LOST: "Spares were lost: which ones, where, by what cause. All workers train.",
     EventReason.WORKERS_UPDATED: "Workers are replaced, because their template changed.",
     EventReason.QUORUM_LOST: "Of an elastic job: fewer workers are left than `minReplicas`.",
     EventReason.INSUFFICIENT_CAPACITY: "Workers are not scheduled: the scheduler's reason.",

@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, model_validator
 from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep_operator.api.base import Count, Int32, StatusModel, Timestamp
 from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
+from everstep_operator.api.types import MAX_SPARES
 
 MAX_RECOVERIES = 10
 MAX_WORKERS = 4096
@@ -70,12 +71,25 @@ class WorkerRange(StatusModel):
 class Roster(StatusModel):
     """The workers that should exist, if the agents form rounds. It is published before a pod is created or deleted."""
 
-    wanted: Workers = Field(default=0, description="Workers that this roster was made for; 0 while suspended.")
+    wanted: Workers = Field(
+        default=0, description="Workers that this roster was made for, without spares; 0 while suspended."
+    )
+    spares: Workers = Field(default=0, description="Workers beside them that it was made for.")
     next_incarnation: Incarnation = Field(
         default=0, description="Incarnation of the next index that is added. It is above all that were taken out."
     )
     workers: tuple[WorkerRange, ...] = Field(
         default=(), max_length=MAX_WORKERS, description="The workers, each with its incarnation."
+    )
+
+
+class Spares(StatusModel):
+    """The workers that wait to take the place of a lost one. Which ones they are changes with each loss."""
+
+    wanted: Workers = Field(default=0, description="How many the job should have: spec.elastic.spares.")
+    ready: Workers = Field(default=0, description="How many wait now, with their programs loaded.")
+    workers: tuple[WorkerIndex, ...] = Field(
+        default=(), max_length=MAX_SPARES, description="The indices of those that wait."
     )
 
 
@@ -189,6 +203,12 @@ class Restarts(StatusModel):
         description="Nodes that rejected pods, or did not start them in time, the last one first. For half an hour new "
         "pods prefer other nodes.",
     )
+    spare_failures: Count = Field(
+        default=0, description="Times in a row that the programs of spares failed while all workers trained: no charge."
+    )
+    spare_failed_at: Timestamp | None = Field(
+        default=None, description="When one last failed; the back-off before the next spare runs from it."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -270,9 +290,11 @@ class Status(StatusModel):
 
     observed_generation: Count | None = Field(default=None, description="Newest metadata.generation that was acted on.")
     replicas: Workers = Field(
-        default=0, description="Workers that have a pod (scale subresource); 0 once the job is finished."
+        default=0,
+        description="Workers that have a pod, without spares (scale subresource); 0 once the job is finished.",
     )
-    ready_replicas: Workers = Field(default=0, description="Worker pods that are Ready.")
+    ready_replicas: Workers = Field(default=0, description="Worker pods that are Ready, without spares.")
+    spares: Spares | None = Field(default=None, description="The spares. Absent: the job has none.")
     selector: Annotated[str, StringConstraints(max_length=512)] = Field(
         default="", description="Label selector of the worker pods, as text (scale subresource)."
     )

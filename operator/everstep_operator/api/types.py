@@ -20,6 +20,7 @@ from everstep_operator.api.template import TEMPLATE_CHECKS, TEMPLATE_SCHEMA, req
 
 MAX_REPLICAS = 4096
 MAX_PROCESSES = 64
+MAX_SPARES = 64
 # Pods are named <job>-w<index>-<incarnation>: 48 + 2 + 4 digits + 1 + 8 digits are the 63 characters of a host name.
 MAX_NAME = 48
 DEFAULT_EVERY_SECONDS = 600
@@ -86,6 +87,11 @@ class Elastic(ApiModel):
         "A new value applies to workers that start after the change.",
     )
     regrow: Bool = Field(default=True, description="Whether a job that shrank grows again when there is capacity.")
+    spares: Annotated[Int32, Field(ge=0, le=MAX_SPARES)] = Field(
+        default=0,
+        description="Workers beside `replicas` that wait, with their programs loaded, to take the place of a lost one. "
+        "They are pods like the others, which count against quotas. Needs backend everstep.",
+    )
 
     CHECKS: ClassVar[tuple[Check, ...]] = (
         Check(
@@ -297,6 +303,21 @@ class TrainingJobSpec(ApiModel):
             message="spec.elastic needs a spec.rendezvous.backend other than c10d, whose world has one size",
             field=".elastic",
             holds=lambda s: s.elastic is None or s.rendezvous.backend != RendezvousBackend.C10D,
+        ),
+        Check(
+            cel="!has(self.elastic) || self.elastic.spares == 0 || self.rendezvous.backend == 'everstep'",
+            message="spec.elastic.spares needs spec.rendezvous.backend everstep: with another one the operator does "
+            "not see which workers train",
+            field=".elastic.spares",
+            holds=lambda s: (
+                s.elastic is None or s.elastic.spares == 0 or s.rendezvous.backend == RendezvousBackend.EVERSTEP
+            ),
+        ),
+        Check(
+            cel=f"!has(self.elastic) || self.elastic.maxReplicas + self.elastic.spares <= {MAX_REPLICAS}",
+            message=f"spec.elastic.maxReplicas and spares must not be more than {MAX_REPLICAS} workers together",
+            field=".elastic.spares",
+            holds=lambda s: s.elastic is None or s.elastic.max_replicas + s.elastic.spares <= MAX_REPLICAS,
         ),
         Check(
             cel="self.recovery.hang.mode != 'Fixed' || self.rendezvous.backend != 'c10d'",

@@ -66,6 +66,7 @@ def of_job(
         name,
         workers=world.size if trains else 0,
         workers_wanted=world.size if status.roster is None else status.roster.wanted,
+        spares=None if status.spares is None else status.spares.ready,
         start=_seconds(status.start_time),
         step=progress.step if progress.step is not None else status.progress.step,
         last_step=_seconds(progress.stepped_at),

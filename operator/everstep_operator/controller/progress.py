@@ -49,7 +49,7 @@ class JobProgress:
         self._open_round(status.world.round if status.roster is None else 0, None)
 
     def _open_round(self, round_: int, published_at: datetime | None) -> None:
-        self._round = round_
+        self._round, self._step_before = round_, self._step
         self._seen_to_begin = published_at is not None  # if not, an operator before this one may have seen it
         self._claimed_by: set[str] = set()
         self._claimed_at: datetime | None = None
@@ -75,9 +75,9 @@ class JobProgress:
         if round_ > self._round:
             self._open_round(round_, now)
 
-    def lost(self, now: datetime) -> None:
-        """This operator has just noticed a loss, in a job whose agents form the rounds; the recovery begins now."""
-        self._lost_at = now
+    def lost(self, at: datetime) -> None:
+        """A loss was noticed, in a job whose agents form the rounds; the recovery began then."""
+        self._lost_at = at
 
     def accept(self, report: Report, now: datetime, claimant: str | None = None) -> bool:
         """Take one report; whether it changed a fact on which a plan should act at once.
@@ -259,6 +259,7 @@ class JobProgress:
             started_at=self._started_at,
             restored_at=self._restored_at,
             restored_step=self._restored_step,
+            step_before=self._step_before,
             resumed_step=self._resumed_step,
             restore_seconds=self._restore_seconds,
             trained_at=self._trained_at,

@@ -150,10 +150,12 @@ class Reconciler:
                 },
             )
         now = self._clock.now()
+        # Then the training has gone on already, and reports say since when.
+        agents_first = decided.lost is not None and decided.lost.at is not None
         memory.progress.seconds.planned(
             now,
             figures.standing(job, decided.status, snapshot.pods),
-            figures.noticed(job.status, decided.status, now),
+            None if agents_first else figures.noticed(job.status, decided.status, now),
             changed=decided.publish,
         )
         held_back = written = False
@@ -211,7 +213,8 @@ class Reconciler:
         if new.world.round > old.world.round:
             memory.progress.published(new.world.round, now)
         if recovery_record.is_open(new.recoveries) and new.recoveries != old.recoveries:
-            memory.progress.lost(now)
+            noticed_at = decided.lost.at if decided.lost is not None else None
+            memory.progress.lost(noticed_at or now)
             memory.recoveries[str(new.recoveries[0].cause)] += 1
         if decided.lost is not None:
             self._node_losses.add(decided.lost)

@@ -12,7 +12,7 @@ from everstep.jobs.timeline import Timeline
 from everstep.jobs.view import View, age, ended, moment
 from everstep_operator.page.model import Commit, Listed
 
-GOOD = frozenset(["Running", "Complete", "training", "Succeeded"])
+GOOD = frozenset(["Running", "Complete", "training", "spare", "Succeeded"])
 BAD = frozenset(["Failed", "Deleted"])
 NONE = "–"
 LANES = 64  # workers that are drawn

@@ -8,7 +8,7 @@ out after it, and events are written last. If the write is refused, no action ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import Cause
 from everstep_operator.api.events import EventReason, event_type
@@ -30,10 +30,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
-    """The first lost worker of an incident. `node` None: it is not known where the worker ran."""
+    """The first lost worker of an incident. `node` None: it is not known where the worker ran. `at`: when it left its
+    round, if the agents noticed that before the operator."""
 
     cause: Cause
     node: str | None
+    at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,7 @@ class ReportedProgress:
     started_at: datetime | None = None  # all ranks have reported START
     restored_at: datetime | None = None  # all ranks have restored
     restored_step: int | None = None
+    step_before: int | None = None  # the highest completed step when the first report of this round came
     resumed_step: int | None = None  # the last step that was complete when the round began to train
     restore_seconds: float | None = None
     first_step_at: datetime | None = None  # all ranks have completed one step

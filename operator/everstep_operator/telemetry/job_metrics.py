@@ -20,6 +20,7 @@ class JobFigures:
     name: str
     workers: int = 0
     workers_wanted: int = 0
+    spares: int | None = None  # that wait; None: the job has none
     start: float | None = None
     step: int | None = None
     last_step: float | None = None
@@ -121,8 +122,14 @@ FAMILIES = (
     Family(
         "everstep_job_workers_wanted",
         "gauge",
-        "Workers that the job should have; 0 while it is suspended.",
+        "Workers that the job should have, without spares; 0 while it is suspended.",
         _of_jobs(lambda j: j.workers_wanted),
+    ),
+    Family(
+        "everstep_job_spares",
+        "gauge",
+        "Spares that wait to take the place of a lost worker, of a job with spec.elastic.spares.",
+        _of_jobs(lambda j: j.spares),
     ),
     Family(
         "everstep_job_goodput_ratio",

@@ -35,6 +35,7 @@ class Asked:
     launcher: str = ""
     script: str = "digits"
     sizes: str = ""  # FEWEST:MOST of an elastic job
+    spares: int = 0  # beside the workers of an elastic job
     together: bool = False  # all workers on one node
     restarts: int | None = None  # PET_MAX_RESTARTS in the pod template; None: what the operator sets
     example: str = ""  # this manifest of examples/digits as it stands; all of the above that it has comes from it
@@ -47,6 +48,7 @@ class Asked:
             given = {**of_example(given["example"]), **given}
         kinds: dict[str, Callable[[str], Any]] = {
             "workers": int, "steps": int, "pause": float, "every": int, "together": "yes".__eq__, "restarts": int,
+            "spares": int,
         }  # fmt: skip
         try:
             asked = cls(**{key: kinds.get(key, str)(value) for key, value in given.items()})
@@ -126,6 +128,8 @@ def _until(player: Player, what: list[str]) -> None:
             player.until_step(int(step), "checkpoint.lastCommittedStep")
         case ["training"]:
             player.until_training()
+        case ["spares"]:
+            player.until_spares()
         case ["lost"]:
             player.until_lost()
         case ["recovered"]:
@@ -160,6 +164,8 @@ def _expect(player: Player, what: list[str]) -> None:
             player.expect_restarts(kind, int(number))
         case ["cause", cause]:
             player.expect_cause(cause)
+        case ["rung", rung]:
+            player.expect_rung(rung)
         case _:
             raise ScenarioError(f"unknown: expect {shlex.join(what)}")
 
@@ -192,4 +198,7 @@ def _do(player: Player, words: list[str]) -> None:
 
 
 def _which(player: Player, words: list[str]) -> list[int]:
+    if words == ["member"]:
+        waiting = player.status()["spares"]["workers"]
+        return [next(index for index in range(player.workers + 1) if index not in waiting)]
     return player.indices() if words == ["all"] else [int(word) for word in words]

@@ -207,7 +207,7 @@ class Player(ABC):
         spec["replicas"] = asked.workers
         if asked.sizes:
             fewest, most = map(int, asked.sizes.split(":"))
-            spec["elastic"] = {"minReplicas": fewest, "maxReplicas": most}
+            spec["elastic"] = {"minReplicas": fewest, "maxReplicas": most, "spares": asked.spares}
         spec["checkpoint"].update(url=self.url, everySteps=asked.every)
         spec["rendezvous"] = {"backend": asked.backend}
         if asked.backend == "etcd":
@@ -317,6 +317,17 @@ class Player(ABC):
         except ScenarioError as e:
             raise ScenarioError(f"{e}\n{self.describe()}") from e
 
+    def until_spares(self) -> None:
+        """All spares wait."""
+
+        def wait() -> bool:
+            if self.over:
+                raise ScenarioError(f"the job is {self.over} before its spares waited: give it more steps")
+            spares = self.status().get("spares") or {}
+            return bool(spares) and spares.get("ready") == spares["wanted"]
+
+        self.wait("the spares wait", wait)
+
     def until_apart(self) -> None:
         """The next loss is an incident of its own: the last one began long enough ago."""
 
@@ -402,6 +413,11 @@ class Player(ABC):
         newest = self.status()["recoveries"][0]
         if newest["cause"] != cause:
             raise ScenarioError(f"the newest recovery is {newest}, expected cause {cause}\n{self.describe()}")
+
+    def expect_rung(self, rung: str) -> None:
+        newest = self.status()["recoveries"][0]
+        if newest["rung"] != rung:
+            raise ScenarioError(f"the newest recovery is {newest}, expected rung {rung}\n{self.describe()}")
 
     def play(self, text: str) -> None:
         """Run a scenario; an error names its line."""

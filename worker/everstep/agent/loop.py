@@ -365,7 +365,10 @@ class Agent:
         return open_driver(self._arguments, processes, self._environ)
 
     def _environment(self, slot: int, round_: Round | None, files: Files) -> dict[str, str]:
-        return environment(self._setting, slot, round_, str(files.error), str(files.calls), self._state.round)
+        return environment(
+            self._setting, slot, round_, str(files.error), str(files.calls), self._state.round,
+            self._membership.expected_rank,
+        )  # fmt: skip
 
     def _fork_server_environ(self) -> dict[str, str]:
         environ = dict(self._environ)

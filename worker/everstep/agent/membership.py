@@ -32,6 +32,7 @@ from everstep.membership.errors import (
     RendezvousFailed,
     StoreRefused,
 )
+from everstep.membership.formation.selection import expected_rank
 from everstep.membership.identity import agent_id, own_address
 from everstep.membership.joining import JoinSettings
 from everstep.membership.machine import Rejected
@@ -55,6 +56,8 @@ class Membership:
         self._changes: asyncio.Queue[tuple[MemberCommand | None, Callable[[], None] | None]] = asyncio.Queue()
         self._tasks = Tasks(self._failed)
         self._round: Round | None = None
+        # What an agent that was in no round yet may expect: its rank, and the number of agents.
+        self.expected_rank: tuple[int, int] | None = None
 
     def start(self) -> None:
         self._tasks.start(self._change_all())
@@ -65,6 +68,8 @@ class Membership:
             document = await asyncio.to_thread(self._driver.document)
         except RendezvousFailed:
             return False
+        if document is not None:
+            self.expected_rank = expected_rank(document, self._driver.index)
         return document is not None and document.in_process and document.closed is None
 
     def enough_without_us(self) -> bool:
@@ -158,6 +163,7 @@ class Membership:
             )
         except ProcessesNeeded as e:
             log.info("%s", e)
+            await self.keeps()
             self._post(ProcessesFirst())
             return
         except RendezvousClosed as e:

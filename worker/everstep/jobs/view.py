@@ -10,6 +10,7 @@ from typing import Any
 from everstep.contract import labels
 
 DELETED = "Deleted"  # the status of a job that has been deleted, and may still have pods that end
+SPARE = "spare"  # the state of such a worker
 EVENTS = 12  # newest events that are kept in a view
 Object = Mapping[str, Any]  # as the API server's JSON has it
 
@@ -18,7 +19,8 @@ Object = Mapping[str, Any]  # as the API server's JSON has it
 class WorkerRow:
     """`rank`, `step`, `pid` and the peaks of memory, in bytes, are known of runs of this machine alone. `step`: only of
     the worker with rank 0, because the others report no steps but their first. `incarnation`: how many pods of this
-    worker there were before; a loss, a change of the job and a suspension each end one."""
+    worker there were before; a loss, a change of the job and a suspension each end one. `state` is `spare` while it
+    waits to take the place of a lost worker."""
 
     worker: int
     pod: str
@@ -84,6 +86,12 @@ class View:
         return str((self.raw_status.get("checkpoint") or {}).get("url") or "")
 
     @property
+    def spares(self) -> str:
+        """How many spares wait, such as `1 of 2`; empty if the job has none."""
+        spares = self.raw_status.get("spares") or {}
+        return f"{spares.get('ready') or 0} of {spares['wanted']}" if spares.get("wanted") else ""
+
+    @property
     def over_at(self) -> datetime | None:
         """When the job was over, or when it was so; None while it goes on."""
         end = str(self.raw_status.get("completionTime") or "") if ended(self.raw_status) else ""
@@ -118,6 +126,11 @@ def of_status(job: str, status: Object, workers: Iterable[WorkerRow], events: It
     """What a TrainingJob's status says, with its workers in any order, and its events, oldest first."""
     ready = condition(status, "Ready")
     world, progress = status.get("world") or {}, status.get("progress") or {}
+    waiting = (status.get("spares") or {}).get("workers") or ()
+    workers = (
+        replace(row, state=SPARE) if row.worker in waiting and row.state in ("training", "starting") else row
+        for row in workers
+    )
     return View(
         job=job,
         status=str(ready.get("reason", "Pending")),

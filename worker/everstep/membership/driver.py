@@ -70,6 +70,11 @@ class Driver:
         """This agent's id."""
         return self._member.agent
 
+    @property
+    def index(self) -> int:
+        """The index of its worker; -1: it has none of its own."""
+        return self._member.index
+
     # --- joining
 
     def join(
@@ -78,8 +83,8 @@ class Driver:
         """Join a round newer than the last one (or than `after`); blocks for at most `timeout` seconds. `prepared`: the
         agent has its processes, or knows of no reason to start them before.
 
-        Raises JoinTimedOut, JoinRefused, RendezvousClosed, ProcessesNeeded, or the store's final error. After a failure the others do
-        not wait for this agent.
+        Raises JoinTimedOut, JoinRefused, RendezvousClosed, ProcessesNeeded, or the store's final error. After a failure
+        the others do not wait for this agent.
         """
         member = self._member if store_port is None else replace(self._member, store_port=store_port)
         with self._changed:

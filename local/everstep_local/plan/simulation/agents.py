@@ -63,11 +63,26 @@ class ElasticWorld(World):
             return "no round"
         number = max(self.view.round, self.status.world.round) + 1
         self.status = self.status.model_copy(update={"world": self.status.world.model_copy(update={"round": number})})
-        before = dict(self.view.members)
+        before, left = dict(self.view.members), set(self.view.left)
         ready.sort(key=lambda m: (before.get(m[0]) != m[1], m[0]))  # survivors first, as the agents choose
         joining = tuple(sorted(i for i, _ in ready[size:]))
-        self.view = RoundView(number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes)
+        left = {(i, n) for i, n in left | self.view_members() if (i, n) not in ready}
+        left_at = self.now if left - set(self.view.left) else self.view.left_at
+        self.view = RoundView(
+            number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes,
+            left=tuple(sorted(left)), left_at=left_at,
+        )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
+
+    def view_members(self) -> set[tuple[int, int]]:
+        assert self.view is not None
+        return set(self.view.members)
+
+    def do_wait(self, *indexes: str) -> None:
+        """These agents wait for the next round, with their programs loaded, and no others."""
+        assert self.view is not None
+        left = tuple((i, n) for i, n in self.view.left if str(i) not in indexes)
+        self.view = replace(self.view, joining=tuple(sorted(map(int, indexes))), left=left)
 
     def do_gone_from(self, *indexes: str) -> None:
         """The agents report that these are no longer in the round."""
@@ -83,9 +98,13 @@ class ElasticWorld(World):
         self.view = replace(self.view, closed=why)
 
     def do_step(self, step: str, restored: str = "") -> None:
+        before = self.progress
         super().do_step(step, restored)
         if self.view is not None:
-            self.progress = replace(self.progress, round=self.view.round)
+            first = before.round != self.view.round
+            self.progress = replace(
+                self.progress, round=self.view.round, step_before=before.step if first else before.step_before
+            )
 
     def do_roster(self) -> str:
         return str(self.published())

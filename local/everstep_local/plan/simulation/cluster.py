@@ -143,7 +143,9 @@ class World:
         opened = decided.status.recoveries != self.status.recoveries
         self.take_status(decided.status)
         if opened and decided.status.recoveries and decided.status.recoveries[0].first_step_ms is None:
-            self.progress = replace(self.progress, lost_at=self.now)  # as the reconciler does in JobProgress
+            noticed_at = decided.lost.at if decided.lost is not None else None
+            # As the reconciler does in JobProgress.
+            self.progress = replace(self.progress, lost_at=noticed_at or self.now)
         failed: set[StageName] = set()
         number = 0
         for position, stage in enumerate(decided.stages):

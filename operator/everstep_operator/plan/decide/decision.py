@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
@@ -32,11 +32,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryStart:
-    """A recovery begins. If `follows` and one is open already, that one goes on. `rung`: how it is expected to end."""
+    """A recovery begins. If `follows` and one is open already, that one goes on. `rung`: how it is expected to end.
+    `at`: when the agents noticed the loss, if they did before the operator."""
 
     loss: Loss
     rung: Rung
     follows: bool
+    at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

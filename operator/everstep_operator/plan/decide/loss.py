@@ -6,18 +6,17 @@ because torchrun's store dies with worker 0, and a torchrun that lost a peer has
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import assert_never
 
 from everstep_operator import object_names
 from everstep_operator.api.conditions import Cause, FailedReason, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Restarts
-from everstep_operator.plan.decide import rejections, restart_budget, start_failures
+from everstep_operator.plan.decide import rejections, restart_budget, spares, start_failures
 from everstep_operator.plan.decide.decision import Failed, Publish, RecoveryStart, Wait
 from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
-from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Loss
 from everstep_operator.plan.state.world_state import is_awaited
@@ -26,13 +25,20 @@ from everstep_operator.plan.state.world_state import is_awaited
 INCIDENT = timedelta(seconds=10)
 # Under c10d the failures of peers often become visible before the failure that caused them. It is waited for this long.
 CAUSE_WAIT = timedelta(seconds=2)
+# Between two looks at a round that this operator has not read yet; it is read as soon as it begins to lead.
+UNREAD_WAIT = timedelta(seconds=1)
 
 
 def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
     lost = losses_to_replace(facts)
     if not lost:
         return None
-    root = lost[0]
+    if all(loss.index in facts.spares for loss in lost):
+        return spares.replaced(facts, lost)
+    if facts.roster.spares and is_awaited(facts.snapshot):
+        return Wait(UNREAD_WAIT, "waiting for the round, which shows who trains")
+    # Whatever ended a worker that waits, the training has lost the one that trained.
+    root = next((loss for loss in lost if facts.roster.spares and loss.index in facts.trained), lost[0])
     if (left := _wait_for_cause(facts, lost)) is not None:
         return Wait(left, f"worker {root.index} lost a peer; waiting to see which one")
     if (why := _rendezvous_closed(facts, lost)) is not None:
@@ -53,7 +59,7 @@ def when_workers_are_lost(facts: Facts) -> Failed | Publish | Wait | None:
                     "(spec.recovery.noProgressLimit)",
                     root,
                 )
-            return _replace(facts, lost, restarts, follows)
+            return _replace(facts, root, lost, restarts, follows)
         case other:
             assert_never(other)
 
@@ -62,9 +68,10 @@ def _limit(facts: Facts) -> int:
     return facts.job.spec.recovery.no_progress_limit
 
 
-def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: bool) -> Publish:
-    root, indices = lost[0], {loss.index for loss in lost}
-    hit = not indices.isdisjoint(facts.world.members)
+def _replace(facts: Facts, root: Loss, lost: tuple[Loss, ...], restarts: Restarts, follows: bool) -> Publish:
+    indices = {loss.index for loss in lost}
+    hit = not indices.isdisjoint(facts.trained)
+    left_at = _left_at(facts, root)
     replaced = not _can_do_without(facts, indices)
     if hit and replaced:
         # Replaced workers need all peers, so a worker that has succeeded is replaced with them.
@@ -86,14 +93,20 @@ def _replace(facts: Facts, lost: tuple[Loss, ...], restarts: Restarts, follows: 
             else f"replacing {object_names.list_of_workers(indices)}"
         )
     return Publish(
-        roster.successor(facts.snapshot, facts.roster, facts.wanted, indices, replaced=replaced),
+        facts.successor(indices, replaced=replaced),
         message,
         ReadyReason.RECOVERING if hit else None,
         Event(EventReason.WORKER_LOST, f"{message}; {reaction}{start_failures.tried(facts.snapshot, restarts)}"),
         restarts,
-        RecoveryStart(root, Rung.RECREATE if replaced else Rung.SHRINK, follows) if hit else None,
-        None if follows else LostWorker(root.cause, root.node),
+        RecoveryStart(root, Rung.RECREATE if replaced else Rung.SHRINK, follows, left_at) if hit else None,
+        None if follows else LostWorker(root.cause, root.node, left_at),
     )
+
+
+def _left_at(facts: Facts, loss: Loss) -> datetime | None:
+    """When the lost worker left its round, if the others are in the next already."""
+    view = facts.round_view
+    return view.left_at if view is not None and loss.index in facts.trained - facts.world.members else None
 
 
 def losses_to_replace(facts: Facts) -> tuple[Loss, ...]:

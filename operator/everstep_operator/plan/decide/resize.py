@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from everstep_operator.api.conditions import ReadyReason
 from everstep_operator.api.events import EventReason
-from everstep_operator.object_names import resizing
+from everstep_operator.object_names import number_of_spares, resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.state import roster
+from everstep_operator.plan.state import roster, sizing
 from everstep_operator.plan.state.facts import Facts
 
 
 def when_the_size_changes(facts: Facts) -> Publish | None:
+    spares = sizing.spares(facts.job.spec)
     if facts.wanted == facts.roster.wanted:
-        return None
+        if spares == facts.roster.spares:
+            return None
+        return Publish(_revised(facts), f"keeping {number_of_spares(spares)} instead of {facts.roster.spares}")
     message = resizing(facts.roster.wanted, facts.wanted)
     event = Event(EventReason.WORLD_RESIZED, message)
     return Publish(_revised(facts), message, ReadyReason.RESIZING, event)
@@ -26,4 +29,4 @@ def when_out_of_date(facts: Facts) -> Publish | None:
 
 
 def _revised(facts: Facts) -> roster.Roster:
-    return roster.successor(facts.snapshot, facts.roster, facts.wanted, replaced=facts.regrows)
+    return facts.successor(replaced=facts.regrows)

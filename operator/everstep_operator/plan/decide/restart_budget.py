@@ -210,4 +210,6 @@ def _count(
         rejections=old.rejections,
         rejected_at=old.rejected_at,
         rejected_by=old.rejected_by,
+        spare_failures=old.spare_failures,
+        spare_failed_at=old.spare_failed_at,
     )

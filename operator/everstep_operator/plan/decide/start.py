@@ -7,7 +7,7 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.object_names import number_of_workers
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.state import roster
+from everstep_operator.plan.state import roster, sizing
 from everstep_operator.plan.state.facts import Facts
 
 
@@ -15,9 +15,9 @@ def when_nothing_is_wanted_yet(facts: Facts) -> Publish | None:
     if facts.roster.wanted > 0:
         return None
     if facts.published is None:
-        made = roster.initial(facts.snapshot, facts.wanted)
+        made = roster.initial(facts.snapshot, facts.wanted, sizing.spares(facts.job.spec))
     else:
-        made = roster.successor(facts.snapshot, facts.roster, facts.wanted)
+        made = facts.successor()
     message = f"creating {number_of_workers(facts.wanted)}"
     before = facts.job.status.condition(ConditionType.READY)
     resumed = before is not None and before.reason == ReadyReason.SUSPENDED

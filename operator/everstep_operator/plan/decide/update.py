@@ -13,7 +13,6 @@ from everstep_operator.api.events import EventReason
 from everstep_operator.object_names import list_of_workers, resizing
 from everstep_operator.plan.decide.decision import Publish
 from everstep_operator.plan.outcome import Event
-from everstep_operator.plan.state import roster
 from everstep_operator.plan.state.facts import Facts
 
 
@@ -35,7 +34,7 @@ def _update(facts: Facts, replaced: frozenset[int]) -> Publish:
     message = f"the spec has changed: replacing {workers}"
     if facts.wanted != facts.roster.wanted:
         message += f", and {resizing(facts.roster.wanted, facts.wanted)}"
-    made = roster.successor(facts.snapshot, facts.roster, facts.wanted, replaced)
     # Failures of the old program do not count for the new one.
     restarts = facts.job.status.restarts.model_copy(update={"start_failures": 0, "mismatch": None})
-    return Publish(made, message, ReadyReason.UPDATING, Event(EventReason.WORKERS_UPDATED, message), restarts)
+    event = Event(EventReason.WORKERS_UPDATED, message)
+    return Publish(facts.successor(replaced), message, ReadyReason.UPDATING, event, restarts)

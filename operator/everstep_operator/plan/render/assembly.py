@@ -101,8 +101,9 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
         facts.snapshot,
         verdict,
         world=world_status.render(facts),
-        existing=len(facts.current),
+        existing=min(len(facts.current), facts.roster.wanted),
         ready=facts.ready,
+        spares=facts.waiting_spares,
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
         restarts=change.restarts if change is not None else None,
         recoveries=_recoveries(facts, change),
@@ -126,10 +127,16 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
         return records
     full = facts.world.size >= facts.roster.wanted
     last_step = facts.job.status.restarts.last_step
-    records = recovery_record.completed(records, progress, last_step, Rung.RECREATE if full else Rung.SHRINK)
+    records = recovery_record.completed(records, progress, last_step, _rung(facts, records) if full else Rung.SHRINK)
     if full and ready_condition.trains(facts):
         records = recovery_record.regrown(facts.snapshot.now, progress, records)
     return records
+
+
+def _rung(facts: Facts, records: tuple[RecoveryRecord, ...]) -> Rung:
+    """How a world came to its full size again."""
+    without = bool(records) and records[0].worker is not None and records[0].worker not in facts.world.members
+    return Rung.SPARE if facts.roster.spares and without else Rung.RECREATE
 
 
 def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> bool:
@@ -145,4 +152,4 @@ def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> b
 def _opened(facts: Facts, begun: RecoveryStart, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
     if begun.follows and recovery_record.is_open(records):
         return records
-    return recovery_record.opened(facts.snapshot.now, begun.loss, records, begun.rung)
+    return recovery_record.opened(begun.at or facts.snapshot.now, begun.loss, records, begun.rung)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from everstep_operator import object_names
 from everstep_operator.api.status import Restarts
 from everstep_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, SetSizes
-from everstep_operator.plan.decide import completion, rejections, restart_budget
+from everstep_operator.plan.decide import completion, rejections, restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import pods, waits
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
@@ -72,10 +72,9 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
     if start is not None:
         left = start - snapshot.now
         return Convergence(actions, Requeue(left, "back-off"), f"backs off for {left.total_seconds():.0f} s")
+    due, held_back = _without_spares(facts, missing, restarts)
     avoided = rejections.avoided(snapshot.now, restarts)
-    actions[StageName.CREATE] = [
-        _create(facts, index, avoided) for index in missing[: snapshot.settings.max_pods_per_plan]
-    ]
+    actions[StageName.CREATE] = [_create(facts, index, avoided) for index in due[: snapshot.settings.max_pods_per_plan]]
     # This is tried again in every pass, and after a while even without an observed change.
     if retry is not None:
         obstacle = (
@@ -84,7 +83,17 @@ def converge(facts: Facts, restarts: Restarts) -> Convergence:
         return Convergence(actions, retry, obstacle)
     if snapshot.create_refused is not None:
         return Convergence(actions, Requeue(REFUSED_RETRY, "creates were refused"), "the API server refuses creates")
-    return Convergence(actions)
+    return Convergence(actions, held_back)
+
+
+def _without_spares(facts: Facts, missing: list[int], restarts: Restarts) -> tuple[list[int], Requeue | None]:
+    """The missing workers without those that are spares and have to wait; and when these may be created."""
+    now = facts.snapshot.now
+    start = spares.back_off_until(now, restarts, facts.job.spec.recovery.backoff_seconds)
+    if start is None:
+        return missing, None
+    needed = max(0, len(missing) - facts.roster.spares)
+    return missing[:needed], Requeue(start - now, "back-off of spares")
 
 
 def set_sizes(facts: Facts) -> tuple[SetSizes, ...]:

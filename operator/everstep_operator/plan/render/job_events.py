@@ -90,6 +90,7 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     if done.rung == Rung.REGROW:
         return [Event(EventReason.WORKER_REPLACED, f"the world has its {number_of_workers(observed.world.size)} again")]
     size = f" with {number_of_workers(observed.world.size)}" if done.rung == Rung.SHRINK else ""
+    size = " with a spare" if done.rung == Rung.SPARE else size
     events = [
         Event(
             EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,

@@ -22,10 +22,11 @@ from everstep_operator.api.status import (
     RecoveryRecord,
     Restarts,
     Roster,
+    Spares,
     Status,
     World,
 )
-from everstep_operator.api.types import RendezvousBackend
+from everstep_operator.api.types import MAX_SPARES, RendezvousBackend
 from everstep_operator.plan.snapshot import ReportedPeak, Snapshot
 
 MAX_MESSAGE = 1024
@@ -60,6 +61,7 @@ def render(
     world: World,
     existing: int,
     ready: int,
+    spares: tuple[int, ...] = (),
     roster: Roster | None = None,
     restarts: Restarts | None = None,
     recoveries: tuple[RecoveryRecord, ...] | None = None,
@@ -77,6 +79,7 @@ def render(
         observed_generation=job.generation,
         replicas=existing,
         ready_replicas=ready,
+        spares=_spares(roster, spares),
         selector=object_names.selector(job.name),
         start_time=start,
         earlier_active_seconds=earlier,
@@ -93,6 +96,12 @@ def render(
         failure=old.failure or failure,
         conditions=_conditions(snapshot, verdict, world, ready),
     )
+
+
+def _spares(roster: Roster | None, waiting: tuple[int, ...]) -> Spares | None:
+    if roster is None or not roster.spares:
+        return None
+    return Spares(wanted=roster.spares, ready=len(waiting), workers=waiting[:MAX_SPARES])
 
 
 def _activity(snapshot: Snapshot, active: bool, finished: bool) -> tuple[datetime | None, int]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 from everstep_operator.api.conditions import ConditionType, ReadyReason
-from everstep_operator.object_names import number_of_workers
-from everstep_operator.plan.decide import restart_budget
+from everstep_operator.object_names import number_of_spares, number_of_workers
+from everstep_operator.plan.decide import restart_budget, spares
 from everstep_operator.plan.outcome import Requeue
 from everstep_operator.plan.render import waits
 from everstep_operator.plan.render.job_status import Quorum, Verdict
@@ -66,7 +66,8 @@ def _with_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verdict
         # A Service or a disruption budget cannot be made, or a node holds a pod that was replaced.
         beside = obstacle if facts.snapshot.name_collisions or facts.snapshot.object_refused else None
         stays = beside or waits.not_ending(facts)
-        return Verdict(ReadyReason.RUNNING, f"{training}/{wanted} ready{_succeeded(facts)}", stays, quorum)
+        message = f"{training}/{wanted} ready{_succeeded(facts)}{_spares(facts, why)}"
+        return Verdict(ReadyReason.RUNNING, message, stays, quorum)
     message = f"{training}/{wanted} train{_succeeded(facts)}{_at_least(facts)}{_because(facts, why)}"
     changes = before in _BY_EDIT and why is None
     reason = ReadyReason(before) if changes and before is not None else ReadyReason.RUNNING_DEGRADED
@@ -113,6 +114,18 @@ def _reason_before(facts: Facts) -> str | None:
 
 def _succeeded(facts: Facts) -> str:
     return f", {len(facts.succeeded)} succeeded" if facts.succeeded else ""
+
+
+def _spares(facts: Facts, why: str | None) -> str:
+    """How many spares wait, and why not all do. `why`: what keeps the first missing worker from running."""
+    wanted, waiting = facts.roster.spares, len(facts.waiting_spares)
+    if waiting >= wanted:
+        return f", {number_of_spares(wanted)}" if wanted else ""
+    back_off = facts.job.spec.recovery.backoff_seconds
+    start = spares.back_off_until(facts.snapshot.now, facts.job.status.restarts, back_off)
+    if why is None and start is not None and len(facts.current) < len(facts.roster.workers):
+        why = f"none is created before {start:%H:%M:%S} UTC, after failures (back-off)"
+    return f", {waiting} of {number_of_spares(wanted)}" + (f": {why}" if why else "")
 
 
 def _at_least(facts: Facts) -> str:

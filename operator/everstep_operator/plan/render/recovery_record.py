@@ -77,7 +77,11 @@ def _repeated(progress: ReportedProgress, step_before: int | None) -> int | None
     kept their memory restored nothing and lost nothing, and a script may keep its state by other means.
     """
     resumed = progress.restored_step if progress.resumed_step is None else progress.resumed_step
-    return None if step_before is None or resumed is None else max(0, step_before - resumed)
+    if step_before is None or resumed is None:
+        return None
+    # A loss that was noticed late: the steps of this round were completed after it.
+    before = step_before if progress.step_before is None else min(step_before, progress.step_before)
+    return max(0, before - resumed)
 
 
 def total_ms(record: RecoveryRecord) -> int:

@@ -6,7 +6,7 @@ decide, and for a roster that it is about to publish, to build the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
@@ -41,8 +41,9 @@ class Facts:
 
     @property
     def ready(self) -> int:
-        """How many workers run and are Ready. A pod that has ended keeps its condition for a while."""
-        return sum(p.ready and not p.finished for p in self.current.values())
+        """How many workers run and are Ready, at most as many as are wanted. A pod that has ended keeps its condition
+        for a while."""
+        return min(self.roster.wanted, sum(p.ready and not p.finished for p in self.current.values()))
 
     @property
     def succeeded(self) -> frozenset[int]:
@@ -52,6 +53,34 @@ class Facts:
     def outdated(self) -> frozenset[int]:
         """The workers whose pods were made from another spec."""
         return frozenset(i for i, p in self.current.items() if p.uid in self.outdated_pods)
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """The members of the round; beside spares also workers that have left one and not come back: with a spare in
+        its place, a lost worker is out of the round before its loss is seen."""
+        workers, view = self.roster.workers, self.round_view
+        left = view.left if view is not None and self.roster.spares else ()
+        return self.world.members | {index for index, n in left if index in workers and workers[index].number == n}
+
+    @property
+    def spares(self) -> frozenset[int]:
+        """The workers that have no place in a whole round of the wanted size. There are none while more are needed."""
+        whole = self.round_view is not None and self.world.has_quorum and self.world.size >= self.roster.wanted
+        return frozenset(self.roster.workers.keys() - self.trained) if self.roster.spares and whole else frozenset()
+
+    @property
+    def waiting_spares(self) -> tuple[int, ...]:
+        """The spares that wait for a place in a round, with their programs loaded."""
+        view = self.round_view
+        return () if view is None else tuple(sorted(self.spares.intersection(view.joining)))
+
+    def successor(self, lost: Collection[int] = (), *, replaced: bool = True) -> Roster:
+        """The roster that the spec asks for now, with the lost workers replaced or left out."""
+        spares = sizing.spares(self.job.spec)
+        members = self.world.members.difference(lost) if spares or self.roster.spares else ()
+        return roster.successor(
+            self.snapshot, self.roster, self.wanted, lost, replaced=replaced, spares=spares, members=members
+        )
 
     @property
     def regrows(self) -> bool:

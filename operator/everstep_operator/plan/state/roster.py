@@ -32,7 +32,8 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """`wanted`: the number of workers that it was made for. It has fewer if lost workers are not replaced.
+    """`wanted`: the number of workers that it was made for, beside its `spares`. It has fewer if lost workers are not
+    replaced.
 
     `replaces_all`: any change replaces all workers, as under c10d. Then the round is `next_incarnation`, which is one
     more than the incarnation of the workers. That holds for a roster without workers too.
@@ -42,6 +43,7 @@ class Roster:
     next_incarnation: int = 0
     workers: Mapping[int, Incarnation] = field(default_factory=dict)  # by index, in order
     replaces_all: bool = False
+    spares: int = 0
 
     def name(self, job: str, index: int) -> str:
         return object_names.pod_name(job, index, self.workers[index].number)
@@ -97,7 +99,7 @@ def from_status(stored: api.Roster | None) -> Roster:
     for part in stored.workers:
         for index in range(part.first, part.last + 1):
             workers.setdefault(index, Incarnation(part.incarnation, part.started))
-    return Roster(stored.wanted, stored.next_incarnation, dict(sorted(workers.items())))
+    return Roster(stored.wanted, stored.next_incarnation, dict(sorted(workers.items())), spares=stored.spares)
 
 
 def to_status(roster: Roster) -> api.Roster:
@@ -106,10 +108,12 @@ def to_status(roster: Roster) -> api.Roster:
         api.WorkerRange(first=first, last=last, incarnation=worker.number, started=worker.started)
         for first, last, worker in _ranges(roster.workers)
     )
-    return api.Roster(wanted=roster.wanted, next_incarnation=roster.next_incarnation, workers=ranges)
+    return api.Roster(
+        wanted=roster.wanted, spares=roster.spares, next_incarnation=roster.next_incarnation, workers=ranges
+    )
 
 
-def initial(snapshot: Snapshot, wanted: int) -> Roster:
+def initial(snapshot: Snapshot, wanted: int, spares: int = 0) -> Roster:
     """The first roster, or the replacement of a roster that somebody deleted. Existing pods are kept, unless every
     change replaces all workers."""
     job = snapshot.job
@@ -122,9 +126,9 @@ def initial(snapshot: Snapshot, wanted: int) -> Roster:
         return _with_all_replaced(none, wanted, base) if wanted else replace(none, next_incarnation=base)
     existing = {p.index: p.incarnation for p in pods if none.is_of_its_backend(p)}
     existing = {index: n for index, n in existing.items() if n == newest[index]}
-    workers = {index: Incarnation(existing.get(index, base)) for index in range(wanted)}
+    workers = {index: Incarnation(existing.get(index, base)) for index in range(wanted + spares)}
     taken_out = [_incarnation_after(n, none) for index, n in newest.items() if index not in workers]
-    return Roster(wanted, max([base, *taken_out]), workers)
+    return Roster(wanted, max([base, *taken_out]), workers, spares=spares)
 
 
 def raised_to_pods(snapshot: Snapshot, roster: Roster) -> Roster:
@@ -148,11 +152,21 @@ def raised_to_pods(snapshot: Snapshot, roster: Roster) -> Roster:
 
 
 def successor(
-    snapshot: Snapshot, roster: Roster, wanted: int, lost: Collection[int] = (), *, replaced: bool = True
+    snapshot: Snapshot,
+    roster: Roster,
+    wanted: int,
+    lost: Collection[int] = (),
+    *,
+    replaced: bool = True,
+    spares: int = 0,
+    members: Collection[int] = (),
 ) -> Roster:
-    """The roster for `wanted` workers, with the lost ones `replaced` or left out. A smaller roster loses its highest
-    indices; a larger one gets the lowest free ones. Workers that were left out are created again only when `wanted`
-    changes."""
+    """The roster for `wanted` workers and `spares`, with the lost ones `replaced` or left out.
+
+    A smaller roster loses its highest indices; a larger one gets the lowest free ones. Workers that were left out are
+    created again only when one of the numbers changes. If there are spares, of the `members` of the round only
+    `wanted` stay: the round gets smaller only if a member leaves it.
+    """
     if roster.replaces_all:
         if not lost and wanted == roster.wanted:
             return roster
@@ -167,16 +181,23 @@ def successor(
             workers[index] = worker
         elif replaced:
             workers[index] = Incarnation(_incarnation_after(worker.number, roster))
-    workers = {index: workers[index] for index in sorted(workers)[:wanted]}
+    workers = {index: workers[index] for index in _staying(workers, wanted, spares, members)}
     out = [
         _incarnation_after(worker.number, roster) for index, worker in roster.workers.items() if index not in workers
     ]
     following = max([roster.next_incarnation, *out])
-    if replaced or wanted != roster.wanted:
+    if replaced or (wanted, spares) != (roster.wanted, roster.spares):
         free = (index for index in count() if index not in workers)
-        added = [next(free) for _ in range(wanted - len(workers))]
+        added = [next(free) for _ in range(wanted + spares - len(workers))]
         workers.update({index: Incarnation(following) for index in added})
-    return Roster(wanted, following, dict(sorted(workers.items())))
+    return Roster(wanted, following, dict(sorted(workers.items())), spares=spares)
+
+
+def _staying(workers: Collection[int], wanted: int, spares: int, members: Collection[int]) -> list[int]:
+    """The indices that stay if there are too many."""
+    training = [index for index in sorted(workers) if index in members][:wanted]
+    others = [index for index in sorted(workers) if index not in members]
+    return sorted([*training, *others][: wanted + spares])
 
 
 def with_started(roster: Roster, current: Mapping[int, WorkerPod]) -> Roster:

@@ -22,6 +22,11 @@ def wanted(spec: TrainingJobSpec) -> int:
     return 0 if spec.suspend else bounds(spec).largest(spec.replicas)
 
 
+def spares(spec: TrainingJobSpec) -> int:
+    """Workers that should exist beside the wanted ones; 0 while suspended."""
+    return 0 if spec.suspend or spec.elastic is None else spec.elastic.spares
+
+
 def present(spec: TrainingJobSpec) -> Sizes:
     """The sizes that a round may have now. None exceeds the wanted size: agents would wait for workers that are
     never created.

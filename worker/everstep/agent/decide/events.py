@@ -167,8 +167,8 @@ class Elapsed:
 
 
 Event = (
-    Began | Formed | NotFormed | ProcessesFirst | Changed | Exited | Hello | Ready | Entered | Trains | Hurt | Hung | Stuck | Mismatched
-    | Charged | StopRequested | Elapsed
+    Began | Formed | NotFormed | ProcessesFirst | Changed | Exited | Hello | Ready | Entered | Trains | Hurt | Hung
+    | Stuck | Mismatched | Charged | StopRequested | Elapsed
 )  # fmt: skip
 
 

@@ -40,10 +40,12 @@ def environment(
     error_file: str,
     calls_file: str = "",
     last: Round | None = None,
+    expected: tuple[int, int] | None = None,
 ) -> dict[str, str]:
     """The environment of local rank `slot`. Without a round, the session brings the process into one later. Until then
     it has the rank and the world that are to be expected, because scripts compute from these before the loop
-    (`batch = 64 // WORLD_SIZE`): those of `last`, the agent's newest round, or of a job that has one size."""
+    (`batch = 64 // WORLD_SIZE`): those of `last`, the agent's newest round; `expected`, the agent's rank and
+    the number of agents in the round that will take it in; or of a job that has one size."""
     variables = dict(setting.inherited)
     if "OMP_NUM_THREADS" not in variables and setting.processes > 1:
         variables["OMP_NUM_THREADS"] = "1"
@@ -51,7 +53,7 @@ def environment(
         variables.pop(name, None)
     variables |= of_round(slot, round_)
     if round_ is None:
-        variables |= _expected(setting, slot, last)
+        variables |= _expected(setting, slot, last, expected)
     variables |= {
         "LOCAL_RANK": str(slot),
         "LOCAL_WORLD_SIZE": str(setting.processes),
@@ -78,9 +80,13 @@ def environment(
     return variables
 
 
-def _expected(setting: Setting, slot: int, last: Round | None) -> dict[str, str]:
+def _expected(setting: Setting, slot: int, last: Round | None, expected: tuple[int, int] | None) -> dict[str, str]:
     if last is not None:
         return _rank_variables(last.first_process + slot, last.processes, last.rank, last.world_size)
+    if expected is not None:
+        rank, size = expected
+        each = setting.processes
+        return _rank_variables(rank * each + slot, size * each, rank, size)
     if setting.least == setting.most:
         rank = env.rank_if_all_are_there(setting.inherited, setting.processes, slot)
         return _rank_variables(rank, setting.most, rank // setting.processes, setting.most // setting.processes)

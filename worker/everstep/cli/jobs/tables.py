@@ -19,7 +19,14 @@ from everstep.jobs.source import JobError
 from everstep.jobs.view import EventRow, View, age, clock_time
 
 PIPE_WIDTH = 4096  # characters of a line
-STYLES = {"training": "green", "starting": "yellow", "Failed": "red", "Terminating": "yellow", "Succeeded": "cyan"}
+STYLES = {
+    "training": "green",
+    "starting": "yellow",
+    "spare": "cyan",
+    "Failed": "red",
+    "Terminating": "yellow",
+    "Succeeded": "cyan",
+}
 
 
 class Output(StrEnum):
@@ -63,11 +70,12 @@ def columns(names: Iterable[str], *, right: Container[str] = (), wraps: Containe
 def job(view: View) -> Group:
     """The job's line, a row a worker, then the newest events."""
     head = Text()
+    spares = f"spares {view.spares}  " if view.spares else ""
     head.append(f"{view.job}  ", "bold")
     head.append(f"{view.status}  ", "green" if view.status in ("Running", "Complete") else "yellow")
     head.append(
         f"step {shown(view.step)}/{shown(view.total_steps)}  committed {shown(view.committed)}  "
-        f"world {view.size}  round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
+        f"world {view.size}  {spares}round {view.round}  restarts {view.restarts}  goodput {view.goodput or '–'}"
     )
     if view.rehearsed:
         head.append(f"  rehearsed ({view.rehearsed})")

@@ -168,6 +168,16 @@ def connected(document: Document) -> int:
     return document.sizes.largest(len(largest_set(_everyone(document), document.reports)))
 
 
+def expected_rank(document: Document, index: int) -> tuple[int, int] | None:
+    """The rank, and the number of members, that a new agent of this worker may expect in the round that takes it in;
+    None: there was no round yet."""
+    if not document.members:
+        return None
+    size = document.sizes.largest(len(_everyone(document)) + 1) or document.sizes.minimum
+    rank = next((rank for rank, member in enumerate(document.members) if member.index == index), index)
+    return (rank if 0 <= rank < size else size - 1), size
+
+
 def _everyone(document: Document) -> tuple[Member, ...]:
     """The members that remain in the round, and the agents that wait for the next."""
     remaining = document.remaining()
