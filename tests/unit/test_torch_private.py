@@ -38,8 +38,11 @@ OF_PYTHON = {
     "_exit", "_getframe", "_current_frames", "_run_module_as_main", "_run_exitfuncs", "_register_atexit",
     "_threads_queues", "_fields", "_type_", "_DummyThread", "_lru_cache_wrapper",
 }  # fmt: skip
-# Ours, with the name of a library's: the file, and the attribute of an object that is not `self`.
-OURS = {("session.py", "_rank"), ("rehearse/watch.py", "_rank"), ("recovery/ddp/uneven_inputs.py", "_everstep_enable")}
+# Ours or Python's, with the name of a library's: the file, and the attribute of an object that is not `self`.
+OURS = {
+    ("session.py", "_rank"), ("rehearse/watch.py", "_rank"), ("recovery/ddp/uneven_inputs.py", "_everstep_enable"),
+    ("rehearse/process_end.py", "_shutdown"),
+}  # fmt: skip
 # Texts that are compared or shown, and not asked for; methods of torch's class that ours overrides.
 SHOWN = {
     ("contract/calls.py", "_allgather_base"), ("contract/calls.py", "_reduce_scatter_base"),
