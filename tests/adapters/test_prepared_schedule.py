@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
 
 from everstep.train.adapters.prepared import _full_size
 
 
 def test_schedule_moves_as_often_as_a_step_has_the_samples_of_processes() -> None:
+    from accelerate import Accelerator  # noqa: PLC0415  it takes seconds
+    from accelerate.state import AcceleratorState, PartialState  # noqa: PLC0415
+
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
     optimizer, schedule = accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 100))

@@ -44,6 +44,12 @@ async def reader(page: Page, access: LinkAccess) -> AsyncIterator[ClientSession]
         yield session
 
 
+@pytest.fixture(autouse=True)
+def _no_other_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page lists the runs that live on this machine, too: those of another test, or of a person."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("live")))
+
+
 @asynccontextmanager
 async def of_runs(folder: Path) -> AsyncIterator[ClientSession]:
     access = LinkAccess()
