@@ -570,11 +570,6 @@ def test_any_document_survives_its_bytes(document: Document) -> None:
     assert decode(encode(document)) == document
 
 
-def test_a_document_of_a_release_that_knows_nobody_who_stops_is_read() -> None:
-    document = formed(TWO_OR_THREE, "a", "b")
-    assert decode(encode(document).replace(b'"stopping":[],', b"")) == document
-
-
 @given(members, st.integers(0, 99))
 def test_a_join_request_survives_its_bytes(member: Member, number: int) -> None:
     join_request = JoinRequest(member, number, TWO_OR_THREE)
