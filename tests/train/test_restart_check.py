@@ -141,6 +141,23 @@ def test_start_behind_a_refusal_is_refused_where_no_step_is_noted_to_compare_wit
         train(tmp_path, lambda: 1.0)
 
 
+@pytest.mark.parametrize(("step", "again"), [(SAVED + 2, True), (SAVED - 1, False)])
+def test_step_like_the_noted_one_does_not_excuse_a_refusal_that_came_later(
+    step: int, again: bool, tmp_path: Path
+) -> None:
+    crashed(tmp_path)  # the step behind the commit is noted, from before the difference shows
+    note = {"version": 1, "step": step, "program": program(), "refusal": "rank 1 is new"}
+    (tmp_path / REFUSED).parent.mkdir()
+    (tmp_path / REFUSED).write_text(json.dumps(note))
+    if again:
+        for _ in range(2):
+            with pytest.raises(everstep.LoopError, match=rf"rank 1 is new\. .* at step {step}\. .* like the noted one"):
+                train(tmp_path, lambda: 1.0)
+        train(tmp_path, lambda: 1.0, compare_gradients=False)
+    else:
+        train(tmp_path, lambda: 1.0)
+
+
 def halve_rate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.05
 

@@ -11,8 +11,9 @@ Some steps differ each time they are computed (an augmentation with its own gene
 restart, when the two new processes differ from each other too. Then the run goes on, with a warning.
 
 A launcher may start a run again that was refused because a new process computed otherwise than a survivor. The new
-processes are then all alike. If no step is noted behind the commit from which they begin, the refusal itself is the
-note: it lies below the checkpoint URL.
+processes are then all alike, also where they lack what the survivor had, and the step behind the commit may come
+before the one that shows it. So the refusal itself is a note: it lies below the checkpoint URL. A start from a commit
+that is no newer is refused again, unless the program was changed or its first step is another than the noted one.
 
 Invariants: nothing here waits longer than the store's timeout. A run is not refused if its script or its arguments have
 changed.
@@ -137,12 +138,13 @@ class RestartCheck:
         assert schedule is not None
         notes = {name: note for name, data in schedule.attached((NEXT, AGAIN)).items() if (note := _unpacked(data))}
         if NEXT not in notes:
-            self._refuse_again()
+            self._refuse_again("behind which no step is noted that could show whether the script was mended")
             log.warning("the first step after this restart is not compared: none is noted behind the commit")
             return
         theirs, head = notes[NEXT]
         differing = differences(head["values"], self._values, self._may_differ)
         if head["world_size"] != self._size or head["hears"] != self._hears:
+            self._refuse_again("whose next step is noted for a world of another size")
             log.warning("the gradients of the first step after this restart are not compared: the world had %s ranks, "
                         "and has %s", head["world_size"], self._size)  # fmt: skip
             if differing:
@@ -152,6 +154,7 @@ class RestartCheck:
         alike = head.get("kernels") == kernels()
         difference = self._difference(sums, theirs, head, alike)
         if not difference:
+            self._refuse_again("and its first step is like the noted one, which came before that refusal")
             if differing:
                 log.warning(
                     "this restart has the gradients of the run before it. Of the script's variables these differ: %s; "
@@ -182,9 +185,9 @@ class RestartCheck:
         note = {"version": 1, "step": self._coordinator.step, "program": own, "refusal": text[:MOST_TEXT]}
         schedule.put_beside(REFUSED, json.dumps(note).encode())
 
-    def _refuse_again(self) -> None:
+    def _refuse_again(self, why: str) -> None:
         """Raise `LoopError` if this very program was refused behind the restored commit. What a survivor had then is
-        lost, so nothing could be compared but two processes that both lack it."""
+        lost, so nothing could be compared but processes that all lack it. `why` the first step does not show it."""
         schedule = self._coordinator.schedule
         assert schedule is not None
         data = schedule.beside(REFUSED, MOST_BYTES)
@@ -199,7 +202,8 @@ class RestartCheck:
         if own == self._program and step >= self._step:
             raise LoopError(
                 f"{text}. That was the refusal at step {step}. This start goes on from the commit of step "
-                f"{self._step}, behind which no step is noted that could show whether the script was mended"
+                f"{self._step}, {why}. Change the script as this says; if the difference is intended, write "
+                "everstep.start(…, compare_gradients=False)"
             )
 
     def _difference(self, sums: torch.Tensor, theirs: torch.Tensor, head: Mapping[str, Any], alike: bool) -> str:
