@@ -105,6 +105,19 @@ def test_steps_taken_again_after_a_loss_are_not_productive() -> None:
     assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (12, 6.0)
 
 
+def test_steps_that_were_missed_took_no_longer_than_the_time_since_the_last_report() -> None:
+    progress = fresh()
+    progress.accept(report(Phase.TRAIN, step=10, step_seconds=0.5), at(10))
+    progress.accept(report(Phase.TRAIN, step=100, step_seconds=2.0), at(40))  # the slow ones are the last few of them
+    assert progress.snapshot().productive_seconds == 5.0 + 30.0
+
+
+def test_new_leader_takes_the_goodput_of_the_time_that_it_was_written_for() -> None:
+    seconds = {"productive": 90, "form": 10}
+    status = {"startTime": at(-300), "stateSeconds": seconds, "goodputPercent": 80, "progress": {"step": 40}}
+    assert fresh(**status).snapshot().productive_seconds == pytest.approx(80.0), "of 100 seconds, not of 300"
+
+
 def test_steps_of_an_earlier_jobs_checkpoints_are_not_productive() -> None:
     progress = fresh()
     progress.accept(report(Phase.RESTORE, restored_step=1000), at(1))

@@ -8,6 +8,7 @@ begins.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -29,12 +30,11 @@ class JobProgress:
         """Start from what the status remembers, so that a restart neither recounts steps nor forgets goodput."""
         self._step = status.progress.step
         self._skipped = status.checkpoint.skipped_saves
-        self._productive = 0.0
-        if status.goodput_percent:
-            self._productive = status.goodput_percent / 100 * status.active_seconds(now)
         stored, active = status.state_seconds, status.active_seconds(now)
         # An older operator kept no seconds: nobody knows what the job did under it.
         known = {State.UNKNOWN: active} if stored is None else {state: float(getattr(stored, state)) for state in State}
+        # The share is that of the time until it was written.
+        self._productive = (status.goodput_percent or 0) / 100 * min(active, sum(known.values()))
         self.seconds = JobSeconds(known, active, now)
         self._last: Report | None = None
         self._stepped_at = status.progress.stepped_at
@@ -187,7 +187,10 @@ class JobProgress:
             self.seconds.trained(now, max(0, report.step - since), max(0, report.step - max(since, before)))
         if report.step is not None and report.step > before:
             # Steps that are repeated after a loss are not productive: only new ones count.
-            self._productive += (report.step - before) * (report.step_seconds or 0.0)
+            # `step_seconds` is that of the last few, where reports in between were lost.
+            took = (report.step - before) * (report.step_seconds or 0.0)
+            longest = math.inf if self._stepped_at is None else max(0.0, (now - self._stepped_at).total_seconds())
+            self._productive += min(took, longest)
             self._step, self._stepped_at = report.step, now
             self._new_step_at = self._new_step_at or now
         self._last = report
