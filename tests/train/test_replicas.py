@@ -61,6 +61,12 @@ def test_tensors_of_a_tracked_optimizer_are_held_where_a_checkpoint_was_loaded_i
     assert Covered({"optimizer": optimizer}).holds(saved["state"][0]["exp_avg"])
 
 
+def test_buffers_of_a_tracked_module_of_torchscript_are_held() -> None:
+    module = torch.jit.script(torch.nn.BatchNorm1d(3))
+    covered = Covered({"module": module})
+    assert all(map(covered.holds, (*module.parameters(), *module.buffers())))
+
+
 def test_commit_of_a_script_without_once_is_gone_on_from_by_one_that_has_it() -> None:
     onces = Onces({})
     onces.add(lambda: 3, "job")

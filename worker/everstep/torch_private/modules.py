@@ -14,17 +14,22 @@ TABLES = ("_modules", "_parameters", "_buffers")  # the attributes that a module
 
 def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The table of a module's own parameters, which it reads in each forward pass. It may be changed."""
-    return module._parameters
+    return _table(module._parameters)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The table of a module's own buffers. It may be changed."""
-    return module._buffers
+    return _table(module._buffers)
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """The table of a module's children, by name; one child may be in it twice."""
-    return module._modules
+    return _table(module._modules)
+
+
+def _table(own: Any) -> dict[str, Any]:
+    """A module of TorchScript has no dictionary, but a view that lists its names; the copy has the same tensors."""
+    return own if isinstance(own, dict) else dict(own.items())
 
 
 def tables_of(value: Any) -> list[dict[str, Any]]:
