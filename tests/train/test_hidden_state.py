@@ -7,11 +7,13 @@ import asyncio
 import contextvars
 import csv
 import ctypes
+import dataclasses
 import functools
 import importlib
 import io
 import logging
 import multiprocessing
+import optparse
 import os
 import pathlib
 import queue
@@ -318,6 +320,45 @@ def of_a_base_class(metaclass: bool) -> Row:
     return {"mixup": Mixup()}, {}, lambda: setattr(owner, name, 1), f"{owner.__name__}.{name}"
 
 
+def counting(method: Any) -> Any:
+    done = 0
+
+    @functools.wraps(method)
+    def inner(*args: Any) -> Any:
+        nonlocal done
+        done += 1
+        return method(*args)
+
+    return inner
+
+
+class Objective:
+    criterion, average = Smooth(), torch.zeros(2)
+
+    @counting
+    def weigh(self) -> None:
+        pass
+
+    def recall(self, seen: list[int] = [0]) -> None:  # noqa: B006
+        seen[0] += 1
+
+    @staticmethod
+    def collect(seen: list[int] = [0]) -> None:  # noqa: B006
+        seen[0] += 1
+
+
+def of_a_class(change: Callable[[Any], Any], name: str) -> Callable[[], Row]:
+    def row() -> Row:
+        objective = Objective()
+        return {"objective": objective}, {}, lambda: change(objective), name
+
+    return row
+
+
+def class_alone() -> Row:
+    return {"Objective": Objective}, {}, Objective().weigh, "done"
+
+
 def module_that_the_script_has_made() -> Row:
     settings: Any = types.ModuleType("settings")
     settings.stage = 0
@@ -407,6 +448,14 @@ ROWS: dict[str, Callable[[], Row]] = {
         lambda: vars(local := threading.local()).update(n=0) or local, lambda x: setattr(x, "n", 1), "x.n"),
     "StringIO": held(io.StringIO, lambda x: x.write("a"), "x.getvalue()"),
     "BytesIO": held(io.BytesIO, lambda x: x.write(b"a"), "x.getvalue()"),
+    "position in a StringIO": held(lambda: io.StringIO("a\nb"), next, "x.tell()"),
+    "position in a BytesIO": held(lambda: io.BytesIO(b"a\nb"), next, "x.tell()"),
+    "csv.DictReader": held(lambda: csv.DictReader(["a", "1", "2"]), next, "x.reader.line_num"),
+    "flat array": held(lambda: np.zeros(3).flat, next, "x.index"),
+    "optparse.Values": held(lambda: optparse.Values({"seen": 0}), lambda x: setattr(x, "seen", 1), "x.seen"),
+    "LoggerAdapter": held(
+        lambda: logging.LoggerAdapter(logging.getLogger("x"), {"seen": 0}), lambda x: x.extra.update(seen=1),
+        "x.extra['seen']"),
     "memoryview": held(lambda: memoryview(bytearray(2)), lambda x: x.__setitem__(0, 1), "x.tobytes()"),
     "cell": held(lambda: types.CellType(0), lambda x: setattr(x, "cell_contents", 1), "x.cell_contents"),
     "lru_cache": held(cached, lambda x: x(1), "x.cache_info().misses"),
@@ -425,6 +474,15 @@ ROWS: dict[str, Callable[[], Row]] = {
     "buffer that is not saved": buffer_that_is_not_saved,
     "attribute of a base class": functools.partial(of_a_base_class, False),
     "attribute of a metaclass": functools.partial(of_a_base_class, True),
+    "closure of a decorated method": of_a_class(lambda x: x.weigh(), "done"),
+    "closure of a method of a class": class_alone,
+    "default of a method": of_a_class(lambda x: x.recall(), "Objective.recall.__defaults__[0][0]"),
+    "default of a static method": of_a_class(lambda x: x.collect(), "Objective.collect.__defaults__[0][0]"),
+    "module as attribute of a class": of_a_class(
+        lambda x: setattr(x.criterion, "seen", x.criterion.seen + 1), "Objective.criterion.seen"),
+    "tensor as attribute of a class": of_a_class(lambda x: x.average.add_(1), "Objective.average"),
+    "make_dataclass": held(
+        dataclasses.make_dataclass("Progress", [("batches", int, 0)]), lambda x: setattr(x, "batches", 1), "x.batches"),
     "module that the script has made": module_that_the_script_has_made,
     "loss with its graph": loss_with_its_graph,
     "asyncio.Queue": held(asyncio.Queue, lambda x: x.put_nowait(1), "x._queue"),

@@ -32,6 +32,7 @@ _AT_START = dict(os.environ)
 # By a module's name its id, and whether it is of the script's: libraries have thousands, and each step looks.
 _judged = dict[str, tuple[int, bool]]()
 _CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
+_OF_CLASSES = (property, types.MemberDescriptorType, types.GetSetDescriptorType)  # what stands there beside methods
 _NUMBERS = (bool, int, float, str)
 _OWNERS = (types.ModuleType, type, types.FunctionType)
 _LEVELS = 4  # `torch.nn.functional.mse_loss.calls`
@@ -101,7 +102,7 @@ def _of_modules(others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
     for module in others:
         for key, value in public(vars(module)):
             name = f"{module.__name__}.{key}"
-            if key in stored or (_may_change(value) and id(value) not in seen):
+            if key in stored or (may_change(value) and id(value) not in seen):
                 seen.add(id(value))
                 yield name, value
             elif isinstance(value, type) and value.__module__ == module.__name__ and is_own(value):
@@ -115,12 +116,12 @@ def _attributes(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _may_change(value: Any) -> bool:
+def may_change(value: Any) -> bool:
     """Whether it is an object that may hold state, or a function that keeps some."""
     if isinstance(value, types.FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return bool(value.__closure__ or vars(value)) or not all(isinstance(part, _CONSTANT) for part in defaults)
-    return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType))
+    return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType, *_OF_CLASSES))
 
 
 def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:

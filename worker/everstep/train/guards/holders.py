@@ -154,12 +154,14 @@ _READ: dict[type, _Read] = {
     asyncio.Queue: lambda value: {"._queue": _own(value, "_queue")},
     weakref.ref: lambda value: {"()": weakref.ref.__call__(value)},
     type(csv.reader([])): lambda value: {".line_num": value.line_num},
+    csv.DictReader: lambda value: {".reader": _own(value, "reader")},
+    np.flatiter: lambda value: {".index": value.index},
     io.TextIOWrapper: _of_file, io.BufferedReader: _of_file, io.BufferedRandom: _of_file, io.FileIO: _of_file,
     weakref.WeakKeyDictionary: _of_weak_keys,
     weakref.WeakValueDictionary: _of_weak_values,
     weakref.WeakSet: lambda value: {".data": sum(ref() is not None for ref in list(_own(value, "data")))},
-    io.StringIO: lambda value: {".getvalue()": io.StringIO.getvalue(value)},
-    io.BytesIO: lambda value: {".getvalue()": io.BytesIO.getvalue(value)},
+    io.StringIO: lambda value: {".getvalue()": io.StringIO.getvalue(value), ".tell()": io.StringIO.tell(value)},
+    io.BytesIO: lambda value: {".getvalue()": io.BytesIO.getvalue(value), ".tell()": io.BytesIO.tell(value)},
     SynchronizedBase: lambda value: _of_ctypes(_own(value, "_obj")),  # its own methods wait for its lock
     _SIMPLE: _of_ctypes, ctypes.Array: _of_ctypes, ctypes.Structure: _of_ctypes, ctypes.Union: _of_ctypes,
 }  # fmt: skip

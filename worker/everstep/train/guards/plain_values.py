@@ -42,7 +42,7 @@ from everstep.train.guards.contents import (
     name_of,
     shape_of,
 )
-from everstep.train.guards.elsewhere import elsewhere, threads
+from everstep.train.guards.elsewhere import elsewhere, may_change, threads
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
@@ -221,6 +221,7 @@ class _Names:
                 yield part if is_bare else NamedValue(f"{named.name}.__self__", part.value, named.name)
         else:
             yield from children(named)
+            yield from (part for part in _of_classes(type(value)) if may_change(part.value))
 
     def _is_its(self, name: str, cell: types.CellType, function: types.FunctionType) -> bool:
         """Whether the name stands for this variable of the function's."""
@@ -246,7 +247,7 @@ class _Reading:
         parts = [part for name, value in named for part in _of_class(name, value)]
         for part in parts:
             self._add(part.name, part.value)
-        more = [(part.name, part.value) for part in parts if not callable(part.value)]
+        more = [(part.name, part.value) for part in parts if may_change(part.value)]
         visited = sum(1 for _ in islice(walk([*named, *more], roots.closed, self._look, self._ends), VISITS))
         if visited == VISITS or len(self.values) > MOST:
             self._beyond.append(f"what is behind the first {visited} objects")
@@ -323,8 +324,7 @@ class _Reading:
                 value = list(inner)  # its order counts
             named = length <= FEW and _has_names(inner) and not issubclass(kind, OrderedDict)
             return f"{length} elements{own}{'' if named else self._digest(name, value)}"
-        if isinstance(value, staticmethod | classmethod | functools.partial):
-            value = value.func if isinstance(value, functools.partial) else value.__func__
+        value = value.func if isinstance(value, functools.partial) else _without_binding(value)
         kind = type(value)
         if kind in PRINTED or issubclass(kind, np.generic):
             text = repr(value)
@@ -379,8 +379,12 @@ def _of_classes(kind: type) -> Iterator[NamedValue]:
 def _of_class(name: str, value: object) -> list[NamedValue]:
     """The attributes of a class of the script's."""
     own = isinstance(value, type) and is_own(value)
-    parts = list(vars(value).items()) if own else []
-    return [NamedValue(f"{name}.{key}", part, name) for key, part in parts if not is_special(key)]
+    parts = [(key, part) for key, part in list(vars(value).items()) if not is_special(key)] if own else []
+    return [NamedValue(f"{name}.{key}", _without_binding(part), name) for key, part in parts]
+
+
+def _without_binding(value: Any) -> Any:
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
 
 
 def _has_names(inner: Any) -> bool:

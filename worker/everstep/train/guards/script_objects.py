@@ -63,7 +63,7 @@ _CLOSED = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 _OPEN_KINDS = frozenset({
     ("types", "SimpleNamespace"), ("argparse", "Namespace"), ("collections", "UserDict"), ("collections", "UserList"),
-    ("collections", "ChainMap"),
+    ("collections", "ChainMap"), ("optparse", "Values"), ("logging", "LoggerAdapter"),
 })  # fmt: skip
 _OPEN = (
     "torch.utils.data", "torch.optim", "torch.amp", "torch.cuda.amp", "torch.distributions",
@@ -73,6 +73,7 @@ MODULE_PARTS = frozenset(vars(torch.nn.Module()))  # attributes of a module that
 SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 PREFIXES = ("gi", "cr", "ag")  # of the attributes of generators, coroutines and both
 _ABSTRACT = ("abc", "builtins", "typing")  # modules of bases that have no attributes of their own
+_HEAP = 1 << 9  # flag of a class that is made while the program runs
 _OPTIMIZER_PARTS = frozenset({"state", "param_groups", "defaults"})
 
 
@@ -460,13 +461,19 @@ def is_open(kind: type) -> bool:
     """Whether objects of this class may hold state of the script."""
     module = kind.__module__ or ""
     is_known = (module, kind.__qualname__) in _OPEN_KINDS or module.startswith(_OPEN)
-    return is_known or module.partition(".")[0] not in _CLOSED
+    return is_known or module.partition(".")[0] not in _CLOSED or _is_made_by_call(kind)
+
+
+def _is_made_by_call(kind: type) -> bool:
+    """Whether it is a class that `dataclasses.make_dataclass` or `types.new_class` has made: it names their module."""
+    made = kind.__module__ == "types" and vars(types).get(kind.__qualname__) is not kind
+    return made and bool(kind.__flags__ & _HEAP)
 
 
 def is_own(kind: type) -> bool:
     """Whether the class is the user's own."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return is_open(kind) and (file is None or is_script(file))
+    return is_open(kind) and (file is None or is_script(file) or _is_made_by_call(kind))
 
 
 @functools.lru_cache(maxsize=4096)
