@@ -321,7 +321,7 @@ def test_kubectl_get_shows_the_columns_of_the_design(jobs: Any, shown: str) -> N
     head = ["NAME", "STATUS", "READY", "DESIRED", "MIN", "MAX", "STEP", "CKPT", "RESTARTS", "GOODPUT", "AGE"]
     assert narrow[0].split() == head
     assert narrow[1].split()[:-1] == ["shown", "Running", "4", "2", "12400", "12350", "3", "97%"]
-    assert wide[0].split() == [*head, "ROUND", "LAST-FAILURE", "ETA", "IMAGE"]
+    assert wide[0].split() == [*head, "ROUND", "SPARES", "LAST-FAILURE", "ETA", "IMAGE"]
     assert wide[1].split()[-4:] == ["7", "NodeLost", "5400", "train:1"]
 
 

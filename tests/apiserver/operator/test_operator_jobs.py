@@ -81,7 +81,7 @@ async def test_columns_read_as_they_are_documented(place: Place, crd: Any) -> No
     assert header == ["NAME", "STATUS", "READY", "DESIRED", "MIN", "MAX", "STEP", "CKPT", "RESTARTS", "GOODPUT", "AGE"]
     assert row[:4] == ["digits", "Running", "2", "2"]
     assert "1" in row[4:]  # one restart; figures that nobody reported are blank
-    assert wide.stdout.splitlines()[0].split()[11:] == ["ROUND", "LAST-FAILURE", "ETA", "IMAGE"]
+    assert wide.stdout.splitlines()[0].split()[11:] == ["ROUND", "SPARES", "LAST-FAILURE", "ETA", "IMAGE"]
     assert wide.stdout.splitlines()[1].split()[-1] == "train:1"
 
 
