@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import io
+import itertools
 import logging
 import multiprocessing
 import optparse
@@ -537,14 +538,16 @@ def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones
         "line": queue.SimpleQueue(), "other": queue.SimpleQueue(), "room": threading.Semaphore(2), "mine": Local(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
         "path": pathlib.Path(), "delay": queue.Queue(), "arguments": argparse.ArgumentParser(), "out": sys.stdout,
-        "table": pd.DataFrame({"a": [1]}), "checksum": xxhash.xxh64(),
+        "table": pd.DataFrame({"a": [1]}), "checksum": xxhash.xxh64(), "numbers": re.finditer("1", "11"),
+        "pairs": itertools.pairwise([1, 2, 3]), "calls": iter(int, 1), "ended": iter([]), "made": (k for k in ()),
     }  # fmt: skip
     beyond, unread = list[str](), list[str]()
     plain_values(Roots(script(own), {}), beyond, unread)
     assert beyond == []
     assert unread == [
         "line (_queue.SimpleQueue)", "room (threading.Semaphore)", f"mine ({__name__}.Local)",
-        "table (pandas.DataFrame)", "checksum (xxhash.xxh64)",
+        "table (pandas.DataFrame)", "checksum (xxhash.xxh64)", "numbers (re.finditer)",
+        "pairs (itertools.pairwise)",
     ]  # fmt: skip
 
 
@@ -558,12 +561,53 @@ def test_hidden_state_that_changes_shows_under_a_name(kind: str) -> None:
     assert name in {key for key in before if key in after and before[key] != after[key]}, (before, after)
 
 
+BY_NAME = """
+import sys
+
+
+def weigh(opt):
+    import phase_of_a_script as phase
+
+    opt._seen = getattr(opt, "_seen", 0) + 1
+    phase.batches += 1
+
+
+def loop(opt):
+    sys.path = sys.path
+    weigh(opt)
+    return look(sys._getframe())
+
+
+before, after = loop(opt), loop(opt)
+"""
+
+
+def test_what_the_text_names_is_read_on_an_optimizer_and_in_a_module_without_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = torch.optim.SGD([Parameter(torch.zeros(1))], lr=0.1)
+    monkeypatch.setitem(sys.modules, "phase_of_a_script", types.ModuleType("phase_of_a_script"))
+    sys.modules["phase_of_a_script"].batches = 0  # type: ignore[attr-defined]
+    scope: dict[str, Any] = {
+        "opt": optimizer, "__name__": "train",
+        "look": lambda frame: plain_values(Roots(frame, {"opt": optimizer}, far=elsewhere(frame, []))),
+    }  # fmt: skip
+    exec(BY_NAME, scope)
+    before, after = scope["before"], scope["after"]
+    assert {name: (before[name], after[name]) for name in before if before[name] != after[name]} == {
+        "opt._seen": ("1", "2"), "phase_of_a_script.batches": ("1", "2"),
+    }  # fmt: skip
+    assert [name for name in after if name.startswith("opt.")] == ["opt._seen"], "the others are torch's"
+    assert "sys.path" not in after
+
+
 LOSSES = """
 import os
 import torch
 
 _calls, RATE, _state, _open = 0, 0.5, {"stage": 0}, open
 torch.nn.Linear.seen = torch.nn.functional.calls = torch.nn.functional.relu.calls = 0
+torch.nn.functional.past = []
 
 
 class Mixup:
@@ -592,6 +636,7 @@ def change():
     torch.nn.Linear.seen += 1
     torch.nn.functional.calls += 1
     torch.nn.functional.relu.calls += 1
+    torch.nn.functional.past.append(0)
     torch.set_float32_matmul_precision("high" if _calls > 1 else "highest")
 """
 
@@ -608,6 +653,7 @@ def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module("losses_of_a_script")
     yield module
     del sys.modules["losses_of_a_script"], torch.nn.Linear.seen, torch.nn.functional.calls  # type: ignore[attr-defined]
+    del torch.nn.functional.past  # type: ignore[attr-defined]
     vars(torch.nn.functional.relu).clear()
     torch.set_float32_matmul_precision("highest")
     for name in ("STAGE", "LEVEL"):
@@ -635,7 +681,8 @@ def test_state_to_which_no_variable_leads_is_read(losses: Any) -> None:
         "losses_of_a_script._calls": "2", "losses_of_a_script.Mixup.drawn": "2",
         "losses_of_a_script._state['stage']": "2", "os.environ['STAGE']": "'2'",
         "torch.nn.modules.linear.Linear.seen": "2", "torch.nn.functional.calls": "2",
-        "torch.nn.functional.relu.calls": "2", "torch.get_float32_matmul_precision()": "'high'",
+        "torch.nn.functional.relu.calls": "2", "torch.nn.functional.past": "2 elements",
+        "torch.get_float32_matmul_precision()": "'high'",
     }  # fmt: skip
     assert not {"losses_of_a_script.RATE", "losses_of_a_script.weigh"} & before.keys(), "nothing changes them"
 

@@ -14,9 +14,11 @@ import os
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from everstep.train.guards.script_objects import code_behind, is_own, is_script, is_special, public, scopes
@@ -34,6 +36,7 @@ _judged = dict[str, tuple[int, bool]]()
 _CONSTANT = (int, float, complex, str, bytes, type(None), types.ModuleType, type)
 _OF_CLASSES = (property, types.MemberDescriptorType, types.GetSetDescriptorType)  # what stands there beside methods
 _NUMBERS = (bool, int, float, str)
+_VALUES = (*_NUMBERS, list, dict, set, deque, torch.Tensor, np.ndarray)
 _OWNERS = (types.ModuleType, type, types.FunctionType)
 _LEVELS = 4  # `torch.nn.functional.mse_loss.calls`
 _PREFIX, _SETS = dis.opmap["EXTENDED_ARG"], dis.opmap["STORE_ATTR"]
@@ -43,7 +46,13 @@ _STORES = frozenset({_SETS, dis.opmap["STORE_GLOBAL"]})
 def elsewhere(frame: types.FrameType | None, beyond: list[str]) -> list[tuple[str, Any]]:
     """Values by the names by which the script could write them. `beyond` gets a text if there are too many modules."""
     others = _others(frame, beyond)
-    return [*_of_modules(others), *_of_libraries(frame, others), *_of_environment(), *_of_torch()]
+    texts = _texts(frame, others)
+    return [*_of_modules(others), *_of_made(texts), *_of_libraries(texts), *_of_environment(), *_of_torch()]
+
+
+def set_on_objects(frame: types.FrameType | None) -> frozenset[str]:
+    """The names of the attributes that the script's text sets on objects."""
+    return frozenset[str]().union(*(text.set for _, text in _texts(frame, _others(frame, []))))
 
 
 def threads() -> list[str]:
@@ -109,6 +118,14 @@ def _of_modules(others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}.{part}", inner) for part, inner in _attributes(vars(value)))
 
 
+def _of_made(texts: list[tuple[Mapping[str, Any], _Text]]) -> Iterator[tuple[str, Any]]:
+    """Of modules that no file has, which the script has put into `sys.modules` and imports."""
+    for name in sorted(frozenset[str]().union(*(text.read for _, text in texts)) & sys.modules.keys()):
+        module = sys.modules[name]
+        if type(module) is types.ModuleType and not (hasattr(module, "__file__") or getattr(module, "__spec__", None)):
+            yield from ((f"{name}.{key}", value) for key, value in public(vars(module)))
+
+
 def _attributes(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Those of a class that are no methods."""
     for key, value in list(variables.items()):
@@ -124,14 +141,19 @@ def may_change(value: Any) -> bool:
     return not isinstance(value, (*_CONSTANT, types.BuiltinFunctionType, *_OF_CLASSES))
 
 
-def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType]) -> Iterator[tuple[str, Any]]:
-    """What the script has set on modules, classes and functions of libraries: `torch.nn.functional.calls`, a function
-    in place of a method. Its text names them, and the attribute that it binds."""
-    texts = [(vars(module), _text_of(module)) for module in others]
+def _texts(frame: types.FrameType | None, others: list[types.ModuleType]) -> list[tuple[Mapping[str, Any], _Text]]:
+    """Of the script's functions that run and of its other modules, each with the variables of its module."""
+    texts: list[tuple[Mapping[str, Any], _Text]] = [(vars(module), _text_of(module)) for module in others]
     while frame is not None:
         if is_script(frame.f_code.co_filename):
             texts.append((frame.f_globals, _text_in(frame.f_code)))
         frame = frame.f_back
+    return texts
+
+
+def _of_libraries(texts: list[tuple[Mapping[str, Any], _Text]]) -> Iterator[tuple[str, Any]]:
+    """What the script has set on modules, classes and functions of libraries: `torch.nn.functional.calls`, a function
+    in place of a method. Its text names them, and the attribute that it binds."""
     attributes = frozenset[str]().union(*(text.set for _, text in texts))
     owners = dict[int, Any]()
     for variables, text in texts:
@@ -147,8 +169,11 @@ def _of_libraries(frame: types.FrameType | None, others: list[types.ModuleType])
         where = [getattr(owner, "__module__", None), getattr(owner, "__qualname__", owner.__name__)]
         for name in attributes & vars(owner).keys():
             value = vars(owner)[name]
-            if isinstance(value, _NUMBERS) or _is_of_script(value):
-                yield ".".join([*filter(None, where), name]), value
+            full = ".".join([*filter(None, where), name])
+            # Those of Python's own that are no numbers change without a meaning: `sys.modules`.
+            kinds = _NUMBERS if full.partition(".")[0] in sys.stdlib_module_names else _VALUES
+            if isinstance(value, kinds) or _is_of_script(value):
+                yield full, value
 
 
 def _is_of_script(value: Any) -> bool:

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import io
 import queue
+import re
 import sys
 import threading
 import types
@@ -48,9 +49,20 @@ def not_read(value: Any) -> str:
     read, or of an extension in C; otherwise nothing."""
     kind: Any = type(value)
     module = kind.__module__ or ""
+    if _hides_position(value, kind):
+        return "re.finditer" if kind is _CALLING else f"{module}.{kind.__qualname__}"
     if _first_of(kind) in _COUNTED or (_may_hold(module) and not issubclass(kind, type)) or _is_extension(kind):
         return "" if _reader(kind) is not None else f"{module}.{kind.__qualname__}"
     return ""
+
+
+def _hides_position(value: Any, kind: Any) -> bool:
+    """Whether it is an iterator of Python's own that cannot say where it is."""
+    if kind is _CALLING:
+        called = next(iter(value.__reduce__()[1]), None)
+        return isinstance(called, types.BuiltinMethodType) and isinstance(called.__self__, _SCANNER)
+    is_iterator = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    return is_iterator and kind.__reduce__ is object.__reduce__ and not issubclass(kind, types.GeneratorType)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,6 +151,8 @@ def _of_file(value: Any) -> dict[str, Any] | None:
     return parts
 
 
+_CALLING: Any = type(iter(int, 1))  # an iterator that calls a function
+_SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]  # the function of `re.finditer` is of one
 CACHED = ".cache_info()."
 _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]

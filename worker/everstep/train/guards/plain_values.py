@@ -42,7 +42,7 @@ from everstep.train.guards.contents import (
     name_of,
     shape_of,
 )
-from everstep.train.guards.elsewhere import elsewhere, may_change, threads
+from everstep.train.guards.elsewhere import elsewhere, may_change, set_on_objects, threads
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
@@ -105,12 +105,13 @@ class Roots:
         names = {id(value): name for name, value in reversed(named)}
         self._tracked = {name for name, value in named if id(value) in tracked}
         self.kept = dict[str, Any]()
+        sets = functools.cache(lambda: set_on_objects(frame))
         for key, target in self.state.items():
             for path, value in _own_parts(target):
                 if id(value) not in known:
                     self.closed.append(value)
                     name = names.get(id(value)) or ".".join(filter(None, (names.get(id(target), key), path)))
-                    self.kept |= {part.name: part.value for part in _set_by_script(name, value)}
+                    self.kept |= {part.name: part.value for part in _set_by_script(name, value, sets)}
 
     def _read(self, frame: types.FrameType | None) -> None:
         """The nearest variable has its bare name. Another one of this name has its function's or module's before it."""
@@ -157,10 +158,10 @@ def _own_parts(target: object) -> Iterator[tuple[str, object]]:
         yield "", target
 
 
-def _set_by_script(name: str, value: object) -> Iterator[NamedValue]:
+def _set_by_script(name: str, value: object, sets: Callable[[], frozenset[str]]) -> Iterator[NamedValue]:
     """The attributes that the script gives a tracked object, and the parameters and buffers of a module."""
     kind = type(value)
-    yield from (NamedValue(f"{name}.{key}", part, name) for key, part in set_by_script(value))
+    yield from (NamedValue(f"{name}.{key}", part, name) for key, part in set_by_script(value, sets))
     yield from (NamedValue(f"{name}{path}", part, name) for path, part in given_to(value))
     if isinstance(value, torch.nn.Module):
         yield from (NamedValue(f"{name}.{key}", buffer, name) for key, buffer in unsaved_buffers(value))

@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -272,11 +272,12 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[NamedValue]:
     yield from (NamedValue(f"{name}.{k}", v, name) for k, v in extra)
 
 
-def set_by_script(value: Any) -> Iterator[tuple[str, Any]]:
+def set_by_script(value: Any, named: Callable[[], Container[str]] = tuple) -> Iterator[tuple[str, Any]]:
     """The attributes that the script sets on an object. A library sets attributes of its own on objects of its classes,
     and fills them in each process. So of these classes, and of those that are derived from them, an attribute counts
     that the script's methods mention, or that the library's do not. One of the library's with a private name may come
-    from another place in it; on a plain module of torch only the script sets such ones."""
+    from another place in it; on a plain module of torch only the script sets such ones, elsewhere those count that are
+    `named`: the script's text sets them on some object."""
     kind = type(value)
     if kind in _TENSORS or issubclass(kind, torch.Tensor | np.ndarray):
         yield from list(_own(value).items()) if kind in _TENSORS or is_own(kind) else ()
@@ -291,7 +292,8 @@ def set_by_script(value: Any) -> Iterator[tuple[str, Any]]:
     elif not parts or not _own(value).keys() <= parts:  # a module has no slots
         mine = {key for base in kind.__mro__ if is_own(base) for key in _names_in(base)}
         for k, v in attributes(value):
-            if k not in parts and (k in mine or (k not in others and (private or not k.startswith("_")))):
+            is_theirs = k in others or not (private or not k.startswith("_") or k in named())
+            if k not in parts and (k in mine or not is_theirs):
                 yield k, v
 
 
