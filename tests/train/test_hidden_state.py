@@ -13,6 +13,7 @@ import importlib
 import io
 import itertools
 import logging
+import math
 import multiprocessing
 import optparse
 import os
@@ -399,10 +400,10 @@ def held(x: Any, change: Callable[[Any], Any], name: str) -> Callable[[], Row]:
 
 def cached() -> Any:
     @functools.lru_cache
-    def doubled(k: int) -> int:
-        return 2 * k
+    def drawn(k: int) -> float:
+        return k * float(torch.rand(()))
 
-    return doubled
+    return drawn
 
 
 MODULE = torch.nn.Linear(1, 1)
@@ -580,6 +581,14 @@ def loop(opt):
 
 before, after = loop(opt), loop(opt)
 """
+
+
+def test_how_full_a_cache_is_does_not_count_where_the_function_computes_the_same_anew() -> None:
+    scope: dict[str, Any] = {"math": math, "torch": torch, "HOLD": 3}
+    exec("def weight(n): return 1.0 if n < HOLD else math.exp(-abs(n))\ndef mask(n): return torch.rand(n)", scope)
+    own = {name: functools.lru_cache(maxsize=4)(scope[name]) for name in ("weight", "mask")}
+    counted = {name for name in read(own, {}) if "cache_info" in name}
+    assert counted == {"mask.cache_info().misses", "mask.cache_info().currsize"}
 
 
 def test_what_the_text_names_is_read_on_an_optimizer_and_in_a_module_without_a_file(

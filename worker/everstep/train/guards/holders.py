@@ -14,6 +14,7 @@ import csv
 import ctypes
 import functools
 import io
+import math
 import queue
 import re
 import sys
@@ -129,12 +130,28 @@ def _of_weak_values(value: Any) -> dict[str, Any]:
 
 
 def _of_cache(value: Any) -> dict[str, Any]:
-    """Not how often a value was found in it: a cache that is as full gives the same."""
+    """Not how often a value was found in it: a cache that is as full gives the same. Nor how full it is where the
+    function computes the same anew."""
     info, own = functools._lru_cache_wrapper.cache_info(value), object.__getattribute__(value, "__dict__")
+    counts = {f"{CACHED}misses": info.misses, f"{CACHED}currsize": info.currsize}
     return {
-        f"{CACHED}misses": info.misses, f"{CACHED}currsize": info.currsize,
+        **({} if _is_of_arguments_alone(own.get("__wrapped__")) else counts),
         **{f".{key}": value for key, value in own.items() if key == "__wrapped__" or not key.startswith("__")},
     }  # fmt: skip
+
+
+def _is_of_arguments_alone(function: Any) -> bool:
+    """Whether a function reads no more than its arguments and numbers and texts: it calls nothing but some of Python's
+    own functions, and `math`."""
+    if not isinstance(function, types.FunctionType) or function.__closure__:
+        return False
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    code, scope = function.__code__, function.__globals__
+    has_inner = any(isinstance(constant, types.CodeType) for constant in code.co_consts)
+    return not has_inner and all(type(part) in _UNCHANGEABLE for part in defaults) and all(
+        type(scope[name]) in _UNCHANGEABLE or scope[name] is math if name in scope else name in _PURE
+        for name in code.co_names
+    )  # fmt: skip
 
 
 def _of_file(value: Any) -> dict[str, Any] | None:
@@ -153,6 +170,8 @@ def _of_file(value: Any) -> dict[str, Any] | None:
 
 _CALLING: Any = type(iter(int, 1))  # an iterator that calls a function
 _SCANNER = type(re.compile("").scanner(""))  # type: ignore[attr-defined]  # the function of `re.finditer` is of one
+_UNCHANGEABLE = (bool, int, float, complex, str, bytes, type(None))
+_PURE = frozenset({"abs", "bool", "float", "int", "len", "max", "min", "pow", "range", "round", *dir(math)})
 CACHED = ".cache_info()."
 _SIMPLE: Any = ctypes.c_int.__base__  # of which all numbers are
 _Read = Callable[[Any], dict[str, Any] | None]
