@@ -63,7 +63,10 @@ def test_files_of_a_group_are_played_by_one_process_and_begin_by_their_seconds_t
     first = order(tmp_path, known, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     assert len(first) == 20
     played = [(tmp_path / name).read_text().splitlines() for name in ("gw0", "gw1")]
-    assert sorted(["adapters" in line for line in lines] for lines in played) == [[False] * 10, [True] * 10]
+    # Who has ended its files first takes the last one.
+    of_group = max([["adapters" in line for line in lines] for lines in played], key=sum)
+    assert of_group[:10] == [True] * 10
+    assert sum(of_group) == 10
 
 
 def test_seconds_of_a_test_are_those_of_its_phases(tmp_path: Path) -> None:
