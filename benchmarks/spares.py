@@ -1,4 +1,4 @@
-"""What a warm spare is worth: a worker is killed, and seconds pass until all ranks train again, with one and without.
+"""Measures a warm spare: the seconds from a worker's death until all ranks train again, with a spare and without.
 
     python benchmarks/spares.py [--quick] [--json PATH] [--trials N] [--workers N]
 
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE)]
+sys.path[:0] = [str(HERE), str(HERE / "recovery_parts")]
 from figures import Better, Figure, finish, parser, quantile
+from job import children
 
 SCRIPT = HERE / "recovery_parts" / "train.py"
 LIMIT = 180.0  # seconds that any wait may take
@@ -100,10 +101,6 @@ class Run:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def cut(trainer: int) -> float:

@@ -5,6 +5,7 @@ It is a part of `types`, with the same rules: it does not know what a field does
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -48,6 +49,10 @@ class Backoff(ApiModel):
             holds=lambda b: b.initial <= b.max,
         ),
     )
+
+    def after(self, failures: int) -> timedelta:
+        """The wait behind so many failures in a row, 1 or more."""
+        return timedelta(seconds=min(self.max, self.initial * 2 ** min(failures - 1, 30)))
 
 
 class Hang(ApiModel):

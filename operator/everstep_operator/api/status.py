@@ -367,3 +367,8 @@ class Status(StatusModel):
     def condition(self, type_: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""
         return next((c for c in self.conditions if c.type == type_), None)
+
+    def holds(self, type_: ConditionType) -> bool:
+        """Whether the condition of this type is true."""
+        condition = self.condition(type_)
+        return condition is not None and condition.status is ConditionStatus.TRUE

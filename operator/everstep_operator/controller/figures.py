@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung
+from everstep_operator.api.conditions import Cause, ConditionType, ReadyReason, Rung
 from everstep_operator.api.status import RecoveryRecord, StateSeconds, Status
 from everstep_operator.controller.job_seconds import Noticed, Standing, State
 from everstep_operator.controller.progress import JobProgress
@@ -50,8 +50,7 @@ def of_job(
 ) -> JobFigures:
     """The figures of a job from its last planned status and the reports since."""
     world, checkpoint, progress = status.world, status.checkpoint, reports.snapshot()
-    quorum = status.condition(ConditionType.QUORUM_REACHED)
-    trains = quorum is not None and quorum.status is ConditionStatus.TRUE
+    trains = status.holds(ConditionType.QUORUM_REACHED)
     commit_step = progress.committed_step
     committed_at = progress.committed_at
     if commit_step is None:
@@ -86,8 +85,7 @@ def standing(job: JobView, status: Status, pods: Iterable[WorkerPod]) -> Standin
     wanted = status.world.size if status.roster is None else status.roster.wanted
     if status.start_time is None or wanted == 0 or is_finished(status):
         return Standing.IDLE
-    quorum = status.condition(ConditionType.QUORUM_REACHED)
-    if quorum is not None and quorum.status is ConditionStatus.TRUE:
+    if status.holds(ConditionType.QUORUM_REACHED):
         ready = status.condition(ConditionType.READY)
         changes = ready is not None and ready.reason in _CHANGES
         trains = status.progress.updated_at is not None and not changes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, Rung
+from everstep_operator.api.conditions import ConditionType, Rung
 from everstep_operator.api.status import RecoveryRecord, Status
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.plan.snapshot import JobView
@@ -46,7 +46,7 @@ class Incidents:
         if _is_of(record, incident) and not incident.recovered:
             incident.record, incident.round = record, reports.round
         new_step_at = reports.new_step_at
-        if (outcome := next((outcome for type_, outcome in _ENDS.items() if _holds(status, type_)), None)) is not None:
+        if (outcome := next((outcome for type_, outcome in _ENDS.items() if status.holds(type_)), None)) is not None:
             self._end(incident, now, outcome)
         elif incident.recovered and not incident.record.lost_steps:
             self._end(incident, now, Outcome.RECOVERED)
@@ -80,8 +80,3 @@ def _begins(record: RecoveryRecord, incident: Incident | None, status: Status) -
 def _is_of(record: RecoveryRecord, incident: Incident) -> bool:
     """Whether it is the incident's record. One that was read from the API server has whole seconds."""
     return record.at.replace(microsecond=0) == incident.record.at.replace(microsecond=0)
-
-
-def _holds(status: Status, type_: ConditionType) -> bool:
-    condition = status.condition(type_)
-    return condition is not None and condition.status is ConditionStatus.TRUE

@@ -234,7 +234,7 @@ class Reconciler:
     def _count(self, old: Status, new: Status) -> None:
         if is_finished(new) and not is_finished(old):
             failed = new.condition(ConditionType.FAILED)
-            has_failed = failed is not None and failed.status is ConditionStatus.TRUE
+            has_failed = new.holds(ConditionType.FAILED)
             self._metrics.ended(failed.reason if failed is not None and has_failed else ConditionType.COMPLETE)
         if not new.recoveries or new.recoveries == old.recoveries:
             return

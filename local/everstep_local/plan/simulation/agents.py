@@ -66,17 +66,13 @@ class ElasticWorld(World):
         before, left = dict(self.view.members), set(self.view.left)
         ready.sort(key=lambda m: (before.get(m[0]) != m[1], m[0]))  # survivors first, as the agents choose
         joining = tuple(sorted(i for i, _ in ready[size:]))
-        left = {(i, n) for i, n in left | self.view_members() if (i, n) not in ready}
+        left = (left | set(self.view.members)) - set(ready)
         left_at = self.now if left - set(self.view.left) else self.view.left_at
         self.view = RoundView(
             number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes,
             left=tuple(sorted(left)), left_at=left_at,
         )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
-
-    def view_members(self) -> set[tuple[int, int]]:
-        assert self.view is not None
-        return set(self.view.members)
 
     def do_wait(self, *indexes: str) -> None:
         """These agents wait for the next round, with their programs loaded, and no others."""

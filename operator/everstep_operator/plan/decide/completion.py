@@ -6,7 +6,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from everstep_operator import object_names
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, FailedReason
+from everstep_operator.api.conditions import Cause, ConditionType, FailedReason
 from everstep_operator.api.status import Status
 from everstep_operator.plan import times
 from everstep_operator.plan.decide.decision import Complete, Failed, Keep
@@ -18,10 +18,7 @@ from everstep_operator.round_view import RoundView
 
 
 def is_finished(seen: Status) -> bool:
-    return any(
-        c.status is ConditionStatus.TRUE and c.type in (ConditionType.COMPLETE, ConditionType.FAILED)
-        for c in seen.conditions
-    )
+    return seen.holds(ConditionType.COMPLETE) or seen.holds(ConditionType.FAILED)
 
 
 def deadline(snapshot: Snapshot) -> datetime | None:

@@ -30,7 +30,7 @@ def counted(now: datetime, restarts: Restarts, lost: Iterable[Loss]) -> Restarts
     rejected = [*(loss for loss in lost if loss.cause is Cause.REJECTED), *late]
     if not rejected:
         return restarts
-    before, nodes = (restarts.rejections, restarts.rejected_by) if _is_remembered(now, restarts) else (0, ())
+    before, nodes = (restarts.rejections, restarts.rejected_by) if is_remembered(now, restarts.rejected_at) else (0, ())
     nodes = (*(loss.node for loss in rejected if loss.node is not None), *nodes)
     return restarts.model_copy(
         update={
@@ -52,8 +52,9 @@ def back_off_until(restarts: Restarts, back_off: Backoff) -> datetime | None:
 
 def avoided(now: datetime, restarts: Restarts) -> tuple[str, ...]:
     """The nodes on which new pods are placed only if there is no other."""
-    return restarts.rejected_by if _is_remembered(now, restarts) else ()
+    return restarts.rejected_by if is_remembered(now, restarts.rejected_at) else ()
 
 
-def _is_remembered(now: datetime, restarts: Restarts) -> bool:
-    return restarts.rejected_at is not None and now - restarts.rejected_at <= REMEMBERED
+def is_remembered(now: datetime, last: datetime | None) -> bool:
+    """Whether what happens now is of one series with what happened last at this time."""
+    return last is not None and now - last <= REMEMBERED

@@ -165,8 +165,7 @@ def back_off_until(now: datetime, recovery: Recovery, restarts: Restarts) -> dat
     back_off = recovery.backoff_seconds
     starts = [rejections.back_off_until(restarts, back_off)]
     if restarts.last_at is not None and restarts.in_window > 0:
-        seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.in_window - 1, 30))
-        starts.append(restarts.last_at + timedelta(seconds=seconds))
+        starts.append(restarts.last_at + back_off.after(restarts.in_window))
     return max((start for start in starts if start is not None and now < start), default=None)
 
 

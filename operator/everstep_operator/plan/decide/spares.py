@@ -6,7 +6,7 @@ all workers train: what the training needs is never held back for a spare's sake
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from everstep_operator import object_names
 from everstep_operator.api.events import EventReason
@@ -18,16 +18,13 @@ from everstep_operator.plan.outcome import Event, LostWorker
 from everstep_operator.plan.state.facts import Facts
 from everstep_operator.plan.state.losses import Charge, Loss
 
-# Failures within this time of each other are one series.
-REMEMBERED = timedelta(minutes=30)
-
 
 def replaced(facts: Facts, lost: tuple[Loss, ...]) -> Publish:
     """The roster in which spares have the places of the lost spares."""
     root, now, before = lost[0], facts.snapshot.now, facts.job.status.restarts
     restarts = rejections.counted(now, before, lost)
     if any(loss.charge is Charge.USER_CODE for loss in lost):
-        in_a_row = before.spare_failures if _is_remembered(now, before) else 0
+        in_a_row = before.spare_failures if rejections.is_remembered(now, before.spare_failed_at) else 0
         restarts = restarts.model_copy(update={"spare_failures": in_a_row + 1, "spare_failed_at": now})
     indices = {loss.index for loss in lost}
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -46,10 +43,5 @@ def back_off_until(now: datetime, restarts: Restarts, back_off: Backoff) -> date
     """The time from which spares may be created, if that is later than `now`."""
     if restarts.spare_failed_at is None or restarts.spare_failures == 0:
         return None
-    seconds = min(back_off.max, back_off.initial * 2 ** min(restarts.spare_failures - 1, 30))
-    start = restarts.spare_failed_at + timedelta(seconds=seconds)
+    start = restarts.spare_failed_at + back_off.after(restarts.spare_failures)
     return start if now < start else None
-
-
-def _is_remembered(now: datetime, restarts: Restarts) -> bool:
-    return restarts.spare_failed_at is not None and now - restarts.spare_failed_at <= REMEMBERED

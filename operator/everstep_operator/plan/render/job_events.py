@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep_operator.api.conditions import ConditionStatus, ConditionType, ReadyReason, Rung
+from everstep_operator.api.conditions import ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import Status, World
 from everstep_operator.object_names import number_of_workers, resizing
@@ -59,10 +59,10 @@ def _of_capacity(facts: Facts, observed: Status) -> tuple[Event, ...]:
     events = []
     # A job of a fixed size has lost a worker then, and another event reports it.
     waits = ready is not None and ready.reason == ReadyReason.WAITING_FOR_QUORUM and facts.job.spec.elastic is not None
-    if waits and observed.world.formed_at is not None and _holds(before, ConditionType.QUORUM_REACHED):
+    if waits and observed.world.formed_at is not None and before.holds(ConditionType.QUORUM_REACHED):
         events.append(Event(EventReason.QUORUM_LOST, ready.message if ready is not None else ""))
     attention = observed.condition(ConditionType.NEEDS_ATTENTION)
-    begins = _holds(observed, ConditionType.NEEDS_ATTENTION) and not _holds(before, ConditionType.NEEDS_ATTENTION)
+    begins = observed.holds(ConditionType.NEEDS_ATTENTION) and not before.holds(ConditionType.NEEDS_ATTENTION)
     if begins and ready_condition.starved(facts):
         events.append(Event(EventReason.INSUFFICIENT_CAPACITY, attention.message if attention is not None else ""))
     elif begins and facts.snapshot.name_collisions:
@@ -78,11 +78,6 @@ def _formed(before: World, now: World) -> bool:
     if now.formed_at is None:
         return False
     return before.formed_at is None or (before.formed_round, before.size) != (now.formed_round, now.size)
-
-
-def _holds(status: Status, type_: ConditionType) -> bool:
-    condition = status.condition(type_)
-    return condition is not None and condition.status is ConditionStatus.TRUE
 
 
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:

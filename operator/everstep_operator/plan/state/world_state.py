@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.contract.document import Sizes
-from everstep_operator.api.conditions import ConditionStatus, ConditionType
+from everstep_operator.api.conditions import ConditionType
 from everstep_operator.api.types import RendezvousBackend
 from everstep_operator.plan.snapshot import Snapshot, WorkerPod
 from everstep_operator.plan.state.roster import Roster
@@ -61,8 +61,7 @@ def _as_before(snapshot: Snapshot, roster: Roster) -> WorldState:
     """The world as the status describes it. A new operator knows less than the last one, but the world is
     the same."""
     status = snapshot.job.status
-    quorum = status.condition(ConditionType.QUORUM_REACHED)
-    had_quorum = status.world.formed_at is not None and quorum is not None and quorum.status is ConditionStatus.TRUE
+    had_quorum = status.world.formed_at is not None and status.holds(ConditionType.QUORUM_REACHED)
     members = frozenset(index for index, worker in roster.workers.items() if worker.started)
     return WorldState(status.world.formed_round or 0, status.world.size, members, had_quorum)
 
