@@ -205,6 +205,7 @@ class _Names:
         self._variables = dict(reversed(roots.all()))
         self._cells = dict[str, types.CellType]()  # by the bare names that are taken
         self._objects = dict[str, object]()  # by their names
+        self._of_kinds = dict[type, list[NamedValue]]()
 
     def parts(self, named: NamedValue) -> Iterator[NamedValue]:
         """What an object holds."""
@@ -222,7 +223,13 @@ class _Names:
                 yield part if is_bare else NamedValue(f"{named.name}.__self__", part.value, named.name)
         else:
             yield from children(named)
-            yield from (part for part in _of_classes(type(value)) if may_change(part.value))
+            yield from (part for part in self.of_classes(type(value)) if may_change(part.value))
+
+    def of_classes(self, kind: type) -> list[NamedValue]:
+        """What stands in an object's classes: read once for all objects of the kind."""
+        if kind not in self._of_kinds:
+            self._of_kinds[kind] = list(_of_classes(kind))
+        return self._of_kinds[kind]
 
     def _is_its(self, name: str, cell: types.CellType, function: types.FunctionType) -> bool:
         """Whether the name stands for this variable of the function's."""
@@ -269,7 +276,7 @@ class _Reading:
         is_library = issubclass(kind, torch.nn.Module) and kind.__module__.startswith("torch.")
         if len(self.values) <= MOST:
             by_script = is_library or (kind.__module__ != "builtins" and is_own(kind))
-            inner = [*parts, *_of_classes(kind)]
+            inner = [*parts, *self._names.of_classes(kind)]
             if is_library:  # of what is its own, tensors alone change, and these are read as such
                 inner = [NamedValue(f"{named.name}.{key}", part) for key, part in set_by_script(named.value)]
             for child in (*inner, *(part for holder in inner for part in _of_class(holder.name, holder.value))):
