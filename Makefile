@@ -89,6 +89,8 @@ lint: setup  ## ruff, mypy strict, import rules, no generated file in the reposi
 	  echo "generated, and in the repository: $$made"; echo 'git rm --cached them, and name them in .gitignore'; exit 1; fi
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=benchmarks:benchmarks/hostile_parts:benchmarks/recovery_parts:benchmarks/rendezvous_parts \
+	  $(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
 unit: setup  ## tests that need no server

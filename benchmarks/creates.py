@@ -168,7 +168,7 @@ class Turns:
         async with self._watching() as arrivals:
             process = _start([*command, str(file)], self.folder / "bare.log")
             try:
-                found = await arrivals.rates(self.pods, jobs)
+                found: Rates = await arrivals.rates(self.pods, jobs)
                 await until(lambda: process.poll() is not None, "the bare client ends")
                 if process.returncode:
                     raise SystemExit((self.folder / "bare.log").read_text())
@@ -202,7 +202,7 @@ class Turns:
         async with self._watching() as arrivals:
             process = _start([*command, *flags], self.folder / "operator.log")
             try:
-                found = await arrivals.rates(self.pods, self.jobs)
+                found: Rates = await arrivals.rates(self.pods, self.jobs)
                 await asyncio.to_thread(self._measure, port)
                 if self._job is None:
                     self._job = await self._sample(arrivals, made)
@@ -250,7 +250,8 @@ class Turns:
             assert done.returncode == 0, done.stderr
 
         async def empty() -> bool:
-            found = [one for kind in (PODS, JOBS, *MADE) for one in (await self.client.list(kind, NAMESPACE)).items]
+            kinds: tuple[Resource[Any], ...] = (PODS, JOBS, *MADE)
+            found = [one for kind in kinds for one in (await self.client.list(kind, NAMESPACE)).items]
             return all(one.metadata.name == "kube-root-ca.crt" for one in found)
 
         await until(empty, "the objects of the last turn are gone")

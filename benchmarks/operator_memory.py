@@ -53,9 +53,18 @@ def environment(folder: Path) -> Path:
     """The interpreter of an environment with what the operator's image installs."""
     python = folder / "venv/bin/python"
     subprocess.run([UV, "venv", "-q", "--python", sys.executable, folder / "venv"], check=True)
-    install = [UV, "pip", "install", "-q", "--python", python]
+    install: list[str | Path] = [UV, "pip", "install", "-q", "--python", python]
     subprocess.run([*install, "--require-hashes", "-r", ROOT / "requirements/operator.txt"], check=True)
-    build = [UV, "build", "-q", "--offline", "--wheel", "--no-build-isolation", "--python", sys.executable]
+    build: list[str | Path] = [
+        UV,
+        "build",
+        "-q",
+        "--offline",
+        "--wheel",
+        "--no-build-isolation",
+        "--python",
+        sys.executable,
+    ]
     for name in ("worker", "operator"):
         subprocess.run([*build, "-o", folder / "wheels", ROOT / name], check=True)
     subprocess.run([*install, "--no-deps", *(folder / "wheels").glob("*.whl")], check=True)

@@ -31,7 +31,9 @@ from figures import Better, Figure, finish, parser, spread
 
 from support.e2e.driver import SYSTEM, Job
 from support.e2e.install import install
-from support.scenarios.player import ScenarioError, wait_for
+from support.scenarios.lines import Asked
+from support.scenarios.player import wait_for
+from support.scenarios.reference import ScenarioError
 from testcluster import handle
 from testcluster.handle import Cluster
 from testcluster.proc import ClusterError
@@ -177,10 +179,14 @@ def elastic(cluster: Cluster, index: int, samples: int) -> list[Figure]:
     ]
 
 
+def delete_at_once(job: Job, pod: str) -> None:
+    job.kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=false")
+
+
 def elastic_sample(job: Job, index: int) -> dict[str, float]:
     """One forced delete: seconds by figure."""
     before = job.newest_pods()[index]["metadata"]["name"]
-    job.inject(lambda: job.kubectl("delete", "pod", before, "--force", "--grace-period=0", "--wait=false") and None)
+    job.inject(lambda: delete_at_once(job, before))
     fault = job.injected_at
     # The times are the log's own. To look often would only take processor time from the pod that starts.
     survivors = wait_for("two train", lambda: steps_of_world(job, 2, fault), PEER_LIMIT, poll=2)[0]
@@ -301,7 +307,7 @@ def steps_seen(job: Job, line: re.Pattern[str] = STEP_LINE, which: str = "--tail
 
 def peer_manifest(job: Job) -> dict[str, object]:
     """An Indexed Job that runs stock torchrun with its defaults; pods come back under the same host name."""
-    template = job.manifest(2, STEPS, 0.05, 20, "c10d")["spec"]["template"]
+    template = job.manifest(Asked(2, STEPS, 0.05, 20, "c10d"))["spec"]["template"]
     worker = template["spec"]["containers"][0]
     rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=100"]
     rendezvous += [f"--rdzv-id={job.namespace}", "--rdzv-endpoint=peer-0.peer:29400"]

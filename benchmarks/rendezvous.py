@@ -172,7 +172,11 @@ async def watch_memory(count: int) -> tuple[float, float]:
         async with aiohttp.ClientSession(operator.url, connector=everything) as session:
             for header in headers:  # so that every pod is known before
                 async with session.get(DOCUMENT_PATH, headers=header) as answer:
-                    seen = {"version": 0, "lapses": answer.headers[EXPIRATIONS_HEADER], "wait": 30}
+                    seen: dict[str, str | int] = {
+                        "version": 0,
+                        "lapses": answer.headers[EXPIRATIONS_HEADER],
+                        "wait": 30,
+                    }
             before = operator.memory()
             polls = [
                 asyncio.create_task(session.get(DOCUMENT_PATH, params=seen, headers=headers[i % len(headers)]))

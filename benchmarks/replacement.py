@@ -107,7 +107,7 @@ async def measure(jobs: int, workers: int, losses: int, seconds: float) -> tuple
             stalls.append(time.monotonic() - due)
 
     tasks.append(asyncio.create_task(beat()))
-    random, lives, took = Random(0), {}, []
+    random, lives, took = Random(0), dict[tuple[int, int], int](), list[float]()
     for _ in range(losses):
         job, index = random.randrange(jobs), random.randrange(workers)
         life = lives.get((job, index), 0)

@@ -97,7 +97,7 @@ def measure(steps: int, turns: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         plain.append((time.perf_counter() - began) / steps)
-        one = everstep.Run(run.place, StepCoordinator(None, run._coordinator._reporter), None, rng=True)
+        one = everstep.Run(run.process, StepCoordinator(None, run._coordinator._reporter), None, rng=True)
         loader = one.loader(data, global_batch=64, seed=turn, seed_samples=False)
         dist.barrier()
         began = time.perf_counter()
@@ -185,7 +185,7 @@ def main() -> int:
         output.seek(0)
         seen = json.loads(output.read().strip().splitlines()[-1])
     added = imports(IMPORTS)
-    counts, rounds = ({10: 300, 100: 60}, 1) if args.quick else ({10: 1000, 100: 200}, 3)
+    counts, rounds = ({10: 150, 100: 20}, 1) if args.quick else ({10: 1000, 100: 200}, 3)
     plain, ours = quantile(seen["plain"], 0.5), quantile(seen["ours"], 0.5)
     figures = [
         Figure("plain_step", 1000 * plain, "ms", Better.LOWER, turns),

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,13 +122,13 @@ def measure(workers: int, spares: int, trials: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="everstep-spares-") as name, Run(Path(name), workers, spares) as run:
         since = time.monotonic()
         for trial in range(trials):
-            run.until(lambda since=since: run.full(since), "all ranks train")
+            run.until(partial(run.full, since), "all ranks train")
             run.until(run.waiting, "the spare waits")
             time.sleep(SETTLED)
             now = time.monotonic()
-            ranks = run.until(lambda now=now: run.full(now), "all ranks train")
+            ranks = run.until(partial(run.full, now), "all ranks train")
             since = cut(ranks[trial % workers][1])
-            again = run.until(lambda since=since: run.full(since), "all ranks train again")
+            again = run.until(partial(run.full, since), "all ranks train again")
             taken.append(max(at for at, _ in again.values()) - since)
             print(f"{spares} spares, rank {trial % workers} killed: {taken[-1]:.2f} s", file=sys.stderr)
     return taken

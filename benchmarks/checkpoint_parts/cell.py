@@ -193,14 +193,14 @@ class TrainingCost:
         """Added wall time × cores of one save ÷ CPU seconds of a bare write of its bytes."""
         mine, none = self.runs[f"{subject}.all"], self.runs["none.all"]
         added = median(r.wall for r in mine) - median(r.wall for r in none)
-        return added / mine[0].saved * self.cores / median(self.bare)
+        return float(added / mine[0].saved * self.cores / median(self.bare))
 
     def slower(self, subject: str) -> float:
         """How much longer a step takes while a save is in flight and a core is free, in percent.
 
         Than the others of its own series: a virtual machine's cores are faster one second than the next.
         """
-        return (median(r.slow / r.plain for r in self.runs[f"{subject}.spare"]) - 1) * 100
+        return float((median(r.slow / r.plain for r in self.runs[f"{subject}.spare"]) - 1) * 100)
 
 
 def _drop(place: Place, prefix: str) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 import fsspec
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_parts.meter import Sample, measured, resident
 from checkpoint_parts.model import Trained
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import everstep
 from everstep.storage import RetryingStore, open_store
@@ -127,14 +129,14 @@ class Dcp:
     def save(self, url: str) -> Sample:
         state, writer = self._trained.state_dicts(), self._writer(url)
         with measured() as sample:
-            dcp.save(state, storage_writer=writer)
+            save(state, storage_writer=writer)
         return sample
 
     def async_save(self, url: str) -> Sample:
         state, writer = self._trained.state_dicts(), self._writer(url)
         self._stager = self._stager or DefaultStager(StagingOptions(False, False, False, False))
         with measured() as sample:
-            future = dcp.async_save(state, storage_writer=writer, async_stager=self._stager)
+            future: Any = async_save(state, storage_writer=writer, async_stager=self._stager)
             sample.blocked = time.monotonic() - sample.start
             future.result(600)
         return sample
@@ -142,7 +144,7 @@ class Dcp:
     def start(self, url: str) -> Callable[[], bool]:
         """Begin an asynchronous save; the answer says whether it is durable."""
         self._stager = self._stager or DefaultStager(StagingOptions(False, False, False, False))
-        future = dcp.async_save(
+        future: Any = async_save(
             self._trained.state_dicts(), storage_writer=self._writer(url), async_stager=self._stager
         )
         return lambda: bool(future.done() and future.result())
@@ -150,10 +152,10 @@ class Dcp:
     def load(self, url: str) -> Sample:
         state = self._trained.state_dicts()
         with measured() as sample:
-            dcp.load(state, storage_reader=FsspecReader(url) if remote(url) else dcp.FileSystemReader(url))
+            load(state, storage_reader=FsspecReader(url) if remote(url) else FileSystemReader(url))
         return sample
 
     def _writer(self, url: str) -> Any:
         if remote(url):
             return FsspecWriter(url, thread_count=self._cores, overwrite=True)
-        return dcp.FileSystemWriter(url, thread_count=self._cores, sync_files=True)
+        return FileSystemWriter(url, thread_count=self._cores, sync_files=True)

@@ -49,7 +49,7 @@ class Training:
         torch.set_num_threads(threads)
         try:
             steps = self._count(seconds)
-            slow, plain, saved = [], [], 0
+            slow, plain, saved = list[float](), list[float](), 0
             began = time.perf_counter()
             for _ in range(saves):
                 done = save() if save else lambda: True

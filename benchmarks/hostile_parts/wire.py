@@ -55,13 +55,14 @@ class Connection(asyncio.Protocol):
     """One request at a time. `on_answer(connection, status)`; status 0: it was closed without one."""
 
     def __init__(self, on_answer: Callable[[Connection, int], None]) -> None:
-        self._on_answer, self._transport = on_answer, None
+        self._on_answer = on_answer
+        self._transport: asyncio.Transport | None = None
         self._waiting = False
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport: asyncio.Transport | None = transport
+        self._transport = transport
 
     def send(self, data: bytes) -> None:
         assert self._transport is not None

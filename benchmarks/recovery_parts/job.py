@@ -96,7 +96,7 @@ class Job:
         flags = ["--session"] if self.way.session and script is SCRIPT else []
         self._script = [str(script), str(self.folder), *flags, *self.arguments]
         if self.way.rehearsed:
-            self._script[0] = shutil.copy(SCRIPT, self.folder)
+            self._script[0] = str(shutil.copy(SCRIPT, self.folder))
             subprocess.run([sys.executable, str(STAMPED), *self._script], check=True)
 
     def replace(self, agent: subprocess.Popen[bytes]) -> None:
@@ -225,7 +225,8 @@ class Job:
                     whole, end, _ = file.read().rpartition(b"\n")
                 for row in whole.decode().splitlines():
                     *numbers, when = row.split()
-                    told.append(Line(*map(int, numbers), at=float(when)))
+                    pid, rank, world, step, checksum = map(int, numbers)
+                    told.append(Line(pid, rank, world, step, checksum, float(when)))
                 at += len(whole) + len(end)
             if told and told[0].at < oldest - REMEMBERED:
                 told = [line for line in told if line.at >= oldest]

@@ -74,7 +74,7 @@ def gather(crowd: Crowd, processes: int, seed: int) -> tuple[float, float]:
         began = time.monotonic() + 0.2
         for part in parts:
             _tell(part, began)
-        joined = [Joined(*one) for part in parts for one in _hear(part)]
+        joined = [Joined(one[0], one[1], *map(int, one[2:])) for part in parts for one in _hear(part)]
     finally:
         for part in parts:
             part.kill()
