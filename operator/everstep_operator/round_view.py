@@ -9,6 +9,21 @@ from everstep.contract.document import Sizes
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """The process of a member that ended round `round`; the member's agent starts another. `more`: how many others of
+    that round ended too. `at`: when this leader saw it. `stood_seconds`: for how long it had made no progress by
+    then."""
+
+    round: int
+    index: int
+    incarnation: int
+    at: datetime
+    detail: str
+    stood_seconds: float
+    more: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RoundView:
     """The round store's document, as far as a plan depends on it. A member in `gone` may still have a healthy pod: an
     agent whose processes were lost withdraws from the round, and joins the next."""
@@ -24,3 +39,5 @@ class RoundView:
     # and when the newest of them left.
     left: tuple[tuple[int, int], ...] = ()
     left_at: datetime | None = None
+    # As far as this leader has seen, oldest first: processes that ended a round, and that their agents replace.
+    ends: tuple[ProcessEnd, ...] = ()

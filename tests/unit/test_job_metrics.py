@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 
+from everstep.contract import process_end
 from everstep.contract.messages import Phase, Report
+from everstep.jobs.costs import by_node
+from everstep.jobs.view import of_objects
 from everstep_local.nodes.scheduler import BINDINGS
 from everstep_operator.api.conditions import Cause
 from everstep_operator.api.status import Status
 from everstep_operator.controller.figures import MAX_JOBS, MAX_NODES, NodeLosses
 from everstep_operator.controller.progress import JobProgress
-from everstep_operator.kube.resources import LEASES, NODES
+from everstep_operator.kube.resources import EVENTS, LEASES, NODES
 from everstep_operator.main import JOBS, Operator
+from everstep_operator.page import rows
 from everstep_operator.plan.outcome import LostWorker
 from support.clocks.manual import ManualClock
-from support.operator.operator_stage import ELASTIC, JOB, Stage, form, replaced, samples, send
+from support.operator.operator_stage import ELASTIC, JOB, Stage, form, replaced, samples, send, withdraw
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OWN_ROUNDS = {**ELASTIC, "spec": {**ELASTIC["spec"], "rendezvous": {"backend": "everstep"}}}
@@ -112,6 +116,60 @@ async def test_loss_is_seen_in_the_figures_of_its_job_and_its_node() -> None:
         await stage.until("it has looked", lambda: f"everstep_job_step {DIGITS}" in ours(operator))
         now = {name: value for name, value in ours(operator).items() if name in before}
         assert now == pytest.approx(before, rel=0, abs=1)
+
+
+async def test_process_that_an_agent_replaces_costs_one_number_wherever_it_is_shown() -> None:
+    stage = Stage()
+    async with stage.operating() as operator:
+        job = await stage.client.create(JOBS, "default", OWN_ROUNDS)
+        await stage.until("the pods are there", lambda: four(stage))
+        for index in range(4):
+            bound = {"metadata": {"name": f"digits-w{index}-0"}, "target": {"kind": "Node", "name": f"node-{index}"}}
+            await stage.client.create(BINDINGS, "default", bound)
+        await stage.run_pods()
+        pods = [f"digits-w{i}-0" for i in range(4)]
+        await form(stage, operator, job, dict.fromkeys(range(4), 0))
+        await train(stage, operator, 1, 10, *pods)
+        await stage.until("it trains", lambda: ours(operator).get(f"everstep_job_workers {DIGITS}") == 4)
+
+        why = process_end.of_rank(1, process_end.hung(11, 40, " at train.py:9 in step"))
+        await withdraw(stage, operator, job, (1, 0), why)
+        counted = "everstep_job_recoveries_total Signaled digits default"
+        await stage.until("it is recorded", lambda: ours(operator)[counted] == 1)
+        assert ours(operator)["everstep_node_losses_total node-1"] == 1
+        await stage.clock.advance(5)
+        await form(stage, operator, job, {0: 0, 2: 0, 3: 0})
+        await stage.clock.advance(2)
+        await train(stage, operator, 2, 11, pods[0], pods[2], pods[3])
+        shrunk = "everstep_recoveries_total Signaled shrink"
+        await stage.until("it has recovered", lambda: samples(operator.metrics)[shrunk] == 1)
+
+        seen = await stage.client.get(JOBS, "default", "digits")
+        (record,) = seen.status["recoveries"]
+        assert (record["worker"], record["node"], record["step"], record["lostSteps"]) == (1, "node-1", 10, 0)
+        assert record["detectMs"] == 40_000
+        seconds = samples(operator.metrics)["everstep_recovery_seconds_sum"]
+        assert 47 <= seconds < 50
+        (node,) = by_node([("here", of_objects({"metadata": {"name": "digits"}, "status": seen.status}))])
+        assert node.node == "node-1"
+        assert node.seconds == pytest.approx(seconds)
+        (row,) = rows.recoveries(of_objects({"metadata": {"name": "digits"}, "status": seen.status}))
+        assert row.seconds == rows.span(seconds)
+        stages = [v for name, v in ours(operator).items() if name.startswith("everstep_job_last_recovery_seconds")]
+        assert sum(stages) == pytest.approx(seconds)
+        notes = {event.reason: event.note for event in (await stage.client.list(EVENTS, "default")).items}
+        assert notes["WorkerLost"] == (
+            "worker 1 on node-1 lost a process (Signaled): rank 1 made no progress in step 11 for 40 s at train.py:9 "
+            "in step; its agent starts another in the same pod"
+        )
+        took = f"training resumed with 3 workers {seconds:.1f} s after worker 1 was lost (Signaled); no steps repeated"
+        assert notes["WorldResized"] == took
+
+        await form(stage, operator, job, dict.fromkeys(range(4), 0))
+        await train(stage, operator, 3, 12, *pods)
+        regrown = "everstep_recoveries_total Signaled regrow"
+        await stage.until("it is whole", lambda: samples(operator.metrics)[regrown] == 1)
+        assert ours(operator)[counted] == 1
 
 
 class Trace:

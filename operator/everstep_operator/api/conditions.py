@@ -63,9 +63,10 @@ class FailedReason(StrEnum):
 
 
 class Rung(StrEnum):
-    """How the operator brought the training back. Recoveries that the agents make alone are not in the status."""
+    """How the training was brought back: `RESTART` by an agent alone, the others by the operator."""
 
     RECREATE = "recreate"
+    RESTART = "restart"
     SPARE = "spare"
     SHRINK = "shrink"
     REGROW = "regrow"

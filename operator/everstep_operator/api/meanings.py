@@ -59,6 +59,7 @@ FAILED: dict[FailedReason, str] = {
 
 RUNGS: dict[Rung, str] = {
     Rung.RECREATE: "The lost worker was replaced.",
+    Rung.RESTART: "A training process was killed, or hung; its agent started another in the same pod.",
     Rung.SPARE: "A spare took the place of the lost worker.",
     Rung.SHRINK: "Of an elastic job: the training resumed with fewer workers.",
     Rung.REGROW: "Of an elastic job: it has its full size again, after a shrink.",
@@ -87,7 +88,8 @@ CAUSES: dict[Cause, str] = {
 EVENTS: dict[EventReason, str] = {
     EventReason.WORLD_FORMED: "A round formed: its number and its workers.",
     EventReason.WORLD_RESIZED: "The number of workers changed: by the spec, or after a loss, with fewer.",
-    EventReason.WORKER_LOST: "Workers were lost: which ones, where, by what cause, and what the operator does.",
+    EventReason.WORKER_LOST: "Workers were lost, or a process of one: which ones, where, by what cause, and what "
+    "follows.",
     EventReason.WORKER_REPLACED: "A recovery ended: the world has its workers again.",
     EventReason.SPARE_LOST: "Spares were lost: which ones, where, by what cause. All workers train.",
     EventReason.WORKERS_UPDATED: "Workers are replaced, because their template changed.",

@@ -230,8 +230,11 @@ class RecoveryRecord(StatusModel):
     rung: Annotated[str, StringConstraints(max_length=32)] = Field(
         description=f"Step of the recovery ladder: {', '.join(Rung)}."
     )
+    step: Count | None = Field(default=None, description="Highest completed step when it was noticed.")
     detect_ms: Count | None = Field(
-        default=None, description="Milliseconds from the fault until it was noticed, if known."
+        default=None,
+        description="Milliseconds from the fault until it was noticed, if known; at least so many, because Kubernetes "
+        "gives whole seconds. The parts add up to the time from the fault to the next step of every rank.",
     )
     rendezvous_ms: Count | None = Field(default=None, description="Milliseconds from the notice to the new round.")
     restore_ms: Count | None = Field(default=None, description="Milliseconds that reading the training state took.")

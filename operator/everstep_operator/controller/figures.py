@@ -100,7 +100,8 @@ def noticed(old: Status, new: Status, now: datetime) -> Noticed | None:
     if not recovery_record.is_open(new.recoveries) or new.recoveries == old.recoveries:
         return None
     detect_ms = new.recoveries[0].detect_ms
-    return Noticed(now, None if detect_ms is None else now - timedelta(milliseconds=detect_ms))
+    at = min(now, new.recoveries[0].at)  # the agents may have noticed it before this pass
+    return Noticed(at, None if detect_ms is None else at - timedelta(milliseconds=detect_ms))
 
 
 def state_seconds(seconds: Mapping[State, float]) -> StateSeconds:

@@ -151,7 +151,11 @@ class Reconciler:
             )
         now = self._clock.now()
         # Then the training has gone on already, and reports say since when.
-        agents_first = decided.lost is not None and decided.lost.at is not None
+        agents_first = (
+            decided.lost is not None
+            and decided.lost.at is not None
+            and decided.status.holds(ConditionType.QUORUM_REACHED)
+        )
         memory.progress.seconds.planned(
             now,
             figures.standing(job, decided.status, snapshot.pods),

@@ -18,6 +18,7 @@ from everstep.contract.messages import MAX_METRIC_NAME, MAX_METRICS
 from everstep.contract.redact import HIDDEN
 from everstep_operator.api.base import SAFE_INT_MAX
 from everstep_operator.plan.snapshot import Exit, InitFailure, ReportedPeak, ReportedProgress, Snapshot, WorkerPod
+from everstep_operator.round_view import RoundView
 
 MAX_TEXT = 8192  # the kubelet keeps 4096 bytes of an exit message; anything longer did not come from it
 MAX_SECONDS = 1e9
@@ -36,12 +37,15 @@ def sanitized(snapshot: Snapshot) -> Snapshot:
         snapshot,
         pods=tuple(_pod(pod, secrets) for pod in snapshot.pods),
         progress=_progress(snapshot.progress, secrets),
-        world=None
-        if snapshot.world is None
-        else replace(snapshot.world, closed=_shown(snapshot.world.closed, secrets)),
+        world=None if snapshot.world is None else _round(snapshot.world, secrets),
         create_refused=_shown(snapshot.create_refused, secrets),
         object_refused=_shown(snapshot.object_refused, secrets),
     )
+
+
+def _round(view: RoundView, secrets: tuple[str, ...]) -> RoundView:
+    ends = tuple(replace(end, detail=_shown(end.detail, secrets) or "") for end in view.ends)
+    return replace(view, closed=_shown(view.closed, secrets), ends=ends)
 
 
 def encodable(text: str) -> str:

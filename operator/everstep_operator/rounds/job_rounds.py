@@ -31,6 +31,7 @@ from everstep_operator.rounds.documents import (
     WriteRefused,
 )
 from everstep_operator.rounds.presence import Presences, Worker
+from everstep_operator.rounds.process_ends import ProcessEnds
 from everstep_operator.rounds.rules import (
     corrected,
     renumbered,
@@ -99,7 +100,7 @@ class JobRounds:
         self._stored: StoredDocument | None = None  # None: not known
         self._document: Document | None = None
         self._urgent = 0  # the newest version that watchers must learn at once or soon
-        self._departures = Departures()
+        self._departures, self._process_ends = Departures(), ProcessEnds()
         self._read_at = 0.0
         self._writes_left, self._refilled_at = WRITES_AT_ONCE, self._now()
         self._expiry_timer: asyncio.TimerHandle | None = None
@@ -230,7 +231,7 @@ class JobRounds:
             self._env.start(self._load_in_background())
         if self._document is None:
             return None if self._stored is None else RoundView(0)
-        return self._departures.added_to(round_view(self._document))
+        return self._process_ends.added_to(self._departures.added_to(round_view(self._document)))
 
     async def set_sizes(self, sizes: Sizes) -> None:
         """Set the sizes for the job's agents. Raises RoundsUnavailable, after which they may be set or not."""
@@ -345,7 +346,9 @@ class JobRounds:
         """Take `stored` as the newest state; `document` is its decoded form."""
         before, changed = self._document, self._stored is None or self._stored.version != stored.version
         self._stored, self._document, self._read_at = stored, document, self._now()
-        self._departures.see(before, document, self._env.clock.now())
+        at = self._env.clock.now()
+        self._departures.see(before, document, at)
+        self._process_ends.see(before, document, at)
         if not self.was_read:
             self.was_read = True
             self.presences.await_members(document, stored.lease)

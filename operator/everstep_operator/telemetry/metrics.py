@@ -152,7 +152,7 @@ class Metrics:
         self._recovery_seconds = self._add(
             Histogram,
             "everstep_recovery_seconds",
-            "From the observed loss to the next optimizer step on all members; regrow is not in it.",
+            "From the fault, as far as it is known, to the next optimizer step on all members; regrow is not in it.",
             buckets=(0.1, 0.3, 1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 45, 60, 120, 300),
         )
         self._reports = self._add(

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from everstep.contract import labels
 from everstep.contract.document import Document, Member, Sizes, decode, encode
 from everstep.contract.messages import REPORT_PATH, Report
+from everstep.membership.commands import Withdraw
+from everstep.membership.machine import apply
 from everstep_local.apiserver.cluster import MemoryCluster
 from everstep_local.apiserver.faults import Faults
 from everstep_operator.kube.client import KubeClient
@@ -135,14 +137,29 @@ class Stage:
 
 async def form(stage: Stage, operator: Operator, job: Unstructured, members: dict[int, int]) -> None:
     """What an agent does when it writes the round that the agents of these workers (index: incarnation) form."""
-    ref = JobRef("default", job.metadata.name, job.metadata.uid)
     chosen = tuple(Member(i, f"agent-{i}-{n}", n) for i, n in members.items())
+    await _write(stage, operator, job, lambda before: replace(before, round=before.round + 1, members=chosen, gone=()))
+
+
+async def withdraw(stage: Stage, operator: Operator, job: Unstructured, worker: tuple[int, int], why: str) -> None:
+    """What the agent of this worker (index, incarnation) does when its process has ended."""
+    index, incarnation = worker
+
+    def changed(before: Document) -> Document:
+        after = apply(before, Withdraw(f"agent-{index}-{incarnation}", before.round, why))
+        assert isinstance(after, Document), after
+        return after
+
+    await _write(stage, operator, job, changed)
+
+
+async def _write(stage: Stage, operator: Operator, job: Unstructured, change: Callable[[Document], Document]) -> None:
+    ref = JobRef("default", job.metadata.name, job.metadata.uid)
 
     async def write() -> int | None:
         seen = await operator.rounds.of(ref).read(0)
         before = decode(seen.document.encode()) if seen.document is not None else Document(Sizes(2, 8))
-        after = encode(replace(before, round=before.round + 1, members=chosen))
-        return await operator.rounds.of(ref).swap(seen.version, after)
+        return await operator.rounds.of(ref).swap(seen.version, encode(change(before)))
 
     writing = asyncio.create_task(write())
     await stage.until("the round is written", writing.done)

@@ -34,7 +34,7 @@ from everstep.agent.processes.output import Files, Output
 from everstep.agent.processes.running import Running, Settling
 from everstep.agent.requests import Requests
 from everstep.agent.tasks import Tasks
-from everstep.contract import env, exit_codes, termination
+from everstep.contract import env, exit_codes, process_end, termination
 from everstep.contract.error_file import PATH as ERROR_FILE
 from everstep.membership.backends.opening import remedy
 from everstep.membership.driver import Driver
@@ -202,7 +202,7 @@ class Agent:
             shown = f"exit code {code}: refused" if fault is e.Fault.REFUSED else why
             log.warning("rank %d (local rank %d, pid %d): %s", process.rank, process.slot, pid, shown)
             self._first_error.note(number, process.files.error, code, why)
-        self._post(e.Exited(process.slot, pid, code, fault, f"rank {process.rank}: {why}"))
+        self._post(e.Exited(process.slot, pid, code, fault, process_end.of_rank(process.rank, why)))
 
     def _received(self, pid: int, message: Mapping[str, Any]) -> None:
         process = self._running.get(pid)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from everstep.contract import process_end
 from everstep.contract.document import Sizes
 from everstep_local.plan.simulation.cluster import TEMPLATE, World
 from everstep_operator.api.status import Status
 from everstep_operator.api.types import TrainingJobSpec
 from everstep_operator.plan.snapshot import ReportedProgress
 from everstep_operator.plan.state import roster, sizing
-from everstep_operator.round_view import RoundView
+from everstep_operator.round_view import ProcessEnd, RoundView
 
 
 class ElasticWorld(World):
@@ -48,13 +49,17 @@ class ElasticWorld(World):
         self.spec["rendezvous"] = {"backend": "etcd", "etcd": {"endpoints": ["http://etcd:2379"]}}
         self.view = None
 
-    def do_form(self) -> str:
-        """The ready agents form a round, if there are enough. The round store raises the number first."""
+    def do_form(self, *without: str) -> str:
+        """The ready agents form a round, if there are enough, `without` those that have no process yet. The round store
+        raises the number first."""
         assert self.view is not None
         ready = [
             (p.index, p.incarnation)
             for i in sorted(self.published().workers)
-            if (p := self.pods.get(self.current(i))) is not None and p.ready and p.deleted_at is None
+            if (p := self.pods.get(self.current(i))) is not None
+            and p.ready
+            and p.deleted_at is None
+            and str(i) not in without
         ]
         # Like real agents, they use the sizes that were set last, not those of the present spec.
         sizes = self.view.sizes or sizing.bounds(TrainingJobSpec.model_validate(self.spec))
@@ -70,7 +75,7 @@ class ElasticWorld(World):
         left_at = self.now if left - set(self.view.left) else self.view.left_at
         self.view = RoundView(
             number, tuple(sorted(ready[:size])), joining=joining, sizes=self.view.sizes,
-            left=tuple(sorted(left)), left_at=left_at,
+            left=tuple(sorted(left)), left_at=left_at, ends=self.view.ends,
         )  # fmt: skip
         return f"round {number}: {' '.join(f'w{i}-{n}' for i, n in self.view.members)}"
 
@@ -84,6 +89,21 @@ class ElasticWorld(World):
         """The agents report that these are no longer in the round."""
         assert self.view is not None
         self.view = replace(self.view, gone=tuple(sorted({*self.view.gone, *map(int, indexes)})))
+
+    def do_kill_process(self, index: str, why: str = "SIGKILL") -> None:
+        """The training process of this worker ends, and its agent leaves the round to start another."""
+        assert self.view is not None
+        number = int(index)
+        self.do_gone_from(index)
+        replaced = process_end.read(process_end.of_rank(number, why))
+        assert replaced is not None
+        ends = self.view.ends
+        if ends and ends[-1].round == self.view.round:
+            self.view = replace(self.view, ends=(*ends[:-1], replace(ends[-1], more=ends[-1].more + 1)))
+            return
+        incarnation = self.published().workers[number].number
+        end = ProcessEnd(self.view.round, number, incarnation, self.now, replaced.detail, replaced.stood_seconds)
+        self.view = replace(self.view, ends=(*ends, end))
 
     def do_close(self) -> None:
         assert self.view is not None
@@ -119,7 +139,8 @@ class ElasticWorld(World):
 
     def do_operator_restart(self) -> None:
         """A new operator starts: it has no reports, and has not read the round yet."""
-        self.progress, self.unread, self.view = ReportedProgress(), self.view, None
+        assert self.view is not None
+        self.progress, self.unread, self.view = ReportedProgress(), replace(self.view, ends=()), None
 
     def do_round_read(self) -> None:
         self.view = self.unread

@@ -33,12 +33,14 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class RecoveryStart:
     """A recovery begins. If `follows` and one is open already, that one goes on. `rung`: how it is expected to end.
-    `at`: when the agents noticed the loss, if they did before the operator."""
+    `at`: when the agents noticed the loss, if they did before the operator. `stood`: how long that took, if they say
+    so."""
 
     loss: Loss
     rung: Rung
     follows: bool
     at: datetime | None = None
+    stood: timedelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,16 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Repaired:
+    """The published roster is right: agents replace a process by themselves. What that costs is recorded."""
+
+    message: str
+    event: Event
+    recovery: RecoveryStart
+    lost: LostWorker
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Change nothing yet, and decide again after this long."""
 
@@ -67,4 +79,4 @@ class Keep:
     """The published roster is right: create the missing pods."""
 
 
-Decision = Complete | Failed | Publish | Wait | Keep
+Decision = Complete | Failed | Publish | Repaired | Wait | Keep

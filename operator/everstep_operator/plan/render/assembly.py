@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
-from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, Rung
+from everstep_operator.api.conditions import Cause, ConditionStatus, ConditionType, ReadyReason, Rung
 from everstep_operator.api.events import EventReason
 from everstep_operator.api.status import RecoveryRecord, Status
-from everstep_operator.plan.decide.decision import Complete, Decision, Failed, Keep, Publish, RecoveryStart, Wait
+from everstep_operator.plan.decide.decision import (
+    Complete,
+    Decision,
+    Failed,
+    Keep,
+    Publish,
+    RecoveryStart,
+    Repaired,
+    Wait,
+)
 from everstep_operator.plan.outcome import Plan, Requeue
 from everstep_operator.plan.render import (
     converge,
@@ -42,6 +52,9 @@ def render_plan(facts: Facts, decision: Decision) -> Plan:
             return Plan(observed, (), status_events, Requeue(after, message), reason=message)
         case Keep():
             return _keep(facts)
+        case Repaired():
+            kept = _keep(facts, decision)
+            return replace(kept, events=(decision.event, *kept.events), lost=decision.lost, reason=decision.message)
         case other:
             assert_never(other)
 
@@ -63,8 +76,8 @@ def _publish(facts: Facts, change: Publish, wanted_before: int) -> Plan:
     )
 
 
-def _keep(facts: Facts) -> Plan:
-    observed = _status(facts)
+def _keep(facts: Facts, repaired: Repaired | None = None) -> Plan:
+    observed = _status(facts, repaired)
     convergence = converge.converge(facts, observed.restarts)
     requeue = converge.soonest(facts, convergence.requeue, ready_condition.patience(facts), waits.until_overdue(facts))
     ready = observed.condition(ConditionType.READY)
@@ -92,9 +105,11 @@ def _stages(facts: Facts, convergence: Convergence) -> tuple[Stage, ...]:
     return staged(actions, needs)
 
 
-def _status(facts: Facts, change: Publish | None = None) -> Status:
+def _status(facts: Facts, change: Publish | Repaired | None = None) -> Status:
     verdict = ready_condition.verdict(facts)
-    if change is not None and change.reason is not None:
+    if isinstance(change, Repaired) and not facts.world.has_quorum:
+        verdict = ready_condition.of_change(verdict, ReadyReason.RECOVERING, change.message)
+    if isinstance(change, Publish) and change.reason is not None:
         verdict = ready_condition.of_change(verdict, change.reason, change.message)
     stored = facts.roster if facts.published is not None and not facts.roster.replaces_all else None
     return job_status.render(
@@ -105,9 +120,11 @@ def _status(facts: Facts, change: Publish | None = None) -> Status:
         ready=facts.ready,
         spares=facts.waiting_spares,
         roster=None if stored is None else roster.to_status(roster.with_started(stored, facts.current)),
-        restarts=change.restarts if change is not None else None,
+        restarts=change.restarts if isinstance(change, Publish) else None,
         recoveries=_recoveries(facts, change),
-        refused_since=None if change is not None and _begins_again(facts, change) else waits.refused_since(facts),
+        refused_since=None
+        if isinstance(change, Publish) and _begins_again(facts, change)
+        else waits.refused_since(facts),
     )
 
 
@@ -118,7 +135,7 @@ def _begins_again(facts: Facts, change: Publish) -> bool:
     return given_up or change.event is None or change.event.reason is not EventReason.WORKER_LOST
 
 
-def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, ...]:
+def _recoveries(facts: Facts, change: Publish | Repaired | None) -> tuple[RecoveryRecord, ...]:
     records, progress = facts.job.status.recoveries, facts.snapshot.progress
     if change is not None:
         return records if change.recovery is None else _opened(facts, change.recovery, records)
@@ -126,8 +143,10 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
     if not (facts.world.has_quorum or facts.roster.replaces_all) or _was_suspended_since(facts, records):
         return records
     full = facts.world.size >= facts.roster.wanted
-    last_step = facts.job.status.restarts.last_step
-    records = recovery_record.completed(records, progress, last_step, _rung(facts, records) if full else Rung.SHRINK)
+    step = records[0].step if records else None
+    if step is None:  # an older operator opened the record
+        step = facts.job.status.restarts.last_step
+    records = recovery_record.completed(records, progress, step, _rung(facts, records) if full else Rung.SHRINK)
     if full and ready_condition.trains(facts):
         records = recovery_record.regrown(facts.snapshot.now, progress, records)
     return records
@@ -136,7 +155,9 @@ def _recoveries(facts: Facts, change: Publish | None) -> tuple[RecoveryRecord, .
 def _rung(facts: Facts, records: tuple[RecoveryRecord, ...]) -> Rung:
     """How a world came to its full size again."""
     without = bool(records) and records[0].worker is not None and records[0].worker not in facts.world.members
-    return Rung.SPARE if facts.roster.spares and without else Rung.RECREATE
+    if facts.roster.spares and without:
+        return Rung.SPARE
+    return Rung.RESTART if records and records[0].rung == Rung.RESTART else Rung.RECREATE
 
 
 def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> bool:
@@ -152,4 +173,6 @@ def _was_suspended_since(facts: Facts, records: tuple[RecoveryRecord, ...]) -> b
 def _opened(facts: Facts, begun: RecoveryStart, records: tuple[RecoveryRecord, ...]) -> tuple[RecoveryRecord, ...]:
     if begun.follows and recovery_record.is_open(records):
         return records
-    return recovery_record.opened(begun.at or facts.snapshot.now, begun.loss, records, begun.rung)
+    at = begun.at or facts.snapshot.now
+    detected = begun.stood if begun.stood is not None else recovery_record.detected_after(begun.loss.at, at)
+    return recovery_record.opened(at, begun.loss, records, begun.rung, detected, facts.snapshot.progress.step)

@@ -83,13 +83,16 @@ def _formed(before: World, now: World) -> bool:
 def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
     done = observed.recoveries[0]
     if done.rung == Rung.REGROW:
-        return [Event(EventReason.WORKER_REPLACED, f"the world has its {number_of_workers(observed.world.size)} again")]
+        trains = f"worker {done.worker} trains again: " if done.worker is not None else ""
+        whole = f"the world has its {number_of_workers(observed.world.size)}"
+        return [Event(EventReason.WORKER_REPLACED, f"{trains}{whole}" if trains else f"{whole} again")]
     size = f" with {number_of_workers(observed.world.size)}" if done.rung == Rung.SHRINK else ""
     size = " with a spare" if done.rung == Rung.SPARE else size
+    lost = "lost a process" if done.rung == Rung.RESTART else "was lost"
     events = [
         Event(
             EventReason.WORLD_RESIZED if done.rung == Rung.SHRINK else EventReason.WORKER_REPLACED,
-            f"training resumed{size} {recovery_record.total_ms(done) / 1000:.1f} s after worker {done.worker} was lost "
+            f"training resumed{size} {recovery_record.total_ms(done) / 1000:.1f} s after worker {done.worker} {lost} "
             f"({done.cause}){_repeated(done.lost_steps)}",
         )
     ]

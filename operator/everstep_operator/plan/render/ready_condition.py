@@ -80,6 +80,7 @@ def _without_quorum(facts: Facts, why: str | None, obstacle: str | None) -> Verd
     recovers = reason in _CHANGES
     waits = ", waiting for all workers" if facts.roster.replaces_all and recovers else ""
     counted = f"{facts.ready}/{facts.roster.wanted} ready{_succeeded(facts)}{_at_least(facts)}{_joining(facts)}"
+    counted += _starting_anew(facts)
     message = f"{counted}{waits}{_because(facts, why)}"
     return Verdict(reason, message, obstacle, _quorum(facts, message))
 
@@ -136,6 +137,13 @@ def _joining(facts: Facts) -> str:
     """How many workers run and are in no round yet: see `start_probe`."""
     count = sum(p.joining and not p.finished for p in facts.current.values())
     return f", {count} {'has' if count == 1 else 'have'} not joined a round" if count else ""
+
+
+def _starting_anew(facts: Facts) -> str:
+    """Counts the workers whose pods are ready, and whose agents have left the round to start another process."""
+    view = facts.round_view
+    gone = [] if view is None else [i for i in view.gone if (pod := facts.current.get(i)) is not None and pod.ready]
+    return f", {number_of_workers(len(gone))} out of the round" if gone else ""
 
 
 def _because(facts: Facts, why: str | None) -> str:

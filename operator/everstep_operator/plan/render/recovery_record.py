@@ -3,24 +3,41 @@ reports."""
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from everstep_operator.api.conditions import Rung
 from everstep_operator.api.status import MAX_RECOVERIES, RecoveryRecord
 from everstep_operator.plan.snapshot import ReportedProgress
 from everstep_operator.plan.state.losses import Loss
 
+KUBERNETES_SECOND = timedelta(seconds=1)
 
-def opened(now: datetime, loss: Loss, old: tuple[RecoveryRecord, ...], rung: Rung) -> tuple[RecoveryRecord, ...]:
+
+def opened(
+    now: datetime,
+    loss: Loss,
+    old: tuple[RecoveryRecord, ...],
+    rung: Rung,
+    detected: timedelta | None,
+    step: int | None,
+) -> tuple[RecoveryRecord, ...]:
     record = RecoveryRecord(
         at=now,
         cause=loss.cause,
         worker=loss.index,
         node=loss.node,
         rung=rung,
-        detect_ms=_ms(loss.at, now),
+        step=step,
+        detect_ms=None if detected is None else round(detected.total_seconds() * 1000),
     )
     return (record, *old)[:MAX_RECOVERIES]
+
+
+def detected_after(fault_at: datetime | None, noticed_at: datetime) -> timedelta | None:
+    """How long after the fault it was noticed, at least: Kubernetes gives whole seconds, and cuts the rest off."""
+    if fault_at is None:
+        return None
+    return max(timedelta(0), noticed_at - fault_at - KUBERNETES_SECOND)
 
 
 def is_open(records: tuple[RecoveryRecord, ...]) -> bool:
@@ -85,8 +102,10 @@ def _repeated(progress: ReportedProgress, step_before: int | None) -> int | None
 
 
 def total_ms(record: RecoveryRecord) -> int:
-    """Milliseconds from the notice of the loss to the next step of every rank."""
-    return (record.rendezvous_ms or 0) + (record.restore_ms or 0) + (record.first_step_ms or 0)
+    """Milliseconds from the fault to the next step of every rank: all parts of the record. Whoever shows one duration
+    of a recovery shows this one."""
+    parts = (record.detect_ms, record.rendezvous_ms, record.restore_ms, record.first_step_ms)
+    return sum(part or 0 for part in parts)
 
 
 def _ms(start: datetime | None, end: datetime) -> int | None:

@@ -26,6 +26,7 @@ from everstep.agent.processes.control_socket import ControlSocket, StoresUnavail
 from everstep.agent.processes.program import STACKS_SIGNAL
 from everstep.agent.processes.running import Running
 from everstep.agent.tasks import Tasks
+from everstep.contract import process_end
 from everstep.contract.calls import read_page, read_row, read_rows
 from everstep.membership.world_state import Round
 
@@ -215,7 +216,7 @@ class Watcher:
         where, stalled = process.watch.where, process.watch.stalled
         assert where is not None
         taken = await self._stacks(pid, process, self._round())
-        why = f"rank {process.rank}: no progress in step {where.step} for {stalled:.0f} s{taken.at}"
+        why = process_end.of_rank(process.rank, process_end.hung(where.step, stalled, taken.at))
         log.error("%s; the others wait for it\n%s", why, taken.text)
         if taken.path is not None:
             why += f"; stacks in {self._folder}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent.decide.events import Fault
-from everstep.contract import exit_codes, redact, termination
+from everstep.contract import exit_codes, process_end, redact, termination
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def judge(code: int, error_file: Path, out_of_memory: bool) -> tuple[Fault, str]
     if code < 0:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
         if out_of_memory and code == -signal.SIGKILL:
-            return Fault.PROGRAM, f"{name}: out of memory"
+            return Fault.PROGRAM, name + process_end.OUT_OF_MEMORY
         return (Fault.OUTSIDE if -code in _KILLED else Fault.PROGRAM), name
     if code == exit_codes.NOT_RECOVERED:
         return Fault.OUTSIDE, f"exit code {code}: it lost its peers and could not go on from what it held"
