@@ -204,3 +204,15 @@ def test_plug_in_that_is_missing_says_how_to_install_it_and_one_that_hangs_is_en
         connect(Where())
     assert time.monotonic() - began < 20
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_no_cluster_anywhere_is_said_without_the_words_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shown = call("status", "digits")
+    assert str(shown.exception) == (
+        "no local run named 'digits'; no cluster is configured: give --kubeconfig FILE, or set KUBECONFIG. Start one "
+        "with `everstep run`."
+    )

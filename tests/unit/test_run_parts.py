@@ -27,7 +27,7 @@ from everstep_local.run.job_file import (
     with_local_claims,
 )
 from everstep_local.run.manifest import JobFileError
-from everstep_local.run.running import last_lines
+from everstep_local.run.running import last_lines, no_node
 from everstep_local.run.view import view as made_view
 from everstep_operator.kube.wire import Pod, Unstructured
 
@@ -435,3 +435,10 @@ def test_farewell_of_a_torchrun_whose_store_is_gone_does_not_hide_the_last_words
     assert last_lines(farewell) == []
     agent = ["10:42:11.640 everstep-run: round 4: closed: finished: all members' processes have succeeded"]
     assert last_lines(said + agent) == said
+
+
+def test_run_with_one_node_says_how_to_have_several() -> None:
+    assert no_node("node-2", 1) == (
+        "no node 'node-2'; this run has one, node-1: begin it with --nodes 2 or more to lose one of several"
+    )
+    assert no_node("x", 3) == "no node 'x'; they are node-1 to node-3"

@@ -43,7 +43,9 @@ def run(
     spares: Annotated[
         int | None, typer.Option(min=0, max=64, help="Workers beside them that wait to take the place of a lost one.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, max=16, help="Simulated nodes to spread the workers over.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=16, help="Simulated nodes for the workers. With one, all are lost with it.")
+    ] = 1,
     name: Annotated[str | None, typer.Option(help="Name of the job, instead of the file's.")] = None,
     checkpoint: Annotated[str | None, typer.Option(help="Folder or URL for commits, instead of the file's.")] = None,
     out: Annotated[

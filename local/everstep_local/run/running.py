@@ -335,7 +335,7 @@ class Handlers:
         try:
             self._local.nodes.kill(node)
         except KeyError:
-            raise ControlError(f"no node {node!r}; they are node-1 to node-{self._local.options.nodes}") from None
+            raise ControlError(no_node(node, self._local.options.nodes)) from None
         yield self._did(f"kill {node}")
 
     async def start_node(self, request: dict[str, Any]) -> AsyncIterator[Answer]:
@@ -343,7 +343,7 @@ class Handlers:
         try:
             self._local.nodes.start(node)
         except KeyError:
-            raise ControlError(f"no node {node!r}; they are node-1 to node-{self._local.options.nodes}") from None
+            raise ControlError(no_node(node, self._local.options.nodes)) from None
         yield self._did(f"start {node}")
 
     async def kill_operator(self, _: dict[str, Any]) -> AsyncIterator[Answer]:
@@ -379,6 +379,12 @@ class Handlers:
     async def _patch(self, spec: dict[str, Any]) -> None:
         job = self._local.job
         await _kube(self._local.client.merge_patch(JOBS, job.namespace, job.name, {"spec": spec}))
+
+
+def no_node(node: str, count: int) -> str:
+    if count == 1:
+        return f"no node {node!r}; this run has one, node-1: begin it with --nodes 2 or more to lose one of several"
+    return f"no node {node!r}; they are node-1 to node-{count}"
 
 
 def _kill(pids: Iterable[int]) -> None:

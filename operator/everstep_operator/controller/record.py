@@ -31,7 +31,10 @@ MAX_NOTE = 1000
 # Events that repeat as long as a job runs: one event object with a count for so many seconds, instead of one object
 # each time. The API server lets nobody change an event's text, so it is that of the first one, and says so.
 SERIES_SECONDS = 600
-_SERIES = {EventReason.CHECKPOINT_COMMITTED: " first; status.checkpoint.lastCommittedStep is the newest"}
+_SERIES = {
+    EventReason.CHECKPOINT_COMMITTED: "; for ten minutes this event counts the following commits, "
+    "and status.checkpoint.lastCommittedStep has the newest"
+}
 _KNOWN = frozenset(field.alias or name for name, field in Status.model_fields.items())
 
 

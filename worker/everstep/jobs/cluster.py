@@ -54,7 +54,7 @@ def connect(where: Where) -> Cluster:
         _load_incluster(settings)
         namespace = where.namespace or (SERVICE_ACCOUNT / "namespace").read_text("utf-8").strip()
     except (config.ConfigException, OSError) as e:
-        raise NoCluster(f"no cluster is configured ({e}): give --kubeconfig FILE, or set KUBECONFIG") from e
+        raise NoCluster("no cluster is configured: give --kubeconfig FILE, or set KUBECONFIG") from e
     return Cluster(client.ApiClient(settings), namespace, "this pod's cluster", where.every)
 
 

@@ -224,7 +224,7 @@ class World:
             # As JobProgress does: a new round starts with no reports of its own.
             keep = {
                 n: getattr(self.progress, n)
-                for n in ("step", "updated_at", "committed_step", "committed_at", "lost_at")
+                for n in ("step", "stepped_at", "updated_at", "committed_step", "committed_at", "lost_at")
             }
             self.progress = ReportedProgress(round=status.world.round, **keep)
         self.status = status
@@ -385,6 +385,7 @@ class World:
             self.progress,
             round=self.status.world.round,
             step=int(step),
+            stepped_at=self.now if int(step) > (self.progress.step or 0) else self.progress.stepped_at,
             updated_at=self.now,
             started_at=self.now,
             restored_at=self.now,

@@ -47,6 +47,8 @@ def of_status(snapshot: Snapshot, observed: Status) -> tuple[Event, ...]:
         and not recovery_record.is_open(observed.recoveries)
     ):
         events += _recovered(snapshot, observed)
+    elif _steps_first(before, observed):
+        events += _restored(snapshot)
     slow = observed.progress.straggler
     if slow is not None and slow != before.progress.straggler:
         events.append(Event(EventReason.STRAGGLER_DETECTED, slow))
@@ -96,11 +98,21 @@ def _recovered(snapshot: Snapshot, observed: Status) -> list[Event]:
             f"({done.cause}){_repeated(done.lost_steps)}",
         )
     ]
-    if (step := snapshot.progress.restored_step) is not None:
-        took = snapshot.progress.restore_seconds or 0.0
-        text = f"the state after step {step} was restored in {took:.1f} s"
-        events.append(Event(EventReason.RESTORED_FROM_CHECKPOINT, text))
-    return events
+    return [*events, *_restored(snapshot)]
+
+
+def _steps_first(before: Status, observed: Status) -> bool:
+    """Whether the job has taken its first new step since it began to want workers, or was resumed."""
+    since, earlier, now = observed.start_time, before.progress.stepped_at, observed.progress.stepped_at
+    return since is not None and now is not None and now >= since and (earlier is None or earlier < since)
+
+
+def _restored(snapshot: Snapshot) -> list[Event]:
+    if (step := snapshot.progress.restored_step) is None:
+        return []
+    took = snapshot.progress.restore_seconds or 0.0
+    text = f"the state after step {step} was restored in {took:.1f} s"
+    return [Event(EventReason.RESTORED_FROM_CHECKPOINT, text)]
 
 
 def _repeated(steps: int | None) -> str:
