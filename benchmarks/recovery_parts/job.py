@@ -113,6 +113,7 @@ class Job:
             log = self.folder / f"agent-{len(self.agents)}.log"
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **dict(way.environ)}
             self.places.append(len(self.agents) if place is None else place)
+            environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each new process compiles torch anew
             environ |= self.store.variables(self.id, self.places[-1])
             with log.open("wb") as out:
                 agent = subprocess.Popen(self._command(), stdout=out, stderr=out, start_new_session=True, env=environ)

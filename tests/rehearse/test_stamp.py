@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -223,6 +224,18 @@ def test_process_that_joins_behind_the_rehearsed_steps_is_refused_in_its_second_
 
 
 @pytest.mark.long
+def test_program_of_a_process_that_no_agent_has_forked_is_the_same(tmp_path: Path) -> None:
+    """As under torchrun: there multiprocessing gives the script a second name."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from everstep.train.guards.comparison.rehearsed import program_of_process\n"
+        "print(*program_of_process().modules)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["__main__"]
+
+
 def test_rehearsal_that_finds_something_takes_an_earlier_stamp_away(folder: Path) -> None:
     (folder / "train.py").write_text(
         RIGHT.replace("run.track(model=model, optimizer=optimizer)", "run.track(model=model)")

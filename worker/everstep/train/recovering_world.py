@@ -75,6 +75,8 @@ class RecoveringWorld(Checked):
             ranks = Members(self._recovery.main)  # its collectives count as those of the step
             uneven_inputs.gives(lambda source: take_from(self._state, source, ranks, rollback.gradients))
             rollback.listeners = [listener for listener in (self._shadow_step, self._check) if listener is not None]
+        if self._shadow_step is not None:
+            self._shadow_step.prepare()
         self._enter(Validity.NONE)
 
     def ready(self) -> bool:

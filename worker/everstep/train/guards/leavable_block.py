@@ -9,6 +9,7 @@ the values; before a process's first step there are none.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import types
 
@@ -22,16 +23,23 @@ def may_be_left(frame: types.FrameType | None) -> bool:
     """Whether the next step's block may be left, in the loop above `frame`. False if there is no text."""
     for above in frames_that_ask(frame):
         if is_script(above.f_code.co_filename):
-            _, loop = loop_at(above) or (None, None)
-            if not isinstance(loop, ast.For):
-                return False
-            if not above.f_code.co_flags & inspect.CO_GENERATOR:
-                return _is_last(loop)
-            if not all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in loop.body):
-                return False
+            if (answer := _in_line(above.f_code, above.f_lineno)) is not None:
+                return answer
         elif above.f_code.co_name == "train" and above.f_globals.get("__name__") == SESSION:
             return True  # no code of the script follows
     return False
+
+
+@functools.lru_cache(maxsize=64)
+def _in_line(code: types.CodeType, line: int) -> bool | None:
+    """The same for the loop that asks in this line. None: it hands its steps on, and another one decides."""
+    _, loop = loop_at(code.co_filename, line) or (None, None)
+    if not isinstance(loop, ast.For):
+        return False
+    if not code.co_flags & inspect.CO_GENERATOR:
+        return _is_last(loop)
+    hands_on = all(isinstance(part, ast.Expr) and isinstance(part.value, ast.Yield) for part in loop.body)
+    return None if hands_on else False
 
 
 def _is_last(loop: ast.For) -> bool:

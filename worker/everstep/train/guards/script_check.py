@@ -255,7 +255,7 @@ def _files(frame: types.FrameType | None) -> set[str]:
 def _of_frame(frame: types.FrameType | None) -> Iterator[_Loop]:
     """The loop that asks for the step. If that is in a generator function, also the loops that ask it for one."""
     for above in frames_that_ask(frame):
-        loop = loop_at(above) if is_script(above.f_code.co_filename) else None
+        loop = loop_at(above.f_code.co_filename, above.f_lineno) if is_script(above.f_code.co_filename) else None
         if loop is not None:
             values: dict[str, Any] = {"__name__": above.f_globals.get("__name__")}
             for name, value in variables(above):

@@ -82,9 +82,9 @@ def frames_that_ask(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-def loop_at(frame: types.FrameType) -> tuple[ast.Module, ast.For | ast.While] | None:
-    """The innermost loop that takes its next element where the frame is, `while` loops by `next`, with its file."""
-    tree, line = tree_of(frame.f_code.co_filename), frame.f_lineno
+def loop_at(file: str, line: int) -> tuple[ast.Module, ast.For | ast.While] | None:
+    """The innermost loop that takes its next element in this line, `while` loops by `next`, with its file."""
+    tree = tree_of(file)
     loops: list[ast.For | ast.While] = [
         n for n in (ast.walk(tree) if tree is not None else ())
         if (isinstance(n, ast.For) and n.iter.lineno <= line <= end(n.iter))

@@ -76,7 +76,8 @@ def program_of_process(stamped: Program | None = None) -> Program:
     files = {
         name: file
         for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) and name.partition(".")[0] not in OURS
+        # multiprocessing gives the script a second name where it is imported before a script has replaced the main one.
+        if (file := getattr(module, "__file__", None)) and name.partition(".")[0] not in {*OURS, "__mp_main__"}
     }
     files = {name: file for name, file in files.items() if is_script(file, named=True)}
     for name in stamped.modules if stamped is not None else ():

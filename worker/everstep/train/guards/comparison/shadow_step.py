@@ -98,6 +98,12 @@ class ShadowStep:
         self._empty: list[functools._lru_cache_wrapper[Any]] = []  # those of them that were empty before
         self._missed: dict[int, int] = {}  # misses of each cache before the first shadow step, by identity
 
+    def prepare(self) -> None:
+        """Read the script's text and values once, before this process is in a round. What a process reads for the first
+        time takes four times as long, and in its first step the others wait for it."""
+        may_be_left(sys._getframe(1))
+        untracked_values(sys._getframe(1), self._state, self._carried)
+
     def agree(self, *, joins: bool, step: int) -> None:
         """Agree on the next shadow step, when the members of a round have the same state, that of `step`. `joins`: this
         process was given it. Collective."""
