@@ -165,13 +165,32 @@ def test_token_volume_is_bound_to_our_audience_and_mounted_into_the_worker_only(
     assert volumes["data"] == {"name": "data", "emptyDir": {}}
     [source] = volumes["everstep-token"]["projected"]["sources"]
     assert source["serviceAccountToken"]["audience"] == "everstep.dev/operator"
-    assert len(body["spec"]["volumes"]) == 2
+    assert len(body["spec"]["volumes"]) == 3
     mounts = {m["name"]: m for m in container(body)["volumeMounts"]}
-    assert set(mounts) == {"data", "everstep-token"}
+    assert set(mounts) == {"data", "everstep-token", "everstep-shm"}
     assert mounts["everstep-token"]["readOnly"]
     assert values(body)["EVERSTEP_TOKEN_FILE"].startswith(mounts["everstep-token"]["mountPath"] + "/")
     assert not container(body, "sidecar").get("volumeMounts")
     assert not container(body, "fetch").get("volumeMounts")
+
+
+def test_shared_memory_of_a_worker_is_as_large_as_its_memory() -> None:
+    body = pods.worker_pod(job(), 0, 1, 2, SETTINGS)
+    volumes = {v["name"]: v for v in body["spec"]["volumes"]}
+    assert volumes["everstep-shm"] == {"name": "everstep-shm", "emptyDir": {"medium": "Memory"}}
+    assert {"name": "everstep-shm", "mountPath": "/dev/shm"} in container(body)["volumeMounts"]
+
+
+@pytest.mark.parametrize("own", ["a volume", "the node's"])
+def test_shared_memory_of_the_template_is_kept(own: str) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    if own == "the node's":
+        template["spec"]["hostIPC"] = True
+    else:
+        template["spec"]["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
+        template["spec"]["containers"][1]["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm/"})
+    body = pods.worker_pod(job(template), 0, 1, 2, SETTINGS)
+    assert "everstep-shm" not in json.dumps(body)
 
 
 def test_secret_of_the_store_is_given_to_the_worker_container_only() -> None:

@@ -18,8 +18,8 @@ MAX_CONTAINERS = 20
 MAX_ENV = 1000
 MAX_VOLUMES = 256
 MAX_ARGS = 256
-# Volumes that the operator adds: the worker's token, and the Secret of etcd.
-TOKEN_VOLUME, ETCD_VOLUME = "everstep-token", "everstep-etcd"
+# Volumes that the operator adds: the worker's token, the Secret of etcd, and memory for /dev/shm.
+TOKEN_VOLUME, ETCD_VOLUME, SHM_VOLUME = VOLUMES = ("everstep-token", "everstep-etcd", "everstep-shm")
 # Linux takes at most 128 KiB in one argument or variable (MAX_ARG_STRLEN).
 MAX_ARG_LENGTH = 32 * 1024
 
@@ -226,14 +226,13 @@ TEMPLATE_CHECKS: tuple[Check, ...] = (
     ),
     Check(
         cel="!has(self.template.spec.volumes) || self.template.spec.volumes.all(v, "
-        f"!has(v.name) || !(v.name in ['{TOKEN_VOLUME}', '{ETCD_VOLUME}']))",
-        message=f"spec.template.spec.volumes must not have the names {TOKEN_VOLUME} and {ETCD_VOLUME}: the operator "
+        f"!has(v.name) || !(v.name in {list(VOLUMES)}))",
+        message=f"spec.template.spec.volumes must not have the names {', '.join(VOLUMES)}: the operator "
         "adds volumes of these names",
         field=".template.spec.volumes",
         holds=lambda s: (
             not any(
-                isinstance(v, Mapping) and v.get("name") in (TOKEN_VOLUME, ETCD_VOLUME)
-                for v in _pod_field(s.template, "volumes") or ()
+                isinstance(v, Mapping) and v.get("name") in VOLUMES for v in _pod_field(s.template, "volumes") or ()
             )
         ),
     ),

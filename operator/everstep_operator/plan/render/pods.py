@@ -16,12 +16,13 @@ from typing import Any
 from everstep.contract import env, labels
 from everstep.contract.messages import REPORT_PATH
 from everstep_operator import object_names
-from everstep_operator.api.template import ETCD_VOLUME, TOKEN_VOLUME
+from everstep_operator.api.template import ETCD_VOLUME, SHM_VOLUME, TOKEN_VOLUME
 from everstep_operator.plan.render import agent_limits, rendezvous, start_probe
 from everstep_operator.plan.snapshot import JobView, Settings
 from everstep_operator.plan.state import pod_hash
 
 TOKEN_DIR = "/var/run/secrets/everstep.dev"
+SHM_DIR = "/dev/shm"  # noqa: S108  # of the container, not of this machine
 TOKEN_SECONDS = 3600
 DEFAULT_GRACE_SECONDS = 30
 
@@ -98,6 +99,7 @@ def _pod(
     if (etcd := job.spec.rendezvous.etcd) is not None and etcd.secret_ref is not None:
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
         _mount(spec, container, rendezvous.ETCD_DIR, secret)
+    _give_shared_memory(spec, container)
     # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
@@ -124,9 +126,21 @@ def _pod(
     }
 
 
-def _mount(spec: dict[str, Any], container: dict[str, Any], path: str, volume: dict[str, Any]) -> None:
+def _give_shared_memory(spec: dict[str, Any], container: dict[str, Any]) -> None:
+    """Let /dev/shm be as large as the worker's memory. A container runtime gives it 64 MiB: the workers of a DataLoader
+    end there with a bus error, and NCCL does not start. A template that mounts something there, or has its node's IPC,
+    keeps that."""
+    mounts = container.get("volumeMounts") or ()
+    if spec.get("hostIPC") or any(str(mount.get("mountPath", "")).rstrip("/") == SHM_DIR for mount in mounts):
+        return
+    _mount(spec, container, SHM_DIR, {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}, read_only=False)
+
+
+def _mount(
+    spec: dict[str, Any], container: dict[str, Any], path: str, volume: dict[str, Any], *, read_only: bool = True
+) -> None:
     """Mount our volume into the worker container alone."""
-    mount = {"name": volume["name"], "mountPath": path, "readOnly": True}
+    mount = {"name": volume["name"], "mountPath": path, **({"readOnly": True} if read_only else {})}
     container["volumeMounts"] = [*(container.get("volumeMounts") or ()), mount]
     spec["volumes"] = [*(spec.get("volumes") or ()), volume]
 

@@ -21,8 +21,7 @@ from everstep_operator import object_names
 from everstep_operator.api.types import RendezvousBackend, TrainingJobSpec
 
 PROBES = ("startupProbe", "readinessProbe")
-# /dev/shm can be written in every container, also below a read-only root.
-FOLDER = "/dev/shm"  # noqa: S108  # of the container, not of this machine
+FOLDER = "/dev/shm"  # noqa: S108  # can be written in every container, also below a read-only root
 LOOKS_PER_SECOND = 2
 SPARE_SECONDS = 60  # a loaded node counts slowly
 NEVER = 2**31 - 1
