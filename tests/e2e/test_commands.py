@@ -26,6 +26,8 @@ def test_commands_of_a_person_follow_a_job_on_a_cluster_and_change_it(new_job: C
     assert call("list").splitlines()[1].split()[:2] == [job.name, "Running"]
     assert len(call("logs", job.name, "0", "--tail", "2").splitlines()) == 2
     pod = next(row["pod"] for row in shown["workers"] if row["worker"] == 1)
+    shared = job.kubectl("exec", pod, "-c", "worker", "--", "df", "-m", "--output=size", "/dev/shm")
+    assert int(shared.split()[-1]) > 64, "the size that a container runtime gives, in MiB"
     assert call("kill", job.name, "1").startswith(f"pod {pod} deleted by force (namespace {job.namespace} of ")
     job.until_recovered()
     assert "WorkerLost" in [row["reason"] for row in json.loads(call("events", job.name, "-o", "json"))]

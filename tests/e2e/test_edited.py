@@ -75,8 +75,6 @@ def test_job_suspended_edited_and_resumed_without_an_operator_runs_one_program(
     job.until_training()
     said = job.kubectl("exec", worker, "-c", "worker", "--", "printenv", "EDITED").strip()
     assert said == "1 of the second program"
-    shared = job.kubectl("exec", worker, "-c", "worker", "--", "df", "-m", "--output=size", "/dev/shm")
-    assert int(shared.split()[-1]) > 64, "a container runtime's own"  # MiB
     job.until_complete()
     job.expect_undisturbed()
     job.expect_restarts("total", 0)
