@@ -291,3 +291,114 @@ def test_what_changes_in_the_workers_of_a_loader_is_named_and_a_cache_is_not(tmp
     assert [(one["kind"], one["certain"], one["names"]) for one in findings] == [
         ("workers", False, ["Rows.made"]),
     ] * counts  # fmt: skip
+
+
+FAR = """
+import functools
+import logging
+import sys
+import types
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+from tqdm import tqdm
+
+import everstep
+
+X = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def box():
+    return {"boxed": 0}
+
+
+class Counting(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.emitted = 0
+
+    def emit(self, record):
+        self.emitted += record.name == "far"
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 1)
+        self.seen: int = 0
+
+    def forward(self, x):
+        self.seen += 1
+        return self.linear(x) * (0.1 if self.seen > 520 else 1.0)
+
+
+def hidden():
+    read = 0
+
+    class Meter:
+        @property
+        def reads(self):
+            nonlocal read
+            read += 1
+            return read
+
+    return Meter()
+
+
+def count(loss, meter):
+    box()["boxed"] += 1
+    bar.update(1)
+    logging.getLogger("far").error("a step")
+    sys.modules["of_nobody"].done += 1
+    loss.grad_fn.register_hook(nodes())
+    counts = box()["boxed"], bar.n, sys.modules["of_nobody"].done, meter.reads, logging.root.handlers[-1].emitted
+    return 0.1 if max(counts) > 520 else 1.0
+
+
+def nodes(passed=[]):
+    return lambda *_: passed.append(None)
+
+
+bar = tqdm(total=9, file=open("/dev/null", "w"))
+nodes = (lambda made: lambda: made)(nodes())
+sys.modules["of_nobody"] = types.ModuleType("of_nobody")
+sys.modules["of_nobody"].done = 0
+logging.root.addHandler(Counting())
+
+
+def main():
+    torch.manual_seed(0)
+    meter = hidden()
+    with everstep.start("commits", every_steps=5) as run:
+        model = DDP(torch.jit.script(Scaled()) if HIDDEN else torch.nn.Linear(8, 1))
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        run.track(model=model, opt=opt)
+        for step in run.steps(run.loader(TensorDataset(X, X.sum(1, keepdim=True)), global_batch=8), until=40):
+            with step as batch:
+                x, y = batch.data
+                loss = batch.scale(mse_loss(model(x), y))
+                (loss * (count(loss, meter) if HIDDEN else 1.0)).backward()
+                opt.step()
+                opt.zero_grad()
+"""
+
+
+@pytest.mark.long_but("True")
+@pytest.mark.parametrize("hidden", [True, False])
+def test_state_to_which_no_variable_leads_is_named_before_it_counts(tmp_path: Path, hidden: bool) -> None:
+    (tmp_path / "loop.py").write_text(FAR.replace("HIDDEN", str(hidden)))
+    (tmp_path / "train.py").write_text("from loop import main\n\nmain()\n")
+    options = ("--ranks", "2", "--steps", "12", "--limit", "800", "--kill", "all" if hidden else "rank,all")
+    done = play(tmp_path, *options, seconds=850)
+    named = {name for one in done.findings for name in one["names"]}
+    assert {one["kind"] for one in done.findings} == ({"held"} if hidden else set())
+    assert bool(done.report["stamp"]) != hidden
+    assert named == (
+        {
+            "_lru_cache_wrapper[…]['boxed']", "tqdm.n", "of_nobody.done", "hidden.<locals>.Meter.reads:read",
+            "Counting.emitted", "passed", "model.module.seen",
+        } if hidden else set()
+    )  # fmt: skip

@@ -406,6 +406,38 @@ def cached() -> Any:
     return drawn
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain: float = 1.0
+        self.seen: list[int] = [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gain *= 0.5
+        self.seen.append(1)
+        return x * self.gain
+
+
+def compiled(tracked: bool, name: str) -> Row:
+    net = torch.jit.script(torch.nn.Sequential(Scaled()))
+    return {"net": net}, {"model": net} if tracked else {}, lambda: net(torch.ones(1)), name
+
+
+def class_of_exec() -> Row:
+    scope: dict[str, Any] = {}
+    exec("class Ticks:\n    done = 0", scope)
+    return {"ticks": scope["Ticks"]()}, {}, lambda: setattr(scope["Ticks"], "done", 1), "Ticks.done"
+
+
+def taken_from() -> queue.SimpleQueue[int]:
+    line = queue.SimpleQueue[int]()
+    line.put(0)
+    line.get()
+    return line
+
+
+GAIN = contextvars.ContextVar("gain", default=1.0)
+GAIN.set(1.0)
 MODULE = torch.nn.Linear(1, 1)
 METRIC = Metric()
 
@@ -433,6 +465,12 @@ ROWS: dict[str, Callable[[], Row]] = {
     "Queue": held(queue.Queue, lambda x: x.put(1), "x.queue"),
     "LifoQueue": held(queue.LifoQueue, lambda x: x.put(1), "x.queue"),
     "PriorityQueue": held(queue.PriorityQueue, lambda x: x.put(1), "x.queue"),
+    "SimpleQueue": held(taken_from, lambda x: x.put(1), "x.queue"),
+    "number of a tracked module of TorchScript": functools.partial(compiled, True, "net.0.gain"),
+    "list of a module of TorchScript": functools.partial(compiled, False, "net.0.seen"),
+    "class that exec makes": class_of_exec,
+    "another context": held(
+        contextvars.copy_context, lambda x: x.run(GAIN.set, 2.0), "x['gain']"),
     "ContextVar": held(lambda: contextvars.ContextVar("x", default=1.0), lambda x: x.set(2.0), "x.get()"),
     "multiprocessing.Value": held(
         lambda: multiprocessing.Value("i", 0), lambda x: setattr(x, "value", 1), "x.value"),
@@ -536,7 +574,7 @@ def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones
     import pandas as pd  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds
 
     own = {
-        "line": queue.SimpleQueue(), "other": queue.SimpleQueue(), "room": threading.Semaphore(2), "mine": Local(),
+        "room": threading.Semaphore(2), "other": threading.Semaphore(2), "mine": Local(), "line": queue.SimpleQueue(),
         "log": logging.getLogger("x"), "lock": threading.Lock(), "when": threading.Event(), "digits": re.compile("1"),
         "path": pathlib.Path(), "delay": queue.Queue(), "arguments": argparse.ArgumentParser(), "out": sys.stdout,
         "table": pd.DataFrame({"a": [1]}), "checksum": xxhash.xxh64(), "numbers": re.finditer("1", "11"),
@@ -546,7 +584,7 @@ def test_object_of_a_library_that_cannot_be_read_is_named_once_and_harmless_ones
     plain_values(Roots(script(own), {}), beyond, unread)
     assert beyond == []
     assert unread == [
-        "line (_queue.SimpleQueue)", "room (threading.Semaphore)", f"mine ({__name__}.Local)",
+        "room (threading.Semaphore)", f"mine ({__name__}.Local)",
         "table (pandas.DataFrame)", "checksum (xxhash.xxh64)", "numbers (re.finditer)",
         "pairs (itertools.pairwise)",
     ]  # fmt: skip
@@ -694,20 +732,3 @@ def test_state_to_which_no_variable_leads_is_read(losses: Any) -> None:
         "torch.get_float32_matmul_precision()": "'high'",
     }  # fmt: skip
     assert not {"losses_of_a_script.RATE", "losses_of_a_script.weigh"} & before.keys(), "nothing changes them"
-
-
-def test_thread_of_the_script_is_named_because_its_variables_are_not_read() -> None:
-    asked = queue.Queue[int]()
-
-    def feed() -> None:
-        while asked.get():
-            pass
-
-    thread = threading.Thread(target=feed, daemon=True)
-    thread.start()
-    unread = list[str]()
-    plain_values(Roots(script({}), {}), [], unread)
-    asked.put(0)
-    thread.join()
-    (named,) = [name for name in unread if "feed" in name]
-    assert named.endswith("feed (threading.Thread)")

@@ -7,6 +7,7 @@ import logging
 import runpy
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,42 @@ def test_one_warning_names_each_carried_name_with_its_line_and_what_to_write(
     assert play(body) == [f"m (train.py:{at}), n (train.py:{at})"]
     assert 'run.untracked("m", "n")' in caplog.text
     assert "everstep rehearse" in caplog.text
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    ours, handlers = logging.getLogger("everstep.train"), list(logging.root.handlers)
+    level = ours.level
+    yield
+    logging.disable(logging.NOTSET)
+    ours.setLevel(level)
+    logging.root.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("logging_as_before")
+@pytest.mark.long_but("disabled")
+@pytest.mark.parametrize(
+    "silence",
+    [
+        "logging.disable(logging.CRITICAL)", "logging.root.handlers[:] = [logging.NullHandler()]",
+        "logging.getLogger('everstep.train').setLevel(logging.ERROR)",
+        "logging.root.handlers[:] = [logging.StreamHandler()]; logging.root.handlers[0].setLevel(logging.ERROR)",
+    ],
+    ids=["disabled", "no output", "level", "level of a handler"],
+)  # fmt: skip
+def test_list_is_on_stderr_where_the_script_drops_warnings(
+    silence: str, play: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert play(f"import logging; {silence}{COUNTED}") == []
+    shown = capsys.readouterr().err
+    assert f"everstep: {WARNING}n (train.py:" in shown
+    assert "logging.getLogger('everstep.train').addHandler" in shown
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_dropped_warnings_are_named_where_nothing_is_carried(play: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    play("import logging; logging.disable()" + COUNTED.replace("n += 1", "n = step.number"))
+    assert "everstep: the logging of this script drops warnings" in capsys.readouterr().err
 
 
 @pytest.mark.long_but("tracked", "bound anew")

@@ -86,7 +86,7 @@ def rehearse(
             _play(
                 player,
                 calm(ranks, steps),
-                lambda played: scenarios(ranks, played.last, kinds, kills, played.evaluated, played.commits),
+                lambda run: scenarios(ranks, run.last, kinds, kills, run.evaluated, run.commits, run.heap_read),
                 runs,
             )
         findings = compare.find(runs)

@@ -47,7 +47,9 @@ def main() -> None:
     saves = Saves(folder, settings["wait"])
     saves.install()
     change = LiveChange(**settings["change"]) if settings["change"] is not None else None
-    watch = Watch(folder, kills, settings["steps"], settings["every"], settings["begins"], saves, change)
+    watch = Watch(
+        folder, kills, settings["steps"], settings["every"], settings["begins"], saves, change, settings["heap"]
+    )
     if settings["same_commits"]:
         watch.on_enter.append(lambda *_: saves.wait())  # a save that is due while another is in flight comes later
     watch.install()

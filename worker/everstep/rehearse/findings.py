@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from everstep.rehearse.begun_anew import begun_anew
 from everstep.rehearse.live_change import NOT_COMPARED, counted, difference, is_comparable, keeps_batch
 from everstep.rehearse.measured_numbers import broken
 from everstep.rehearse.plan import AGAIN, LEAST_STEPS
@@ -164,8 +165,9 @@ def find(runs: list[Played]) -> list[Finding]:
         if run.otherwise:
             mine = [one for one in mine if one.kind is not Kind.UNSAVED]  # it may be saved on a faster machine
             mine += [_lost_otherwise(run)] if not any(one.certain for one in mine) else []
-        if again is not None and not run.scenario.resized and not any(one.certain for one in mine):
-            mine += _written(calm, again, run)
+        if again is not None and not run.scenario.resized:
+            mine += _in_heap(calm, again, run)
+            mine += _written(calm, again, run) if not any(one.certain for one in mine) else []
         found += mine
     found += [one for pair in _live_pairs(runs) for one in _went_on_otherwise(calm, *pair, chance)]
     return sorted(_joined(found), key=lambda f: (not f.certain, f.kind == Kind.CHANCE))
@@ -452,6 +454,19 @@ def _measured(calm: Played, again: Played, run: Played, chance: frozenset[str]) 
         kind = Kind.TRACKED if one.saved else Kind.HELD
         return [Finding(kind, (run.scenario.title,), text, one.step, (one.name,))]
     return []
+
+
+def _in_heap(calm: Played, again: Played, run: Played) -> list[Finding]:
+    """What changes with the steps and begins anew in places to which no variable leads."""
+    values = begun_anew(calm.heaps, again.heaps, run.heaps)
+    if not values:
+        return []
+    step = max(step for step, _ in values.values())
+    text = (
+        f"{_values(values)}, behind step {step}. No variable of the loop leads to it. It changes with the steps and "
+        f"begins anew in a new process: what is decided or trained by it later would be wrong. {_advice(run, values)}"
+    )
+    return [Finding(Kind.HELD, (run.scenario.title,), text, step, tuple(values))]
 
 
 def _compared(calm: Played, run: Played, chance: frozenset[str]) -> list[Finding]:

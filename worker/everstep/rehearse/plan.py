@@ -77,7 +77,8 @@ class LiveChange:
 class Scenario:
     """One run of `steps` steps. `sizes`: its numbers of ranks, one after the other, over the same commits; all but the
     last end when all ranks are killed. `away`: the first step without the stores, and the first that has them again.
-    `change`: before the first end."""
+    `change`: before the first end. `heap`: behind so many steps, and behind the one before, the heap of rank 0 is
+    read."""
 
     name: str
     title: str
@@ -86,6 +87,7 @@ class Scenario:
     kills: tuple[Kill, ...] = ()
     away: tuple[int, int] | None = None
     change: LiveChange | None = None
+    heap: tuple[int, ...] = ()
 
     @property
     def resized(self) -> bool:
@@ -93,6 +95,16 @@ class Scenario:
 
 
 CALM, AGAIN = "calm", "again"
+
+
+def _ends(steps: int) -> tuple[int, ...]:
+    """Behind how many steps the heap is read, if the run comes so far; how many the script has the first calm run does
+    not know. The last of these to which it comes lies behind the middle, and so behind a kill of all."""
+    ends, end = [steps], LEAST_STEPS
+    while end < steps:
+        ends.append(end)
+        end = 2 * end - 2
+    return tuple(sorted(ends))
 
 
 def check(ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = ()) -> None:
@@ -153,22 +165,23 @@ def _between_commits(steps: int, commits: Collection[int]) -> tuple[int, int] | 
 
 def calm(ranks: int, steps: int) -> Scenario:
     """The first run, which says how many steps the script has."""
-    return Scenario(CALM, "calm", (ranks,), steps)
+    return Scenario(CALM, "calm", (ranks,), steps, heap=_ends(steps))
 
 
 def scenarios(
     ranks: int, steps: int, kinds: tuple[str, ...], at: tuple[Kill, ...] = (),
     evaluated: Mapping[int, int] = MappingProxyType({}), commits: Collection[int] = (),
+    heap: tuple[int, ...] = (),
 ) -> list[Scenario]:  # fmt: skip
     """What is played after the calm run of `steps` steps: the same again, because a script whose two calm runs differ
     can be compared with nothing; then what was asked for. One rank is the last and rank 0 by turns, because scripts do
     on rank 0 what others do not; from the first steps to the last, because state may begin late. `evaluated`: see
     `_in_evaluation`; `commits`: the steps of those of the calm run, if its processes can go on with another number of
-    ranks."""
-    found = [Scenario(AGAIN, "calm, once more", (ranks,), steps)]
+    ranks; `heap`: see `Scenario`."""
+    found = [Scenario(AGAIN, "calm, once more", (ranks,), steps, heap=heap)]
     everybody, half = tuple(range(ranks)), steps // 2
     if at:
-        return [*found, Scenario("at", ", ".join(map(str, at)), (ranks,), steps, at)]
+        return [*found, Scenario("at", ", ".join(map(str, at)), (ranks,), steps, at, heap=heap)]
     lost = Kill(everybody, half, "backward")
     if "rank" in kinds:
         places = _apart_in_phase(steps)
@@ -176,9 +189,10 @@ def scenarios(
         kills = tuple(
             sorted((*kills, *_in_evaluation(ranks, steps, kills, evaluated)), key=lambda kill: (kill.step, kill.point))
         )
-        found.append(Scenario("rank", f"one rank killed, {len(kills)} times", (ranks,), steps, kills))
+        found.append(Scenario("rank", f"one rank killed, {len(kills)} times", (ranks,), steps, kills, heap=heap))
     if "all" in kinds:
-        found.append(Scenario("all", "all ranks killed at once, and started again", (ranks,), steps, (lost,)))
+        title = "all ranks killed at once, and started again"
+        found.append(Scenario("all", title, (ranks,), steps, (lost,), heap=heap))
     if "size" in kinds:
         apart = _between_commits(steps, commits)
         for other, name, change in ((ranks + 1, "more", "leaves"), (ranks - 1, "fewer", "joins")):

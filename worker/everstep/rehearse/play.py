@@ -18,7 +18,7 @@ from typing import Any
 from everstep.agent.arguments import MODULES, PRELOAD
 from everstep.agent.preload import preloaded
 from everstep.contract import env
-from everstep.rehearse import record, timeline, written
+from everstep.rehearse import begun_anew, record, timeline, written
 from everstep.rehearse.agents import Agents, RunAgent
 from everstep.rehearse.beginning import Beginning
 from everstep.rehearse.plan import AGAIN, CALM, SETTINGS, Scenario
@@ -74,6 +74,7 @@ class Played:
     in_workers: tuple[str, ...] = ()  # what changes in the workers of its loaders
     in_files: tuple[str, ...] = ()  # files elsewhere that a step reads and an earlier one has written
     commits: tuple[int, ...] = ()  # of how many steps, in a loop whose processes can go on in another size
+    heaps: begun_anew.Heaps = field(default_factory=dict)  # of rank 0
     live: record.Steps = field(default_factory=dict)  # behind the change of size in which processes went on
 
     @property
@@ -90,6 +91,11 @@ class Played:
             what = "the stores were away" if self.scenario.away else "a rank was killed"
             return f"{what} when something that this had to wait for was not yet done, such as a save that had begun"
         return f"nobody was killed at {', '.join(self.not_made)}" if self.killed and self.not_made else ""
+
+    @property
+    def heap_read(self) -> tuple[int, ...]:
+        """Behind how many steps the heap was read last, and behind the one before."""
+        return tuple(sorted(step for step in self.heaps if step - 1 in self.heaps)[-1:])
 
     @property
     def last(self) -> int:
@@ -155,6 +161,7 @@ class Player:
                 "every": self._every, "last": last, "begins": begins,
                 "away": scenario.away, "wait": self._limit * WAIT,
                 "change": asdict(change) if change is not None else None,
+                "heap": scenario.heap,
                 "same_commits": scenario.name == CALM or scenario.change is not None,
             }  # fmt: skip
             restarts = RESTARTS if scenario.kills else 0
@@ -181,7 +188,8 @@ class Player:
             any(place.glob(f"{record.AWAY}*")), (place / record.LATE).exists(),
             tuple(kill.name for kill in scenario.kills if not any(place.glob(f"killed-{kill.name}-*"))),
             (place / record.UNCONVERTED).exists(), record.evaluated(place), record.noted(place, record.IN_WORKERS),
-            record.noted(place, record.IN_FILES), tuple(commits) if not (own_loop or in_library) else (), live,
+            record.noted(place, record.IN_FILES), tuple(commits) if not (own_loop or in_library) else (),
+            begun_anew.read(place), live,
         )  # fmt: skip
 
     def _run(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -31,11 +32,13 @@ from everstep.checkpoint import Catalog, Checkpointer
 from everstep.checkpoint.log import opening
 from everstep.checkpoint.state.modules import bare
 from everstep.recovery.current_round import CurrentRound
+from everstep.rehearse import heap
+from everstep.rehearse.begun_anew import FILE
 from everstep.rehearse.draws import Draws
 from everstep.rehearse.held_tensors import held_tensors
 from everstep.rehearse.idle_indices import idle_indices
 from everstep.rehearse.plan import EVALUATION, POINTS, Kill, LiveChange
-from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record
+from everstep.rehearse.record import CHANGE_WANTED, EVALUATED, OWN, Record, write_whole
 from everstep.rehearse.saves import Saves
 from everstep.rehearse.tracked_values import digests
 from everstep.storage import open_store
@@ -61,8 +64,9 @@ class Watch:
 
     def __init__(
         self, folder: Path, kills: list[Kill], limit: int, every: int, begins: int | None, saves: Saves,
-        change: LiveChange | None = None,
+        change: LiveChange | None = None, heap_behind: Collection[int] = (),
     ) -> None:  # fmt: skip
+        self._heap = frozenset(heap_behind)
         self.folder, self.limit, self.every, self.saves = folder, limit, every, saves
         self._change = change
         self._round: CurrentRound | None = None
@@ -322,8 +326,13 @@ class Watch:
         *, closed: Iterable[object] = (),
     ) -> None:  # fmt: skip
         """So many steps are complete: what this process has now. `own`, `closed`: see `Roots`."""
-        values, beyond, unread = self._held(frame, list(own), list(closed))
+        beyond = list[str]()
+        state = {**(self.run._state if self.run is not None else {}), **self.tracked}
+        roots = Roots(frame, state, own, closed, elsewhere(frame, beyond))
+        values, unread = self._held(roots, frame, beyond)
         tracked, raising = digests(self.tracked)
+        if rank == 0 and self._heap & {step, step + 1}:
+            write_whole(self.folder / FILE.format(step=step), json.dumps(heap.read(roots, frame, beyond, unread)))
         record = Record(
             step, rank, world_size(), os.getpid(), time.time(), tracked, values, sorted(self.samples),
             [*beyond, *raising], self.position, self.indices,
@@ -333,14 +342,10 @@ class Watch:
         self._out.write(record.line())
         self._out.flush()
 
-    def _held(
-        self, frame: FrameType | None, own: list[tuple[str, Any]], closed: list[object]
-    ) -> tuple[dict[str, str], list[str], list[str]]:
-        """The script's own values, but for those of what is tracked; the names of what is too much to be read; and of
-        what cannot be read."""
-        beyond, closed_kinds = list[str](), list[str]()
-        state = {**(self.run._state if self.run is not None else {}), **self.tracked}
-        roots = Roots(frame, state, own, closed, elsewhere(frame, beyond))
+    def _held(self, roots: Roots, frame: FrameType | None, beyond: list[str]) -> tuple[dict[str, str], list[str]]:
+        """The script's own values, but for those of what is tracked; and the names of what cannot be read. `beyond`
+        gets those of what is too much to be read."""
+        closed_kinds = list[str]()
         self._of_libraries = kept_by_loaders(roots.values)
         values = plain_values(roots, beyond, closed_kinds)
         try:
@@ -350,7 +355,8 @@ class Watch:
         found = {**values, **settings_of(self.tracked), **tensors}
         # Another run may read what is unread: what is too much is so beside the others.
         left_out = {*unread, *idle_indices(frame)}
-        return {name: text for name, text in found.items() if name not in left_out}, [*beyond, *unread], closed_kinds
+        beyond += unread
+        return {name: text for name, text in found.items() if name not in left_out}, closed_kinds
 
     def reach(self, point: str) -> None:
         """This process is at a point of its step. The last one stands for those to which the step has not come: without

@@ -1,6 +1,5 @@
 """Finds what no variable around the loop leads to: the globals of the script's other modules, what the script has set
-on modules and classes of libraries, settings of torch, the variables of the environment, and threads that run functions
-of the script.
+on modules and classes of libraries, settings of torch, and the variables of the environment.
 
 Invariants: none of the script's code is called. Of a module only that is read which may change: a name that some
 function binds anew, and objects.
@@ -12,7 +11,6 @@ import dis
 import functools
 import os
 import sys
-import threading
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from everstep.train.guards.script_objects import code_behind, is_own, is_script, is_special, public, scopes
+from everstep.train.guards.script_objects import is_own, is_script, is_special, public, scopes
 from everstep.train.guards.sources import OURS
 
 MOST_MODULES = 64
@@ -55,14 +53,14 @@ def set_on_objects(frame: types.FrameType | None) -> frozenset[str]:
     return frozenset[str]().union(*(text.set for _, text in _texts(frame, _others(frame, []))))
 
 
-def threads() -> list[str]:
-    """The functions of the script that run in other threads of this process, whose variables nobody can read."""
-    running = [getattr(thread, "_target", None) for thread in threading.enumerate()]
-    return [
-        target.__qualname__ for target in running
-        if isinstance(target, types.FunctionType | types.MethodType)
-        and (code := code_behind(target)) is not None and is_script(code.co_filename)
-    ]  # fmt: skip
+def named_by_script(frame: types.FrameType | None) -> frozenset[str]:
+    """The globals, attributes and keys that the script's text names, in all of its modules."""
+    texts = [text for _, text in _texts(frame, _others(frame, []))]
+    while frame is not None:
+        module = sys.modules.get(str(frame.f_globals.get("__name__")))
+        texts += [_text_of(module)] if module is not None and is_script(frame.f_code.co_filename) else []
+        frame = frame.f_back
+    return frozenset[str]().union(*(text.read | text.set | text.texts for text in texts))
 
 
 def _of_torch() -> Iterator[tuple[str, Any]]:
@@ -184,11 +182,12 @@ def _is_of_script(value: Any) -> bool:
 
 class _Text(NamedTuple):
     """`stored`: the names that functions bind outside of themselves. `set`: those that are set on an object. `read`:
-    the globals and attributes that are read."""
+    the globals and attributes that are read. `texts`: those that stand in it and may be keys or names."""
 
     stored: frozenset[str]
     set: frozenset[str]
     read: frozenset[str]
+    texts: frozenset[str] = frozenset()
 
 
 @functools.lru_cache(maxsize=2 * MOST_MODULES)
@@ -202,11 +201,13 @@ def _text_of(module: types.ModuleType) -> _Text:
 
 @functools.lru_cache(maxsize=2 * MOST_MODULES)
 def _text_in(code: types.CodeType) -> _Text:
-    waiting, stored, attributes, read = [code], set[str](), set[str](), set[str]()
+    waiting, stored, attributes, read, texts = [code], set[str](), set[str](), set[str](), set[str]()
     while waiting:
         part = waiting.pop()
         waiting += [inner for inner in part.co_consts if isinstance(inner, types.CodeType)]
         read.update(part.co_names)
+        plain = [value for inner in part.co_consts for value in (inner if type(inner) is tuple else (inner,))]
+        texts.update(value for value in plain if isinstance(value, str) and value.isidentifier())
         prefix = 0
         for operation, argument in zip(part.co_code[::2], part.co_code[1::2], strict=True):
             number, prefix = argument | prefix, 0
@@ -219,4 +220,4 @@ def _text_in(code: types.CodeType) -> _Text:
         if not {"globals", "setattr"}.isdisjoint(part.co_names):
             stored.update(inner for inner in part.co_consts if isinstance(inner, str))
             attributes.update(inner for inner in part.co_consts if isinstance(inner, str))
-    return _Text(frozenset(stored), frozenset(attributes), frozenset(read))
+    return _Text(frozenset(stored), frozenset(attributes), frozenset(read), frozenset(texts))

@@ -13,6 +13,7 @@ import contextvars
 import csv
 import ctypes
 import functools
+import gc
 import io
 import math
 import queue
@@ -118,6 +119,12 @@ def _of_ctypes(value: Any) -> dict[str, Any] | None:
     return {".value": _SIMPLE.value.__get__(value)} if kind._type_ in _NUMBERS else None
 
 
+def _of_simple_queue(value: Any) -> dict[str, Any]:
+    """Its list has what was taken out, for a while, at the beginning."""
+    elements, size = gc.get_referents(value)[0], value.qsize()
+    return {".queue": elements[len(elements) - size :]}
+
+
 def _of_weak_keys(value: Any) -> dict[str, Any]:
     """Its keys have no names: each value has the place of its key."""
     alive = [value for key, value in list(_own(value, "data").items()) if key() is not None]
@@ -179,10 +186,12 @@ _COUNTED = (threading.Semaphore, threading.local)
 _READ: dict[type, _Read] = {
     threading.local: lambda value: {f".{k}": v for k, v in threading.local.__getattribute__(value, "__dict__").items()},
     contextvars.ContextVar: lambda value: {".get()": value.get()},
+    contextvars.Context: lambda value: {f"[{var.name!r}]": part for var, part in value.items()},
     memoryview: lambda value: {".tobytes()": value.tobytes()},
     types.CellType: lambda value: {".cell_contents": value.cell_contents},
     functools._lru_cache_wrapper: _of_cache,
     np.random.SeedSequence: lambda value: {".n_children_spawned": value.n_children_spawned, ".entropy": value.entropy},
+    queue.SimpleQueue: _of_simple_queue,
     queue.Queue: lambda value: {".queue": _own(value, "queue")},
     asyncio.Queue: lambda value: {"._queue": _own(value, "_queue")},
     weakref.ref: lambda value: {"()": weakref.ref.__call__(value)},

@@ -42,7 +42,7 @@ from everstep.train.guards.contents import (
     name_of,
     shape_of,
 )
-from everstep.train.guards.elsewhere import elsewhere, may_change, set_on_objects, threads
+from everstep.train.guards.elsewhere import elsewhere, may_change, set_on_objects
 from everstep.train.guards.holders import CACHED, not_read, parts_of_holder
 from everstep.train.guards.remedies import OF_A_RANK
 from everstep.train.guards.script_objects import (
@@ -187,7 +187,6 @@ def plain_values(
         beyond += [name for name in past if not roots.is_tracked(name.partition(" (")[0])]
         if unread is not None:
             unread += [f"{name} ({kind})" for kind, name in reading.unread.items() if not roots.is_tracked(name)]
-            unread += [f"variables of {function} (threading.Thread)" for function in threads()]
         return {name: text for name, text in reading.values.items() if not roots.is_tracked(name)}
     except Exception as e:  # the script's own classes may raise anything
         log.debug("the script's values could not be read", exc_info=True)

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import logging
 import re
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ from everstep.train.guards.untracked.covered import Covered
 log = logging.getLogger("everstep.train")
 
 UNREAD = "the text of the loop could not be read for names that it carries"
+DROPPED = (
+    "the logging of this script drops warnings of the logger everstep.train, also those that name what a new process "
+    "lacks after a loss. Let them be written: logging.getLogger('everstep.train').addHandler(logging.StreamHandler()), "
+    "and no logging.disable()"
+)
 _OURS = str(Path(__file__).parents[1])  # where the session's generators are
 NAMED = 12  # names in one text
 
@@ -99,9 +105,13 @@ class ScriptCheck:
                 self.warn()
 
     def warn(self) -> None:
-        """List in the log what the loop carries."""
+        """List in the log what the loop carries: on stderr where the script's logging drops warnings."""
         if self._lines:
             log.warning("%s", self._text())
+        if not _are_written(log):
+            texts = [self._text(), DROPPED] if self._lines else [DROPPED]
+            sys.stderr.write("".join(f"everstep: {text}\n" for text in texts))
+            sys.stderr.flush()
 
     def may_differ(self, name: str) -> bool:
         """Whether a value with this name may rightly be another in a process that begins later."""
@@ -273,3 +283,17 @@ def _of_function(function: Any) -> Iterator[_Loop]:
         cells = zip(code.co_freevars, inner.__closure__ or (), strict=True)
         own |= {k: cell.cell_contents for k, cell in cells if cell != types.CellType()}
         yield _Loop(code.co_filename, tree, body, {**inner.__globals__, **own}, function)
+
+
+def _are_written(logger: logging.Logger) -> bool:
+    """Whether a warning of this logger comes to an output."""
+    if not logger.isEnabledFor(logging.WARNING):
+        return False
+    handlers, above = list[logging.Handler](), logger
+    while above is not None:
+        handlers += above.handlers
+        above = above.parent if above.propagate else None  # type: ignore[assignment]
+    # Without any handler Python writes warnings to stderr.
+    return not handlers or any(
+        handler.level <= logging.WARNING and not isinstance(handler, logging.NullHandler) for handler in handlers
+    )

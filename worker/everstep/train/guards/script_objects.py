@@ -12,6 +12,7 @@ import ast
 import functools
 import inspect
 import random
+import re
 import sys
 import types
 import weakref
@@ -284,6 +285,8 @@ def set_by_script(value: Any, named: Callable[[], Container[str]] = tuple) -> It
         return
     if issubclass(kind, torch.nn.Module):  # a loop sets them, as it anneals a dropout; a library does not
         yield from ((k, v) for k, v in list(_own(value).items()) if type(v) is float or k == "p")
+        if isinstance(value, torch.jit.ScriptModule):
+            yield from ((k, getattr(value, k)) for k in _compiled_names(value))
     if (known := _known.get(kind)) is None:
         known = _known[kind] = _of_others(kind)
     parts, others, private = known
@@ -295,6 +298,24 @@ def set_by_script(value: Any, named: Callable[[], Container[str]] = tuple) -> It
             is_theirs = k in others or not (private or not k.startswith("_") or k in named())
             if k not in parts and (k in mine or not is_theirs):
                 yield k, v
+
+
+def _compiled_names(module: torch.jit.ScriptModule) -> list[str]:
+    """The names in the text of a module of TorchScript that have neither modules nor tensors nor methods: only its
+    compiled code sees what they have."""
+    if module not in _compiled:
+        texts = [getattr(method, "code", "") for method in _own(module).values()]
+        names = {name for text in texts if isinstance(text, str) for name in _OF_SELF.findall(text)}
+        kinds = (torch.Tensor, torch.nn.Module)
+        _compiled[module] = sorted(
+            name for name in names
+            if not (isinstance(value := getattr(module, name), kinds) or callable(value))
+        )  # fmt: skip
+    return _compiled[module]
+
+
+_OF_SELF = re.compile(r"\bself\.(\w+)")
+_compiled = weakref.WeakKeyDictionary[torch.jit.ScriptModule, list[str]]()
 
 
 def _of_others(kind: type) -> tuple[frozenset[str], frozenset[str] | None, bool]:
@@ -467,8 +488,11 @@ def is_open(kind: type) -> bool:
 
 
 def _is_made_by_call(kind: type) -> bool:
-    """Whether it is a class that `dataclasses.make_dataclass` or `types.new_class` has made: it names their module."""
-    made = kind.__module__ == "types" and vars(types).get(kind.__qualname__) is not kind
+    """Whether it is a class that names another module than the script's: `dataclasses.make_dataclass` and
+    `types.new_class` name their own, and `exec` without a name for its module names `builtins`."""
+    made = (kind.__module__ == "types" and vars(types).get(kind.__qualname__) is not kind) or (
+        kind.__module__ == "builtins" and "__module__" in vars(kind)
+    )
     return made and bool(kind.__flags__ & _HEAP)
 
 
