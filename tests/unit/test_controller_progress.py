@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.contract.messages import Phase, Report
 from everstep_operator.api.status import Status
+from everstep_operator.controller.job_seconds import Standing
 from everstep_operator.controller.progress import JobProgress
 from everstep_operator.plan.snapshot import ReportedPeak, ReportedProgress
 
@@ -95,33 +95,25 @@ def test_publishing_a_round_again_or_an_older_one_does_not_forget_reports() -> N
 
 
 def test_steps_taken_again_after_a_loss_are_not_productive() -> None:
-    progress = fresh()
-    progress.accept(report(Phase.TRAIN, step=10, step_seconds=0.5), at(1))
+    progress = fresh(startTime=START)
+    progress.seconds.planned(START, Standing.START)
+    progress.accept(report(Phase.TRAIN, step=10), at(1))
+    progress.accept(report(Phase.TRAIN, step=20), at(6))
     assert progress.snapshot().productive_seconds == 5.0
-    progress.published(2, at(2))
-    progress.accept(report(Phase.TRAIN, round=2, step=8, step_seconds=0.5), at(3))
-    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (10, 5.0)
-    progress.accept(report(Phase.TRAIN, round=2, step=12, step_seconds=0.5), at(4))
-    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (12, 6.0)
+    progress.published(2, at(7))
+    progress.accept(report(Phase.RESTORE, round=2, restored_step=16), at(7))
+    progress.accept(report(Phase.TRAIN, round=2, step=18), at(9))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (20, 5.0)
+    progress.accept(report(Phase.TRAIN, round=2, step=22), at(11))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (22, 6.0)
 
 
-def test_steps_that_were_missed_took_no_longer_than_the_time_since_the_last_report() -> None:
+def test_steps_of_an_earlier_jobs_checkpoints_are_not_its_own() -> None:
     progress = fresh()
-    progress.accept(report(Phase.TRAIN, step=10, step_seconds=0.5), at(10))
-    progress.accept(report(Phase.TRAIN, step=100, step_seconds=2.0), at(40))  # the slow ones are the last few of them
-    assert progress.snapshot().productive_seconds == 5.0 + 30.0
-
-
-def test_new_leader_takes_the_goodput_of_the_time_that_it_was_written_for() -> None:
-    seconds = {"productive": 90, "form": 10}
-    status = {"startTime": at(-300), "stateSeconds": seconds, "goodputPercent": 80, "progress": {"step": 40}}
-    assert fresh(**status).snapshot().productive_seconds == pytest.approx(80.0), "of 100 seconds, not of 300"
-
-
-def test_steps_of_an_earlier_jobs_checkpoints_are_not_productive() -> None:
-    progress = fresh()
-    progress.accept(report(Phase.RESTORE, restored_step=1000), at(1))
-    progress.accept(report(Phase.TRAIN, step=1010, step_seconds=0.5), at(6))
+    progress.seconds.planned(START, Standing.START)
+    for rank in range(2):
+        progress.accept(report(Phase.RESTORE, rank, restored_step=1000), at(1))
+    progress.accept(report(Phase.TRAIN, step=1010), at(6))
     assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (1010, 5.0)
 
 
@@ -137,23 +129,10 @@ def test_steps_that_came_before_a_loss_was_noticed_are_not_those_before_it() -> 
 
 
 def test_operator_that_restarts_goes_on_from_what_the_status_remembers() -> None:
-    begun = {"startTime": at(-100), "progress": {"step": 40}, "goodputPercent": 90}
-    progress = fresh(**begun)
-    assert progress.snapshot().productive_seconds == pytest.approx(90.0)
-    progress.accept(report(Phase.TRAIN, step=40, step_seconds=1.0), at(1))
-    assert progress.snapshot().productive_seconds == pytest.approx(90.0)
-    assert progress.snapshot().step == 40
-
-
-@pytest.mark.parametrize(
-    "begun",
-    [
-        {"startTime": at(-40), "earlierActiveSeconds": 60},  # resumed 40 s ago
-        {"earlierActiveSeconds": 100},  # suspended
-    ],
-)
-def test_operator_that_restarts_counts_no_productive_time_of_a_suspension(begun: dict[str, Any]) -> None:
-    assert fresh(**begun, goodputPercent=90).snapshot().productive_seconds == pytest.approx(90.0)
+    seconds = {"productive": 90, "form": 10}
+    progress = fresh(startTime=at(-300), progress={"step": 40}, stateSeconds=seconds, goodputPercent=90)
+    progress.accept(report(Phase.TRAIN, step=40), at(1))
+    assert (progress.snapshot().step, progress.snapshot().productive_seconds) == (40, 90.0)
 
 
 def test_failed_save_is_remembered_until_one_succeeds_and_each_change_is_acted_on() -> None:

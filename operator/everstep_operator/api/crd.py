@@ -134,7 +134,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     _column("Step", ".status.progress.step", "integer", "Highest completed optimizer step."),
     _column("Ckpt", ".status.checkpoint.lastCommittedStep", "integer", "Step of the newest commit."),
     _column("Restarts", ".status.restarts.total", "integer", "Restarts for any reason."),
-    _column("Goodput", ".status.goodput", "string", "Productive step time as a share of wall time."),
+    _column("Goodput", ".status.goodput", "string", "The time of new steps as a share of all that was not suspended."),
     _column("Age", ".metadata.creationTimestamp", "date", "Time since its creation."),
     _column("Round", ".status.world.round", "integer", "Number of the last published round.", wide=True),
     _column("Spares", ".status.spares.ready", "integer", "Spares that wait; empty: the job has none.", wide=True),

@@ -332,7 +332,8 @@ class Status(StatusModel):
     )
     goodput_percent: Annotated[int, Field(ge=0, le=100)] | None = Field(
         default=None,
-        description="Productive step time as a share of the time that the job was not suspended, in percent.",
+        description="The time of new steps, with what the script does between them (stateSeconds.productive), as a "
+        "share of the time that the job was not suspended, in percent.",
     )
     goodput: Annotated[str, StringConstraints(max_length=5)] | None = Field(
         default=None,

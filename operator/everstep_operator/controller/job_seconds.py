@@ -133,6 +133,11 @@ class JobSeconds:
             self._attribute(_CONTINUOUS[self._standing], now)
         return dict(self._seconds)
 
+    @property
+    def productive(self) -> float:
+        """Seconds in which steps were taken that are new."""
+        return self._seconds[State.PRODUCTIVE]
+
     def pending(self, now: datetime) -> float:
         """Seconds of the active life that are in no state yet."""
         return 0.0 if self._standing is Standing.IDLE else max(0.0, (now - self._until).total_seconds())

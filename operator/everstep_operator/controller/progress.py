@@ -8,7 +8,6 @@ begins.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -33,8 +32,6 @@ class JobProgress:
         stored, active = status.state_seconds, status.active_seconds(now)
         # An older operator kept no seconds: nobody knows what the job did under it.
         known = {State.UNKNOWN: active} if stored is None else {state: float(getattr(stored, state)) for state in State}
-        # The share is that of the time until it was written.
-        self._productive = (status.goodput_percent or 0) / 100 * min(active, sum(known.values()))
         self.seconds = JobSeconds(known, active, now)
         self._last: Report | None = None
         self._stepped_at = status.progress.stepped_at
@@ -186,11 +183,6 @@ class JobProgress:
             self._round_step = report.step
             self.seconds.trained(now, max(0, report.step - since), max(0, report.step - max(since, before)))
         if report.step is not None and report.step > before:
-            # Steps that are repeated after a loss are not productive: only new ones count.
-            # `step_seconds` is that of the last few, where reports in between were lost.
-            took = (report.step - before) * (report.step_seconds or 0.0)
-            longest = math.inf if self._stepped_at is None else max(0.0, (now - self._stepped_at).total_seconds())
-            self._productive += min(took, longest)
             self._step, self._stepped_at = report.step, now
             self._new_step_at = self._new_step_at or now
         self._last = report
@@ -257,7 +249,7 @@ class JobProgress:
             straggler=self._straggler,
             rehearsed=self._rehearsed,
             memory=self._peak,
-            productive_seconds=self._productive,
+            productive_seconds=self.seconds.productive,
             lost_at=self._lost_at,
             started_at=self._started_at,
             restored_at=self._restored_at,

@@ -134,7 +134,7 @@ FAMILIES = (
     Family(
         "everstep_job_goodput_ratio",
         "gauge",
-        "Productive step time as a share of the time that the job was not suspended, 0 to 1.",
+        "The time of new steps as a share of the time that the job was not suspended, 0 to 1.",
         _of_jobs(lambda j: j.goodput),
     ),
     Family(

@@ -167,7 +167,7 @@ def _checkpoint(snapshot: Snapshot) -> CheckpointStatus:
 
 
 def _goodput(snapshot: Snapshot, finished_at: datetime | None) -> int | None:
-    """Productive step time as a share of the time for which the job has wanted workers."""
+    """The time of new steps as a share of the time for which the job has wanted workers."""
     old = snapshot.job.status
     if snapshot.progress.productive_seconds <= 0 or old.completion_time is not None:
         return old.goodput_percent
