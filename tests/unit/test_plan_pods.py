@@ -174,6 +174,18 @@ def test_token_volume_is_bound_to_our_audience_and_mounted_into_the_worker_only(
     assert not container(body, "fetch").get("volumeMounts")
 
 
+@pytest.mark.parametrize(
+    ("asked", "mounted"),
+    [({}, False), ({"automountServiceAccountToken": True}, True), ({"serviceAccountName": "trainer"}, None)],
+)
+def test_worker_has_a_token_of_the_api_server_only_if_its_template_asks(
+    asked: dict[str, Any], mounted: bool | None
+) -> None:
+    template = copy.deepcopy(TEMPLATE)
+    template["spec"].update(asked)
+    assert pods.worker_pod(job(template), 0, 1, 2, SETTINGS)["spec"].get("automountServiceAccountToken") is mounted
+
+
 def test_shared_memory_of_a_worker_is_as_large_as_its_memory() -> None:
     body = pods.worker_pod(job(), 0, 1, 2, SETTINGS)
     volumes = {v["name"]: v for v in body["spec"]["volumes"]}

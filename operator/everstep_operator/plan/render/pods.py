@@ -100,6 +100,9 @@ def _pod(
         secret = {"name": ETCD_VOLUME, "secret": {"secretName": etcd.secret_ref.name}}
         _mount(spec, container, rendezvous.ETCD_DIR, secret)
     _give_shared_memory(spec, container)
+    names_account = spec.get("serviceAccountName") or spec.get("serviceAccount")
+    if spec.get("automountServiceAccountToken") is None and not names_account:
+        spec["automountServiceAccountToken"] = False  # training needs no right of the namespace's account `default`
     # A restarted container would join a round that the operator has given up.
     spec["restartPolicy"] = "Never"
     spec["hostname"] = name
